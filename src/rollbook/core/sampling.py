@@ -63,10 +63,10 @@ class Prompt:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = [name for name in ("text", "messages", "token_ids") if getattr(self, name) is not None]
-        if len(given) != 1:
+        forms = [name for name in ("text", "messages", "token_ids") if getattr(self, name) is not None]
+        if len(forms) != 1:
             raise ValueError(
-                f"prompt: got {' and '.join(given) or 'nothing'}, expected one of text, messages, token_ids"
+                f"prompt: got {' and '.join(forms) or 'nothing'}, expected one of text, messages, token_ids"
             )
         if self.text is not None and not isinstance(self.text, str):
             raise ValueError(f"prompt.text: got {type(self.text).__name__}, expected a str")
@@ -83,48 +83,48 @@ class Prompt:
             object.__setattr__(self, name, as_media(f"prompt.{name}", getattr(self, name)))
 
     @classmethod
-    def of(cls, given: Any) -> Prompt:
+    def of(cls, source: Any) -> Prompt:
         """A prompt from what users write: text, messages, token ids (a list, an array or a tensor), or itself."""
-        if isinstance(given, Prompt):
-            return given
-        if isinstance(given, str):
-            return cls(text=given)
-        if hasattr(given, "tolist"):
-            return cls(token_ids=given.tolist())
-        if isinstance(given, Sequence) and given and isinstance(given[0], Mapping):
-            return cls(messages=given)
-        if isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray)):
-            return cls(token_ids=given)
-        what = f"{type(given).__name__} ({given!r})"
-        raise ValueError(f"prompt: got {what}, expected text, chat messages, token ids or a Prompt")
+        if isinstance(source, Prompt):
+            return source
+        if isinstance(source, str):
+            return cls(text=source)
+        if hasattr(source, "tolist"):
+            return cls(token_ids=source.tolist())
+        if isinstance(source, Sequence) and source and isinstance(source[0], Mapping):
+            return cls(messages=source)
+        if isinstance(source, Sequence) and not isinstance(source, (bytes, bytearray)):
+            return cls(token_ids=source)
+        description = f"{type(source).__name__} ({source!r})"
+        raise ValueError(f"prompt: got {description}, expected text, chat messages, token ids or a Prompt")
 
     def replace(self, **changes: Any) -> Prompt:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
-def token_ids(name: str, given: Any) -> tuple[int, ...]:
+def token_ids(name: str, ids: Any) -> tuple[int, ...]:
     """Token ids as a tuple, or an error that names the first that is none."""
-    if hasattr(given, "tolist"):
-        given = given.tolist()
-    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
-        raise ValueError(f"{name}: got {type(given).__name__}, expected a list of token ids")
-    for i, one in enumerate(given):
-        if isinstance(one, bool) or not isinstance(one, Integral) or int(one) < 0:
-            raise ValueError(f"{name}[{i}]: got {one!r}, expected a token id")
-    return tuple(int(one) for one in given)
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+        raise ValueError(f"{name}: got {type(ids).__name__}, expected a list of token ids")
+    for i, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, Integral) or int(token) < 0:
+            raise ValueError(f"{name}[{i}]: got {token!r}, expected a token id")
+    return tuple(int(token) for token in ids)
 
 
-def as_media(name: str, given: Any) -> tuple[Any, ...]:
+def as_media(name: str, media: Any) -> tuple[Any, ...]:
     """A prompt's images or videos as a tuple: none, one bare one, or several."""
-    if given is None:
+    if media is None:
         return ()
-    if isinstance(given, (list, tuple)):
-        for i, one in enumerate(given):
-            if one is None:
+    if isinstance(media, (list, tuple)):
+        for i, medium in enumerate(media):
+            if medium is None:
                 raise ValueError(f"{name}[{i}]: got None, expected an image or a video")
-        return tuple(given)
-    return (given,)
+        return tuple(media)
+    return (media,)
 
 
 ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
@@ -137,8 +137,8 @@ _RECORDED = ("asked_seed", "earlier", "run", "stop_reason")
 
 def _asked(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a mapping; of a sample's record, those that were asked for: the call's seed, not the stream's."""
-    made = {name: value for name, value in recorded.items() if name not in _RECORDED}
-    return made | {"seed": recorded["asked_seed"]} if "asked_seed" in recorded else made
+    options = {name: value for name, value in recorded.items() if name not in _RECORDED}
+    return options | {"seed": recorded["asked_seed"]} if "asked_seed" in recorded else options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,19 +231,19 @@ class Sampling:
         put(self, "extra", dict(self.extra or {}))
 
     @classmethod
-    def of(cls, given: Sampling | Mapping[str, Any] | None = None, **options: Any) -> Sampling:
+    def of(cls, source: Sampling | Mapping[str, Any] | None = None, **options: Any) -> Sampling:
         """Options from a mapping or another `Sampling`, with changes; unknown ones are refused with the nearest."""
-        base = cls() if given is None else given
+        base = cls() if source is None else source
         changes = dict(options)
         if not isinstance(base, Sampling):
             if not isinstance(base, Mapping):
                 raise ValueError(f"sampling: got {type(base).__name__}, expected Sampling or a mapping of its options")
             changes, base = {**_asked(base), **changes}, cls()
-        known = [f.name for f in dataclasses.fields(cls)]
+        names = [f.name for f in dataclasses.fields(cls)]
         named = {}
         for name, value in changes.items():
-            if ALIASES.get(name, name) not in known:
-                raise ValueError(f"sampling: option {name!r} is not known{suggest(name, known)}")
+            if ALIASES.get(name, name) not in names:
+                raise ValueError(f"sampling: option {name!r} is not known{suggest(name, names)}")
             named[ALIASES.get(name, name)] = value
         return dataclasses.replace(base, **named)
 
@@ -368,10 +368,10 @@ class Sample:
         from rollbook.core.experience import Experience
         from rollbook.core.images import encode_for_record, encode_message
 
-        whole = not self.failed
+        succeeded = not self.failed
         info = {**self.prompt.info, **self.info}
-        given: dict[str, Any] = {"reference": self.prompt.reference, "label": self.prompt.label, "error": self.error}
-        info |= {name: value for name, value in given.items() if value is not None}
+        fields: dict[str, Any] = {"reference": self.prompt.reference, "label": self.prompt.label, "error": self.error}
+        info |= {name: value for name, value in fields.items() if value is not None}
         if self.prompt.images and "images" not in info and (images := encode_for_record(self.prompt.images)):
             info["images"] = images
         sampling = {**self.sampling, "logprobs": self.logprobs_kind if self.logprobs is not None else None}
@@ -380,8 +380,8 @@ class Sample:
         if self.stop_reason is not None:
             sampling["stop_reason"] = self.stop_reason
         mask: dict[str, Any] = {}
-        if not whole or not self.response_ids or not self.prompt_ids:
-            mask = {"action_mask": [whole] * len(self.response_ids), "experience_type": "multi_turn"}
+        if not succeeded or not self.response_ids or not self.prompt_ids:
+            mask = {"action_mask": [succeeded] * len(self.response_ids), "experience_type": "multi_turn"}
         messages = self.prompt.messages
         if messages is not None and self.message is not None:
             messages = [*messages, self.message]

@@ -42,10 +42,10 @@ def boxed(text: str) -> str | None:
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
     """Where each closed box begins, and the bounds of what is in it; in one pass, however many are open or nested."""
-    found: list[tuple[int, int, int]] = []
+    boxes: list[tuple[int, int, int]] = []
     openings = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
     if not openings:
-        return found
+        return boxes
     stack: list[int] = []
     for match in _BRACE.finditer(text):
         if match[0] == "{":
@@ -53,8 +53,8 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
         elif match[0] == "}" and stack:
             start = stack.pop()
             if start in openings:
-                found.append((openings[start], start + 1, match.start()))
-    return sorted(found)
+                boxes.append((openings[start], start + 1, match.start()))
+    return sorted(boxes)
 
 
 def final_answer(text: str) -> str | None:
@@ -130,10 +130,10 @@ def _strip_latex(text: str) -> str:
 
 def _last_number(text: str) -> tuple[Fraction, bool] | None:
     tail = _strip_latex(text[-8 * _MOST_DIGITS :])
-    found = None
+    number = None
     for match in _INSIDE.finditer(tail):
-        found = _parse_number(match) or found
-    return found
+        number = _parse_number(match) or number
+    return number
 
 
 def _parse_number(match: re.Match[str] | None) -> tuple[Fraction, bool] | None:
@@ -156,19 +156,19 @@ def _parse_number(match: re.Match[str] | None) -> tuple[Fraction, bool] | None:
 # --- functions --------------------------------------------------------------------------------------------------------
 
 
-def as_references(given: Any) -> list[str]:
+def as_references(reference: Any) -> list[str]:
     """The answers that count as right: one, or a list of them, as texts.
 
     >>> as_references(["a", 5]), as_references("b")
     (['a', '5'], ['b'])
     """
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, Sequence) and given:
-        return [text for one in given for text in as_references(one)]
-    if given is None or isinstance(given, (Sequence, dict)):
-        raise ValueError(f"reference: got {given!r}, expected an answer or a list of answers")
-    return [str(given)]
+    if isinstance(reference, str):
+        return [reference]
+    if isinstance(reference, Sequence) and reference:
+        return [text for entry in reference for text in as_references(entry)]
+    if reference is None or isinstance(reference, (Sequence, dict)):
+        raise ValueError(f"reference: got {reference!r}, expected an answer or a list of answers")
+    return [str(reference)]
 
 
 def normalize_text(text: str) -> str:
@@ -195,8 +195,8 @@ def exact_match(response: str, reference: Any, *, strict: bool = False) -> float
     if strict:
         return float(response in right)
     answer = final_answer(response)
-    found = normalize_text(response if answer is None else answer)
-    return float(any(found == normalize_text(_marked_answer(one)) for one in right))
+    text = normalize_text(response if answer is None else answer)
+    return float(any(text == normalize_text(_marked_answer(expected)) for expected in right))
 
 
 def _marked_answer(reference: str) -> str:
@@ -219,22 +219,22 @@ def numeric_match(response: str, reference: Any, *, tolerance: float = 1e-6, per
     """
     check_float("tolerance", tolerance, 0, 1)
     check_choice("percent", percent, ("either", "hundredth", "ignored"))
-    rights = [_reference_number(one) for one in as_references(reference)]
+    rights = [_reference_number(text) for text in as_references(reference)]
     answer = final_answer(response)
-    found = (
+    number = (
         _last_number(response)
         if answer is None
         else _parse_number(_WHOLE.fullmatch(_strip_latex(answer))) or _last_number(answer)
     )
-    return float(found is not None and any(_equal_numbers(found, right, tolerance, percent) for right in rights))
+    return float(number is not None and any(_equal_numbers(number, right, tolerance, percent) for right in rights))
 
 
 def _reference_number(text: str) -> tuple[Fraction, bool]:
-    own = _marked_answer(text)
-    found = _parse_number(_WHOLE.fullmatch(_strip_latex(own))) or _last_number(own)
-    if found is None:
+    answer = _marked_answer(text)
+    number = _parse_number(_WHOLE.fullmatch(_strip_latex(answer))) or _last_number(answer)
+    if number is None:
         raise ValueError(f"reference: got {text[:80]!r}, expected a number")
-    return found
+    return number
 
 
 def _equal_numbers(a: tuple[Fraction, bool], b: tuple[Fraction, bool], tolerance: float, percent: Percent) -> bool:
@@ -257,14 +257,14 @@ def boxed_match(response: str, reference: Any, *, tolerance: float = 1e-6) -> fl
     if answer is None:
         return 0.0
     bare = "".join(normalize_text(answer).split())
-    if any(bare == "".join(normalize_text(_marked_answer(one)).split()) for one in right):
+    if any(bare == "".join(normalize_text(_marked_answer(expected)).split()) for expected in right):
         return 1.0
-    found = _parse_number(_WHOLE.fullmatch(_strip_latex(answer)))
-    if found is None:
+    number = _parse_number(_WHOLE.fullmatch(_strip_latex(answer)))
+    if number is None:
         return 0.0
-    for one in right:
-        value = _parse_number(_WHOLE.fullmatch(_strip_latex(_marked_answer(one))))
-        if value is not None and _equal_numbers(found, value, tolerance, "either"):
+    for expected in right:
+        value = _parse_number(_WHOLE.fullmatch(_strip_latex(_marked_answer(expected))))
+        if value is not None and _equal_numbers(number, value, tolerance, "either"):
             return 1.0
     return 0.0
 
@@ -345,7 +345,7 @@ def math_match(response: str, reference: Any, *, time_limit: float = 10.0, preci
     check_float("time_limit", time_limit, 0.01, 1e6)
     right = as_references(reference)
     answer = final_answer(response)
-    if answer is not None and any(_same(answer, one) for one in right):
+    if answer is not None and any(_same(answer, expected) for expected in right):
         return 1.0
     outcome = _processes().call((response, right, precision), time_limit)
     if outcome.stopped:
@@ -358,11 +358,11 @@ def math_match(response: str, reference: Any, *, time_limit: float = 10.0, preci
 
 
 def _same(answer: str, reference: str) -> bool:
-    own = final_answer(reference) or reference
-    if normalize_text(answer) == normalize_text(own):
+    expected = final_answer(reference) or reference
+    if normalize_text(answer) == normalize_text(expected):
         return True
     value = as_number(answer)
-    return value is not None and value == as_number(own)
+    return value is not None and value == as_number(expected)
 
 
 def _processes() -> ProcessPool:
@@ -398,18 +398,24 @@ def _verified(response: str, right: list[str], precision: int) -> float:
         raise MissingExtraError("math equivalence needs math-verify: pip install 'rollbook[math]'") from None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of limits that are off: ours is not
     expressions = []
-    for one in right:
-        marked = final_answer(one)
+    for reference in right:
+        marked = final_answer(reference)
         # A bare answer is read as a box: outside of one, an interval or a letter is not found.
-        forms = [one] if "$" in one else [f"\\boxed{{{one if marked is None else marked}}}", one]
+        forms = (
+            [reference] if "$" in reference else [f"\\boxed{{{reference if marked is None else marked}}}", reference]
+        )
         expected = next((parsed for form in forms if (parsed := parse(form, parsing_timeout=None))), None)
         if expected is None:
-            raise ValueError(f"reference: got {one[:80]!r}, which math-verify cannot read")
+            raise ValueError(f"reference: got {reference[:80]!r}, which math-verify cannot read")
         expressions.append(expected)
     try:
-        found = parse(response, parsing_timeout=None)
+        answers = parse(response, parsing_timeout=None)
         return float(
-            any(verify(one, found, float_rounding=precision, timeout_seconds=None) for one in expressions if found)
+            any(
+                verify(expression, answers, float_rounding=precision, timeout_seconds=None)
+                for expression in expressions
+                if answers
+            )
         )
     except Exception:  # SymPy raises whatever it likes of what a model wrote
         return 0.0
@@ -436,10 +442,12 @@ def json_errors(text: str, schema: Any = None, *, most: int = 10) -> list[str]:
     if schema is None:
         return []
     try:
-        found = sorted(_validator(json.dumps(schema)).iter_errors(value), key=lambda error: list(map(str, error.path)))
+        problems = sorted(
+            _validator(json.dumps(schema)).iter_errors(value), key=lambda error: list(map(str, error.path))
+        )
     except RecursionError:
         return ["$: nested too deep to be checked"]
-    return [f"{error.json_path}: {error.message[:200]}" for error in found[:most]]
+    return [f"{error.json_path}: {error.message[:200]}" for error in problems[:most]]
 
 
 def _value(text: str) -> Any:
@@ -453,10 +461,10 @@ def _no_constant(name: str) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("a key is there twice")
-    return made
+    return mapping
 
 
 @lru_cache(maxsize=64)
@@ -523,15 +531,15 @@ def json_schema(response: str, reference: Any = None, *, schema: Any = None) -> 
         ...
     ValueError: schema: got the keys 'a', expected a JSON schema: none of them checks anything
     """
-    asked = schema if schema is not None else reference
-    if isinstance(asked, str):
+    expected = schema if schema is not None else reference
+    if isinstance(expected, str):
         try:
-            asked = json.loads(asked)
+            expected = json.loads(expected)
         except ValueError as error:
-            raise ValueError(f"schema: got {asked[:80]!r}, expected JSON ({error})") from None
-    if not isinstance(asked, (dict, bool)):
-        raise ValueError(f"schema: got {type(asked).__name__}, expected a JSON schema, or one as the reference")
-    wrong = json_errors(response, asked)
+            raise ValueError(f"schema: got {expected[:80]!r}, expected JSON ({error})") from None
+    if not isinstance(expected, (dict, bool)):
+        raise ValueError(f"schema: got {type(expected).__name__}, expected a JSON schema, or one as the reference")
+    wrong = json_errors(response, expected)
     parsed = not (wrong and wrong[0].startswith("not JSON"))
     return {"reward": float(not wrong), "json": float(parsed), "errors": float(len(wrong))}
 
@@ -573,8 +581,8 @@ def length(
     sizes = [len(row) for row in _units(responses, response_ids, unit)]
     if not sizes:
         return []
-    found: list[float] = length_penalty(sizes, target=target, per_token=per_unit, max_penalty=max_penalty).tolist()
-    return found
+    penalties: list[float] = length_penalty(sizes, target=target, per_token=per_unit, max_penalty=max_penalty).tolist()
+    return penalties
 
 
 @batched
@@ -594,5 +602,5 @@ def repetition(
     from rollbook.algorithms.penalties import repetition_penalty
 
     rows = _units(responses, response_ids, unit)
-    found: list[float] = repetition_penalty(rows, n=n, max_penalty=max_penalty).tolist() if rows else []
-    return found
+    penalties: list[float] = repetition_penalty(rows, n=n, max_penalty=max_penalty).tolist() if rows else []
+    return penalties

@@ -50,32 +50,36 @@ class ProgramTests:
     statements: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, given: Any) -> ProgramTests:
+    def of(cls, reference: Any) -> ProgramTests:
         """From {"inputs": [...], "outputs": [...]}, a list of {"input", "output"} or of statements, {"tests": ...}, or
         the JSON text of one of these."""
-        if isinstance(given, str):
+        if isinstance(reference, str):
             try:
-                given = json.loads(given)
+                reference = json.loads(reference)
             except ValueError:
-                given = [given]  # one statement, or a page of them
-        if isinstance(given, Mapping) and "inputs" in given and "outputs" in given:
-            if len(given["inputs"]) != len(given["outputs"]):
-                raise ValueError(f"tests: got {len(given['inputs'])} inputs and {len(given['outputs'])} outputs")
-            given = [{"input": i, "output": o} for i, o in zip(given["inputs"], given["outputs"], strict=True)]
-        elif isinstance(given, Mapping):
-            given = given.get("tests", [given])
-        if isinstance(given, str):
-            given = [given]
-        if not isinstance(given, Sequence) or not given:
-            raise ValueError(f"tests: got {type(given).__name__}, expected inputs and outputs, or statements")
+                reference = [reference]  # one statement, or a page of them
+        if isinstance(reference, Mapping) and "inputs" in reference and "outputs" in reference:
+            if len(reference["inputs"]) != len(reference["outputs"]):
+                raise ValueError(
+                    f"tests: got {len(reference['inputs'])} inputs and {len(reference['outputs'])} outputs"
+                )
+            reference = [
+                {"input": i, "output": o} for i, o in zip(reference["inputs"], reference["outputs"], strict=True)
+            ]
+        elif isinstance(reference, Mapping):
+            reference = reference.get("tests", [reference])
+        if isinstance(reference, str):
+            reference = [reference]
+        if not isinstance(reference, Sequence) or not reference:
+            raise ValueError(f"tests: got {type(reference).__name__}, expected inputs and outputs, or statements")
         pairs, statements = [], []
-        for i, one in enumerate(given):
-            if isinstance(one, str):
-                statements.append(one)
-            elif isinstance(one, Mapping) and "input" in one and "output" in one:
-                pairs.append((_text(one["input"]), _text(one["output"])))
+        for i, entry in enumerate(reference):
+            if isinstance(entry, str):
+                statements.append(entry)
+            elif isinstance(entry, Mapping) and "input" in entry and "output" in entry:
+                pairs.append((_text(entry["input"]), _text(entry["output"])))
             else:
-                raise ValueError(f"tests[{i}]: got {str(one)[:80]}, expected a statement, or input and output")
+                raise ValueError(f"tests[{i}]: got {str(entry)[:80]}, expected a statement, or input and output")
         return cls(tuple(pairs), tuple(statements))
 
 
@@ -145,16 +149,16 @@ def code_match(
     limits = limits if limits is not None else Limits()
     source = extract_program(response)
     passed = late = 0
-    for given, expected in cases.pairs:
+    for text, expected in cases.pairs:
         left = _remaining_limits(limits, deadline)
         if left is None:
             late += 1
             continue
-        stdin = given.encode("utf-8", "surrogatepass")
+        stdin = text.encode("utf-8", "surrogatepass")
         ran = run_sandboxed({"main.py": source}, ["main.py"], stdin=stdin, limits=left, python=python)
         late += ran.timed_out
-        said = ran.stdout.decode("utf-8", "replace")
-        passed += ran.code == 0 and not ran.flooded and _same_output(said, expected, tolerance)
+        output = ran.stdout.decode("utf-8", "replace")
+        passed += ran.code == 0 and not ran.flooded and _same_output(output, expected, tolerance)
     left = _remaining_limits(limits, deadline)
     if cases.statements and left is None:
         late += 1
@@ -177,8 +181,8 @@ def _remaining_limits(limits: Limits, deadline: float) -> Limits | None:
     return None if left < 0.05 else replace(limits, wall=min(limits.wall, left))
 
 
-def _same_output(said: str, expected: str, tolerance: float | None) -> bool:
-    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (said, expected))
+def _same_output(output: str, expected: str, tolerance: float | None) -> bool:
+    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
     if ours == theirs:
         return True
     if tolerance is None or len(ours) != len(theirs):

@@ -250,18 +250,18 @@ _ELSE = "move the function into a module of its own, or use pool='thread'"
 class MainProgram:
     """The main program, for a process that needs a function or a class of it: how to load it, or why that is not to be.
 
-    `how` is one of the entries of `multiprocessing.spawn.prepare`, which runs a program under another name.
+    `loader` is one of the entries of `multiprocessing.spawn.prepare`, which runs a program under another name.
     """
 
-    how: tuple[str, str] | None = None
+    loader: tuple[str, str] | None = None
     problem: str | None = None
 
     @classmethod
     def here(cls, starting: bool = False) -> MainProgram:
         """This process's main program; `starting` a process, it must be at work under its guard."""
         main = sys.modules["__main__"]
-        known = vars(main)
-        path, name = known.get("__file__"), getattr(known.get("__spec__"), "name", None)
+        names = vars(main)
+        path, name = names.get("__file__"), getattr(names.get("__spec__"), "name", None)
         if path is None or not Path(path).is_file():
             return cls(problem=f"which has no file (a notebook, python -c, standard input) to load it from; {_ELSE}")
         if name is not None and name.rpartition(".")[2] == "__main__":
@@ -270,7 +270,11 @@ class MainProgram:
             body = ast.parse(Path(path).read_bytes()).body
         except (OSError, SyntaxError, ValueError) as error:
             return cls(problem=f"{path}, which cannot be read ({describe_error(error)}); {_ELSE}")
-        guards = [range(one.lineno, (one.end_lineno or one.lineno) + 1) for one in body if _is_guard(one)]
+        guards = [
+            range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+            for statement in body
+            if _is_guard(statement)
+        ]
         if not guards:
             why = f"{path}, which has no {_GUARD} and would do its work again in every process"
             return cls(problem=f"{why}; put that work there, {_ELSE}")
@@ -390,10 +394,10 @@ class _Unpickler(pickle.Unpickler):
         main = _ProcessState.main
         if module in ("__main__", "__mp_main__") and main.problem is not None:
             raise PoolError(f"got {name} of the main program, {main.problem}")
-        if module in ("__main__", "__mp_main__") and main.how is not None:
+        if module in ("__main__", "__mp_main__") and main.loader is not None:
             _ProcessState.main, _ProcessState.loading = MainProgram(), True
             try:
-                multiprocessing.spawn.prepare(dict([main.how]))
+                multiprocessing.spawn.prepare(dict([main.loader]))
             finally:
                 _ProcessState.loading = False
         return super().find_class(module, name)
@@ -491,11 +495,11 @@ class FileFunction:
                 f"reward file: got {self.path!r}, expected a .py file; there is no {Path(self.path).resolve()}"
             )
         module = load_module_file(self.path)
-        found: Any = vars(module).get(self.name)
-        if not callable(found):
-            known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-            raise ValueError(f"reward file {self.path}: it has no function {self.name!r}{suggest(self.name, known)}")
-        bare: Callable[..., Any] = found
+        function: Any = vars(module).get(self.name)
+        if not callable(function):
+            names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+            raise ValueError(f"reward file {self.path}: it has no function {self.name!r}{suggest(self.name, names)}")
+        bare: Callable[..., Any] = function
         return bare
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -505,8 +509,8 @@ class FileFunction:
 def _shareable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call a file's `reward_func` as LightRFT does, with (queries, prompts, references), if its parameters have other
     names. A name that is nearly one of a sample's fields is left to be refused."""
-    found = inspect.signature(function).parameters.values()
-    places = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    arguments = inspect.signature(function).parameters.values()
+    places = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
     if not places or len(places) > 3 or any(difflib.get_close_matches(p.name, PARAMETER_NAMES, 1, 0.8) for p in places):
         return function
 
@@ -520,29 +524,29 @@ def match_parameters(function: Callable[..., Any], name: str, lists: bool | None
     """({parameter: field}, whether it takes all by `**`, whether it takes lists); an unknown one is a `ValueError`."""
     inner, bound = unwrap_partial(function)
     try:
-        found = [p for p in inspect.signature(function).parameters.values() if p.name not in bound]
+        arguments = [p for p in inspect.signature(function).parameters.values() if p.name not in bound]
     except (TypeError, ValueError):
         raise ValueError(f"{name}: got a callable without a signature, expected one with named parameters") from None
     if lists is None:
-        lists = any(p.name in _PLURALS for p in found) or bool(getattr(inner, "rollbook_batched", False))
-    known = {**_ONE, **_PLURALS} if lists else _ONE
-    asked: dict[str, str] = {}
+        lists = any(p.name in _PLURALS for p in arguments) or bool(getattr(inner, "rollbook_batched", False))
+    fields = {**_ONE, **_PLURALS} if lists else _ONE
+    requested: dict[str, str] = {}
     everything = False
-    for p in found:
+    for p in arguments:
         if p.kind is p.VAR_KEYWORD:
             everything = True
         elif p.kind is p.VAR_POSITIONAL:
             continue
         elif p.kind is p.POSITIONAL_ONLY:
             raise ValueError(f"{name}: parameter {p.name!r} is positional only, expected parameters that have names")
-        elif p.name in known:
-            asked[p.name] = known[p.name]
+        elif p.name in fields:
+            requested[p.name] = fields[p.name]
         elif p.default is p.empty:
             more = "; batched=True gives lists" if p.name in _PLURALS else ""
             raise ValueError(
-                f"{name}: parameter {p.name!r} is nothing that a sample has{suggest(p.name, [*known])}{more}"
+                f"{name}: parameter {p.name!r} is nothing that a sample has{suggest(p.name, [*fields])}{more}"
             )
-    return asked, everything, lists
+    return requested, everything, lists
 
 
 def unwrap_partial(function: Any) -> tuple[Any, set[str]]:
@@ -580,7 +584,7 @@ def read_score(value: Any, total: str | None = None) -> SampleScore:
     try:
         if not isinstance(value, Mapping):
             return as_float(value), {}, None
-        metrics = {str(name): as_float(one) for name, one in value.items()}
+        metrics = {str(name): as_float(metric) for name, metric in value.items()}
     except ValueError as error:
         return nan, {}, str(error)
     if total == "sum":
@@ -640,12 +644,12 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or hasattr(value, "tolist")
 
 
-def _rows(what: str, value: Any, n: int) -> list[Any]:
+def _rows(name: str, value: Any, n: int) -> list[Any]:
     rows = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(rows, (list, tuple)):
-        raise ValueError(f"gave {type(value).__name__}, expected a list of {n} {what}")
+        raise ValueError(f"gave {type(value).__name__}, expected a list of {n} {name}")
     if len(rows) != n:
-        raise WrongCountError(f"gave {len(rows)} {what}, expected {n}, one for each sample")
+        raise WrongCountError(f"gave {len(rows)} {name}, expected {n}, one for each sample")
     return [row[0] if isinstance(row, list) and len(row) == 1 else row for row in rows]
 
 
@@ -657,8 +661,8 @@ class Caller:
     lists: bool
     total: str | None
 
-    def __call__(self, n: int, given: dict[str, Any]) -> list[SampleScore]:
-        value = self.function(**given)
+    def __call__(self, n: int, arguments: dict[str, Any]) -> list[SampleScore]:
+        value = self.function(**arguments)
         if inspect.isawaitable(value):
             value = asyncio.run(_await_value(value))
         return self.read(value, n)
@@ -754,7 +758,7 @@ class FunctionReward(Reward):
         sent = [functools.partial(processes.call, (len(c), g), limit) for c, g in chunks]
         # The threads only wait for the processes, which keep the limit.
         waited = _raise_fatal(self.name, run_in_threads(sent, self.workers, None))
-        outcomes = [found if found.value is None else found.value for found in waited]
+        outcomes = [outcome if outcome.value is None else outcome.value for outcome in waited]
         return self._scores(inputs, chunks, outcomes)
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
@@ -767,9 +771,9 @@ class FunctionReward(Reward):
         outcomes = await asyncio.gather(*(self._awaited(free, len(c), g) for c, g in chunks))
         return self._scores(inputs, chunks, outcomes)
 
-    async def _awaited(self, free: asyncio.Semaphore, n: int, given: dict[str, Any]) -> CallOutcome:
+    async def _awaited(self, free: asyncio.Semaphore, n: int, arguments: dict[str, Any]) -> CallOutcome:
         async with free:
-            task = asyncio.ensure_future(_await_value(self._caller.function(**given)))
+            task = asyncio.ensure_future(_await_value(self._caller.function(**arguments)))
             try:
                 done, _ = await asyncio.wait({task}, timeout=self.time_limit)
             except asyncio.CancelledError:
@@ -792,7 +796,10 @@ class FunctionReward(Reward):
     def _chunks(self, inputs: Sequence[RewardInput]) -> list[tuple[range, dict[str, Any]]]:
         """The places and the arguments of each call."""
         if not self.batched:
-            return [(range(i, i + 1), {k: v[0] for k, v in self._given([one]).items()}) for i, one in enumerate(inputs)]
+            return [
+                (range(i, i + 1), {k: v[0] for k, v in self._given([scored]).items()})
+                for i, scored in enumerate(inputs)
+            ]
         size = self.batch_size or max(len(inputs), 1)
         places = [range(start, min(start + size, len(inputs))) for start in range(0, len(inputs), size)]
         return [(chunk, self._given([inputs[i] for i in chunk])) for chunk in places]
@@ -800,15 +807,17 @@ class FunctionReward(Reward):
     def _given(self, some: Sequence[RewardInput]) -> dict[str, list[Any]]:
         every = (_MANY if self.batched else {name: name for name in FIELDS}) if self._everything else {}
         names = {**every, **self._asked}
-        return {name: [getattr(one, field) for one in some] for name, field in names.items()}
+        return {name: [getattr(scored, field) for scored in some] for name, field in names.items()}
 
     def _scores(
         self, inputs: Sequence[RewardInput], chunks: Sequence[tuple[range, Any]], outcomes: Sequence[CallOutcome]
     ) -> RewardResult:
         scores = RewardResult(rewards=[nan] * len(inputs))
         for (places, _), outcome in zip(chunks, _raise_fatal(self.name, outcomes), strict=True):
-            whole: list[SampleScore] = [(nan, {}, outcome.error)] * len(places) if outcome.error else outcome.value
-            for i, (reward, metrics, error) in zip(places, whole, strict=True):
+            scores_of_call: list[SampleScore] = (
+                [(nan, {}, outcome.error)] * len(places) if outcome.error else outcome.value
+            )
+            for i, (reward, metrics, error) in zip(places, scores_of_call, strict=True):
                 for key, value in metrics.items():
                     scores.metrics.setdefault(key, [nan] * len(inputs))[i] = value
                 if error is not None:

@@ -63,7 +63,7 @@ def assemble(n: int, pieces: Sequence[ScoredComponent]) -> RewardResult:
     >>> assemble(2, [ScoredComponent("a", [1], [0.5], part)])
     RewardResult(rewards=[0.0, 0.5], metrics={'a': [nan, 1.0], 'a/steps': [nan, 3.0]}, errors=[None, None])
     """
-    made = RewardResult(
+    combined = RewardResult(
         rewards=[0.0] * n, parts=tuple(dict.fromkeys(piece.name for piece in pieces if any(piece.weights)))
     )
     for piece in pieces:
@@ -72,32 +72,32 @@ def assemble(n: int, pieces: Sequence[ScoredComponent]) -> RewardResult:
         columns = {piece.name: piece.scores.rewards}
         columns |= {f"{piece.name}/{name}": values for name, values in piece.scores.metrics.items()}
         for name, values in columns.items():
-            column = made.metrics.setdefault(name, [nan] * n)
+            column = combined.metrics.setdefault(name, [nan] * n)
             for i, value in zip(piece.places, values, strict=True):
                 column[i] = value
         for i, weight, reward, error in zip(
             piece.places, piece.weights, piece.scores.rewards, piece.scores.errors, strict=True
         ):
             if weight != 0.0:  # 0 times NaN is NaN, but a metric that is only looked at costs nobody a reward
-                made.rewards[i] += weight * reward
+                combined.rewards[i] += weight * reward
             if error is not None:
-                before = made.errors[i]
+                before = combined.errors[i]
                 text = error if error.startswith(f"{piece.name}: ") else f"{piece.name}: {error}"
-                made.errors[i] = text if before is None else f"{before}; {text}"
-    return made
+                combined.errors[i] = text if before is None else f"{before}; {text}"
+    return combined
 
 
 def score_all(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[RewardResult]:
     """Each reward's scores of its inputs: those that wait for others run side by side, the rest in turn, right here."""
-    found: dict[int, RewardResult] = {}
+    results: dict[int, RewardResult] = {}
     waiting = [k for k, (reward, inputs) in enumerate(jobs) if reward.waits and inputs]
     with ThreadPoolExecutor(max(len(waiting), 1), "rollbook-reward") as threads:
         started = {k: threads.submit(jobs[k][0], jobs[k][1]) for k in waiting}
         for k, (reward, inputs) in enumerate(jobs):
             if k not in started:
-                found[k] = reward(inputs) if inputs else RewardResult(rewards=[])
-        found |= {k: future.result() for k, future in started.items()}
-    return [found[k] for k in range(len(jobs))]
+                results[k] = reward(inputs) if inputs else RewardResult(rewards=[])
+        results |= {k: future.result() for k, future in started.items()}
+    return [results[k] for k in range(len(jobs))]
 
 
 async def score_all_async(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[RewardResult]:
@@ -156,25 +156,25 @@ class CombinedReward(Reward):
         for reward in self.rewards.values():
             reward.close()
 
-    def _sum(self, n: int, found: Sequence[RewardResult]) -> RewardResult:
+    def _sum(self, n: int, results: Sequence[RewardResult]) -> RewardResult:
         places = range(n)
-        made = assemble(
+        combined = assemble(
             n,
             [
                 ScoredComponent(name, places, [self.weights[name]] * n, scores)
-                for name, scores in zip(self.rewards, found, strict=True)
+                for name, scores in zip(self.rewards, results, strict=True)
             ],
         )
         if self.combine is not None and n:
-            lost = [isnan(reward) for reward in made.rewards]
-            parts = read_scores(self.combine([scores.to_tensors()[0] for scores in found]), n)
+            lost = [isnan(reward) for reward in combined.rewards]
+            parts = read_scores(self.combine([scores.to_tensors()[0] for scores in results]), n)
             for i, (reward, metrics, error) in enumerate(parts):
-                made.rewards[i] = nan if lost[i] else reward
+                combined.rewards[i] = nan if lost[i] else reward
                 for key, value in metrics.items():
-                    made.metrics.setdefault(key, [nan] * n)[i] = value
+                    combined.metrics.setdefault(key, [nan] * n)[i] = value
                 if error is not None and not lost[i]:
-                    made.errors[i] = f"combine: {error}"
-        return made
+                    combined.errors[i] = f"combine: {error}"
+        return combined
 
 
 def check_weights(names: Sequence[str], weights: Mapping[str, float] | Sequence[float] | None) -> dict[str, float]:
@@ -248,7 +248,7 @@ class Recipe(Reward):
         **options: Any,
     ) -> None:
 
-        known = ChainMap(dict(functions or {}), READY)  # type: ignore[arg-type]
+        rules = ChainMap(dict(functions or {}), READY)  # type: ignore[arg-type]
         by_key = _models_by_key(models, label_map)
         self.components: dict[str, Reward] = {}
         self.recipe: dict[Any, list[tuple[str, float]]] = {}
@@ -259,19 +259,19 @@ class Recipe(Reward):
             self.recipe[label] = []
             for line in lines:
                 kind, name, weight = _check_line(label, line)
-                source: Mapping[str, Any] = by_key if kind == "model" else known
+                source: Mapping[str, Any] = by_key if kind == "model" else rules
                 if name not in source:
-                    what = "models" if kind == "model" else "functions"
+                    argument = "models" if kind == "model" else "functions"
                     raise ValueError(
-                        f"recipe[{label!r}]: got {kind} {name!r}, expected one of the {what}"
+                        f"recipe[{label!r}]: got {kind} {name!r}, expected one of the {argument}"
                         f"{suggest(name, list(source))}"
                     )
                 if kinds.setdefault(name, kind) != kind:
                     raise ValueError(f"recipe[{label!r}]: got {name!r} as a model and a function, expected two names")
                 if name not in self.components:
-                    given = dict(model_options or {}) if kind == "model" else options
+                    part_options = dict(model_options or {}) if kind == "model" else options
                     part = source[name]
-                    self.components[name] = part if is_reward(part) else as_reward(part, **given)
+                    self.components[name] = part if is_reward(part) else as_reward(part, **part_options)
                 self.recipe[label].append((name, weight))
             if not self.recipe[label]:
                 raise ValueError(f"recipe[{label!r}]: got no components, expected at least one")
@@ -300,9 +300,9 @@ class Recipe(Reward):
     def _plan(self, inputs: Sequence[RewardInput]) -> dict[str, dict[int, float]]:
         """The samples that each component is asked for, and its weight for each; a component named twice adds up."""
         plan: dict[str, dict[int, float]] = {}
-        for i, one in enumerate(inputs):
-            check_label(one, i, self.recipe)
-            for name, weight in self.recipe[one.label]:
+        for i, scored in enumerate(inputs):
+            check_label(scored, i, self.recipe)
+            for name, weight in self.recipe[scored.label]:
                 weights = plan.setdefault(name, {})
                 weights[i] = weights.get(i, 0.0) + weight
         return plan
@@ -313,28 +313,28 @@ class Recipe(Reward):
         return [(self.components[name], [inputs[i] for i in weights]) for name, weights in plan.items()]
 
     def _made(
-        self, inputs: Sequence[RewardInput], plan: Mapping[str, dict[int, float]], found: Sequence[RewardResult]
+        self, inputs: Sequence[RewardInput], plan: Mapping[str, dict[int, float]], results: Sequence[RewardResult]
     ) -> RewardResult:
-        parts = zip(plan.items(), found, strict=True)
-        made = assemble(
+        parts = zip(plan.items(), results, strict=True)
+        combined = assemble(
             len(inputs), [ScoredComponent(n, list(w), list(w.values()), scores) for (n, w), scores in parts]
         )
         for name in self.components:  # the same metrics whichever labels a call happens to have
-            made.metrics.setdefault(name, [nan] * len(inputs))
-        return made
+            combined.metrics.setdefault(name, [nan] * len(inputs))
+        return combined
 
 
-def check_label(one: RewardInput, place: int, recipe: Mapping[Any, Any]) -> None:
+def check_label(scored: RewardInput, place: int, recipe: Mapping[Any, Any]) -> None:
     """Refuse a label that a recipe does not have."""
     try:
-        known = one.label in recipe
+        has_label = scored.label in recipe
     except TypeError:
-        known = False
-    if not known:
-        spot = locate(one, place)
+        has_label = False
+    if not has_label:
+        spot = locate(scored, place)
         raise ValueError(
-            f"label: got {one.label!r} ({spot}), which the recipe does not have"
-            f"{suggest(one.label, [*map(str, recipe)])}"
+            f"label: got {scored.label!r} ({spot}), which the recipe does not have"
+            f"{suggest(scored.label, [*map(str, recipe)])}"
         )
 
 
@@ -406,8 +406,8 @@ class LightRFTReward(Reward):
         # there is an error only when a sample asks for it.
         self._needs: dict[str, set[str]] = {}
         for label, lines in self.recipe.items():
-            found = [_check_line(label, line) for line in lines]
-            self._needs[label] = {name for kind, name, weight in found if kind == "model" and weight != 0.0}
+            components = [_check_line(label, line) for line in lines]
+            self._needs[label] = {name for kind, name, weight in components if kind == "model" and weight != 0.0}
 
     def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples."""
@@ -417,8 +417,8 @@ class LightRFTReward(Reward):
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """The same for an event loop; `reward_fn` itself runs in a thread."""
         inputs = as_inputs(inputs)
-        found = await score_all_async(self._jobs(inputs))
-        return await asyncio.to_thread(self._made, inputs, found)
+        results = await score_all_async(self._jobs(inputs))
+        return await asyncio.to_thread(self._made, inputs, results)
 
     def source(self) -> str | None:
         """Fingerprint `reward_fn` and the models."""
@@ -431,29 +431,29 @@ class LightRFTReward(Reward):
             model.close()
 
     def _places(self, inputs: Sequence[RewardInput], key: str | None) -> list[int]:
-        return [i for i, one in enumerate(inputs) if not self.recipe or key in self._needs[one.label]]
+        return [i for i, scored in enumerate(inputs) if not self.recipe or key in self._needs[scored.label]]
 
     def _jobs(self, inputs: Sequence[RewardInput]) -> list[tuple[Reward, list[RewardInput]]]:
         if self.recipe:
-            known = [key for key in self._keys if key is not None]
-            for i, one in enumerate(inputs):
-                check_label(one, i, self.recipe)
-                for name in sorted(self._needs[one.label].difference(known)):
-                    expected = f"expected one of the models{suggest(name, known)}"
-                    raise ValueError(f"reward_recipe[{one.label!r}]: got model {name!r}, {expected}")
+            keys = [key for key in self._keys if key is not None]
+            for i, scored in enumerate(inputs):
+                check_label(scored, i, self.recipe)
+                for name in sorted(self._needs[scored.label].difference(keys)):
+                    expected = f"expected one of the models{suggest(name, keys)}"
+                    raise ValueError(f"reward_recipe[{scored.label!r}]: got model {name!r}, {expected}")
         return [
             (model, [inputs[i] for i in self._places(inputs, key)])
             for model, key in zip(self.models, self._keys, strict=True)
         ]
 
-    def _made(self, inputs: Sequence[RewardInput], found: Sequence[RewardResult]) -> RewardResult:
+    def _made(self, inputs: Sequence[RewardInput], results: Sequence[RewardResult]) -> RewardResult:
         import torch
 
         n = len(inputs)
         if not n:
             return RewardResult(rewards=[])
         columns, errors = [], dict[int, str]()
-        for key, scores in zip(self._keys, found, strict=True):
+        for key, scores in zip(self._keys, results, strict=True):
             column = torch.zeros(n, dtype=torch.float32)
             for i, reward, error in zip(self._places(inputs, key), scores.rewards, scores.errors, strict=True):
                 column[i] = 0.0 if isnan(reward) else reward
@@ -463,23 +463,23 @@ class LightRFTReward(Reward):
         parts = read_scores(
             self.reward_fn(
                 model_reward_list=columns,
-                labels=[one.label for one in inputs],
-                queries=[one.response for one in inputs],
-                refs=[one.reference for one in inputs],
+                labels=[scored.label for scored in inputs],
+                queries=[scored.response for scored in inputs],
+                refs=[scored.reference for scored in inputs],
                 label_map=dict(self.label_map),
             ),
             n,
         )
-        made = RewardResult(rewards=[nan] * n)
+        combined = RewardResult(rewards=[nan] * n)
         for i, (reward, metrics, error) in enumerate(parts):
             for name, value in metrics.items():
-                made.metrics.setdefault(name, [nan] * n)[i] = value
+                combined.metrics.setdefault(name, [nan] * n)[i] = value
             wrong = errors.get(i) or (None if error is None else f"reward_fn: {error}")
             if wrong is not None:
-                made.errors[i] = wrong
+                combined.errors[i] = wrong
                 reward = failed_score(self.on_error, locate(inputs[i], i), wrong)
-            made.rewards[i] = reward
-        return made
+            combined.rewards[i] = reward
+        return combined
 
 
 def lightrft_reward(
@@ -506,11 +506,11 @@ def lightrft_reward(
     if reward_models is None and reward_fn is None:
         raise ValueError("reward_models: got None without a reward_fn, expected a model, or a reward_fn of rules")
     several = isinstance(reward_models, (list, tuple))
-    given = list(reward_models) if several else [] if reward_models is None else [reward_models]
+    sources = list(reward_models) if several else [] if reward_models is None else [reward_models]
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is not None:
         options.setdefault("pad_token_id", pad)
-    models = [model if is_reward(model) else as_reward(model, **options) for model in given]
+    models = [model if is_reward(model) else as_reward(model, **options) for model in sources]
     if reward_fn is None:
         if len(models) != 1:
             raise ValueError(f"reward_fn: got None with {len(models)} models, expected a function that combines them")
@@ -542,8 +542,8 @@ class _Ready(Mapping[str, Callable[..., Any]]):
     def __getitem__(self, name: str) -> Callable[..., Any]:
         _check_package(name)
         module = importlib.import_module(f"rollbook.rewards.{_READY[name]}")
-        found: Callable[..., Any] = getattr(module, name)
-        return found
+        function: Callable[..., Any] = getattr(module, name)
+        return function
 
     def __iter__(self) -> Iterator[str]:
         return iter(_READY)
@@ -556,7 +556,7 @@ READY: Mapping[str, Callable[..., Any]] = _Ready()
 """The ready functions by name."""
 
 
-def as_reward(given: Any, **options: Any) -> Reward:
+def as_reward(spec: Any, **options: Any) -> Reward:
     """A reward from
 
     - a function, sync, async or batched, or the name of a ready one (`rollbook.rewards.READY`): `FunctionReward`;
@@ -584,47 +584,47 @@ def as_reward(given: Any, **options: Any) -> Reward:
         ...
     ValueError: reward: got 'numeric_mach', expected a URL, a .py file, 'module:function', a model's folder or a ready function; did you mean 'numeric_match'? (exact_match, numeric_match, boxed_match, think_boxed_format, think_answer_format, gsm8k, math_match, code_match, json_match, json_schema, length, repetition)
     """  # noqa: E501
-    if is_reward(given):
+    if is_reward(spec):
         if options:
-            raise ValueError(f"reward: got the option {next(iter(options))!r} beside a finished {type(given).__name__}")
-        return given
-    if isinstance(given, (list, tuple)):
-        return _combine(list(given), options)
-    if isinstance(given, Mapping) and not any(_is_lines(value) for value in given.values()):
-        return _combine(list(given.values()), {"names": [str(name) for name in given], **options})
-    kind, source = _reward_class(given)
-    known = list(dict.fromkeys([*_options(kind), *_parameters(source)]))
-    odd = next((name for name in options if name not in known), None)
+            raise ValueError(f"reward: got the option {next(iter(options))!r} beside a finished {type(spec).__name__}")
+        return spec
+    if isinstance(spec, (list, tuple)):
+        return _combine(list(spec), options)
+    if isinstance(spec, Mapping) and not any(_is_lines(value) for value in spec.values()):
+        return _combine(list(spec.values()), {"names": [str(name) for name in spec], **options})
+    kind, source = _reward_class(spec)
+    names = list(dict.fromkeys([*_options(kind), *_parameters(source)]))
+    odd = next((name for name in options if name not in names), None)
     if odd is not None and not _takes_all(kind):
         meant = _SAME.get(odd, odd)
-        raise ValueError(f"reward: option {odd!r} is not one of {kind.__name__}{suggest(meant, known)}")
+        raise ValueError(f"reward: option {odd!r} is not one of {kind.__name__}{suggest(meant, names)}")
     return _build(kind, source, options)
 
 
-def _reward_class(given: Any) -> tuple[Callable[..., Reward], Any]:
+def _reward_class(spec: Any) -> tuple[Callable[..., Reward], Any]:
     """The class that a single thing is a reward of, and what to make it from."""
-    if isinstance(given, (str, Path)):
-        return _reward_class_of_text(str(given))
-    if _is_module(given) or _is_config(given):
+    if isinstance(spec, (str, Path)):
+        return _reward_class_of_text(str(spec))
+    if _is_module(spec) or _is_config(spec):
         from rollbook.rewards.models import ModelReward
 
-        return ModelReward, given
-    if isinstance(given, Mapping):
-        return Recipe, given
-    if callable(given):
-        return FunctionReward, given
-    what = "None" if given is None else type(given).__name__
-    raise ValueError(f"reward: got {what}, expected a function, a model, a URL, a file, a recipe or a list of these")
+        return ModelReward, spec
+    if isinstance(spec, Mapping):
+        return Recipe, spec
+    if callable(spec):
+        return FunctionReward, spec
+    kind = "None" if spec is None else type(spec).__name__
+    raise ValueError(f"reward: got {kind}, expected a function, a model, a URL, a file, a recipe or a list of these")
 
 
-def _is_module(given: Any) -> bool:
+def _is_module(spec: Any) -> bool:
     torch = sys.modules.get("torch")  # whoever holds a module has loaded torch
-    return torch is not None and isinstance(given, torch.nn.Module)
+    return torch is not None and isinstance(spec, torch.nn.Module)
 
 
-def _is_config(given: Any) -> bool:
+def _is_config(spec: Any) -> bool:
     transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(given, transformers.PretrainedConfig)
+    return transformers is not None and isinstance(spec, transformers.PretrainedConfig)
 
 
 def _is_lines(value: Any) -> bool:
@@ -632,8 +632,8 @@ def _is_lines(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(line, (list, tuple)) for line in value)
 
 
-def _is_url(given: Any) -> bool:
-    return isinstance(given, str) and given.startswith(("http://", "https://"))
+def _is_url(spec: Any) -> bool:
+    return isinstance(spec, str) and spec.startswith(("http://", "https://"))
 
 
 def _options(kind: Callable[..., Any]) -> list[str]:
@@ -649,30 +649,30 @@ def _parameters(source: Any) -> list[str]:
     if not callable(source) or _is_module(source):
         return []
     try:
-        found = inspect.signature(source.bare() if isinstance(source, FileFunction) else source).parameters.values()
+        arguments = inspect.signature(source.bare() if isinstance(source, FileFunction) else source).parameters.values()
     except (TypeError, ValueError):
         return []
-    named = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [p.name for p in arguments if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return [name for name in named if name not in PARAMETER_NAMES]
 
 
 def _build(kind: Callable[..., Reward], source: Any, options: Mapping[str, Any]) -> Reward:
     """A reward of this class, where a function has its own options fixed."""
     rest = dict(options)
-    own = {name: rest.pop(name) for name in _parameters(source) if name in rest}
-    both = [name for name in own if name in _options(kind)]
+    bound = {name: rest.pop(name) for name in _parameters(source) if name in rest}
+    both = [name for name in bound if name in _options(kind)]
     for name in both:
         if name != "time_limit":
             fixed = f"functools.partial({name_of(source)}, {name}=...) for the function's"
             raise ValueError(f"reward: option {name!r} is one of {kind.__name__} and of the function, expected {fixed}")
-        if own[name] is None:
-            rest[name] = own.pop(name)  # the call's: a function's own limit is a number
+        if bound[name] is None:
+            rest[name] = bound.pop(name)  # the call's: a function's own limit is a number
         else:
-            rest[name] = max(60.0, check_float(name, own[name], 1e-3, 1e9) + 10.0)
+            rest[name] = max(60.0, check_float(name, bound[name], 1e-3, 1e9) + 10.0)
     if isinstance(source, FileFunction):
-        source = replace(source, options={**source.options, **own})
-    elif own:
-        source = partial(source, **own)
+        source = replace(source, options={**source.options, **bound})
+    elif bound:
+        source = partial(source, **bound)
     return kind(source, **rest)
 
 
@@ -697,8 +697,8 @@ def _reward_class_of_text(text: str) -> tuple[Callable[..., Reward], Any]:
     if path and name.isidentifier() and all(part.isidentifier() for part in path.split(".")):
         module = importlib.import_module(path)
         if not callable(vars(module).get(name)):
-            known = [each for each, value in vars(module).items() if inspect.isfunction(value)]
-            raise ValueError(f"reward: module {path!r} has no function {name!r}{suggest(name, known)}")
+            functions = [function for function, value in vars(module).items() if inspect.isfunction(value)]
+            raise ValueError(f"reward: module {path!r} has no function {name!r}{suggest(name, functions)}")
         return _reward_class(vars(module)[name])
     expected = "a URL, a .py file, 'module:function', a model's folder or a ready function"
     raise ValueError(f"reward: got {text!r}, expected {expected}{suggest(text, list(READY))}")
@@ -711,49 +711,49 @@ def _check_package(name: str) -> None:
         raise MissingExtraError(f"{name} needs {package}: pip install 'rollbook[{extra}]'")
 
 
-def _combine(given: list[Any], options: Mapping[str, Any]) -> Reward:
-    if not given:
+def _combine(specs: list[Any], options: Mapping[str, Any]) -> Reward:
+    if not specs:
         raise ValueError("reward: got an empty list, expected at least one reward")
-    own = {name: options[name] for name in ("names", "weights", "combine") if name in options}
-    rest = {name: value for name, value in options.items() if name not in own}
+    bound = {name: options[name] for name in ("names", "weights", "combine") if name in options}
+    rest = {name: value for name, value in options.items() if name not in bound}
     if rest.pop("replicas", False):
-        if own or not all(map(_is_url, given)):
+        if bound or not all(map(_is_url, specs)):
             raise ValueError("replicas: got True, expected a list of URLs, and neither names, weights nor combine")
-        return RemoteReward(given, **rest)
+        return RemoteReward(specs, **rest)
     used: set[str] = set()
-    parts = [_build_part(one, rest, used) for one in given]
+    parts = [_build_part(spec, rest, used) for spec in specs]
     unused = next((name for name in rest if name not in used), None)
     if unused is not None:
         raise ValueError(f"reward: got the option {unused!r}, which no part of the list takes")
-    if len(parts) == 1 and not own:
+    if len(parts) == 1 and not bound:
         return parts[0]
-    names = own.pop("names", None) or _part_names(given)
+    names = bound.pop("names", None) or _part_names(specs)
     if len(names) != len(parts) or len(set(names)) != len(names):
         raise ValueError(f"names: got {list(names)}, expected {len(parts)} that differ, one for each reward")
-    return CombinedReward(dict(zip(names, parts, strict=True)), **own)
+    return CombinedReward(dict(zip(names, parts, strict=True)), **bound)
 
 
-def _build_part(one: Any, options: Mapping[str, Any], used: set[str]) -> Reward:
+def _build_part(spec: Any, options: Mapping[str, Any], used: set[str]) -> Reward:
     """One reward of a list, with those of the options that it takes."""
-    if is_reward(one) or isinstance(one, (list, tuple)):
-        return as_reward(one)
-    kind, source = _reward_class(one)
-    known = {*_options(kind), *_parameters(source)}
-    mine = {name: value for name, value in options.items() if name in known}
+    if is_reward(spec) or isinstance(spec, (list, tuple)):
+        return as_reward(spec)
+    kind, source = _reward_class(spec)
+    names = {*_options(kind), *_parameters(source)}
+    mine = {name: value for name, value in options.items() if name in names}
     used.update(mine)
     return _build(kind, source, mine)
 
 
-def _part_names(given: Sequence[Any]) -> list[str]:
+def _part_names(specs: Sequence[Any]) -> list[str]:
     """A name for each reward of a list: its own where that tells them apart, with a number where it does not."""
-    found = [_part_name(one) for one in given]
-    return [name if found.count(name) == 1 else f"{name}{found[:i].count(name)}" for i, name in enumerate(found)]
+    names = [_part_name(spec) for spec in specs]
+    return [name if names.count(name) == 1 else f"{name}{names[:i].count(name)}" for i, name in enumerate(names)]
 
 
-def _part_name(one: Any) -> str:
-    if _is_url(one):
+def _part_name(spec: Any) -> str:
+    if _is_url(spec):
         return "remote"
-    if isinstance(one, (str, Path)):
-        return Path(str(one).rpartition(":")[2]).stem  # a file, a module's function, or a ready one
-    name = name_of(one)
+    if isinstance(spec, (str, Path)):
+        return Path(str(spec).rpartition(":")[2]).stem  # a file, a module's function, or a ready one
+    name = name_of(spec)
     return "reward" if name == "<lambda>" else name

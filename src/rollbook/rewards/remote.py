@@ -73,12 +73,12 @@ class ImageEncoder:
     def text(self, image: Any) -> str:
         """An image's base64 text."""
         with self._lock:  # two requests may show the same image
-            known = self._by_object.get(id(image))
-            if known is not None:
-                return known[1]
-            made = self._text(image)
-            self._by_object[id(image)] = (image, made)  # the object is held: its address stays its own
-            return made
+            cached = self._by_object.get(id(image))
+            if cached is not None:
+                return cached[1]
+            encoded_text = self._text(image)
+            self._by_object[id(image)] = (image, encoded_text)  # the object is held: its address stays its own
+            return encoded_text
 
     def _text(self, image: Any) -> str:
         if names_file(image):
@@ -109,8 +109,8 @@ class ImageEncoder:
 class _RequestError(RollbookError):
     """A request that came to nothing, and whether the same one may succeed."""
 
-    def __init__(self, what: str, again: bool = False, wait: float = 0.0) -> None:
-        super().__init__(what)
+    def __init__(self, text: str, again: bool = False, wait: float = 0.0) -> None:
+        super().__init__(text)
         self.again = again
         self.wait = wait
 
@@ -158,15 +158,15 @@ class RemoteReward(Reward):
         dedupe_images: bool = False,
         on_error: OnError = "exclude",
     ) -> None:
-        given = [url] if isinstance(url, str) else list(url)
-        if not given:
+        urls = [url] if isinstance(url, str) else list(url)
+        if not urls:
             raise ValueError("url: got none, expected at least one")
-        for one in given:
-            if not isinstance(one, str) or not one.startswith(("http://", "https://")):
-                shown = redacted(one) if isinstance(one, str) else one
+        for address in urls:
+            if not isinstance(address, str) or not address.startswith(("http://", "https://")):
+                shown = redacted(address) if isinstance(address, str) else address
                 raise ValueError(f"url: got {shown!r}, expected one that begins with http:// or https://")
         # Apart from their users: httpx logs the URLs that it asks.
-        self.urls, self._users = map(list, zip(*map(without_user, given), strict=True))
+        self.urls, self._users = map(list, zip(*map(without_user, urls), strict=True))
         _httpx()
         self.name = name
         self.batch_size = check_int("batch_size", batch_size, 1)
@@ -240,14 +240,17 @@ class RemoteReward(Reward):
         >>> reward.payload([RewardInput(prompt="2+2=", response="4", reference="4", label="math")])
         {'queries': ['2+2=4'], 'prompts': ['2+2='], 'references': ['4'], 'labels': ['math']}
         """
-        sent: dict[str, Any] = {"queries": [one.query for one in some], "prompts": [one.prompt for one in some]}
+        sent: dict[str, Any] = {
+            "queries": [scored.query for scored in some],
+            "prompts": [scored.prompt for scored in some],
+        }
         if self._send_responses:
-            sent["responses"] = [one.response for one in some]
-        beside = {"references": [one.reference for one in some], "labels": [one.label for one in some]}
+            sent["responses"] = [scored.response for scored in some]
+        beside = {"references": [scored.reference for scored in some], "labels": [scored.label for scored in some]}
         sent |= {key: values for key, values in beside.items() if any(value is not None for value in values)}
-        if any(len(one.images) for one in some):
+        if any(len(scored.images) for scored in some):
             encoder = encoder if encoder is not None else ImageEncoder(self._image_format)
-            nested = [[encoder.text(image) for image in one.images] for one in some]
+            nested = [[encoder.text(image) for image in scored.images] for scored in some]
             if self._dedupe_images:
                 table = {text: place for place, text in enumerate(dict.fromkeys(t for row in nested for t in row))}
                 sent["images"] = list(table)
@@ -354,8 +357,8 @@ def _error_text(content: bytes) -> str:
     except (ValueError, StopIteration):
         return ""
     if isinstance(value, list):
-        each = [one for one in value if isinstance(one, dict)]
-        value = "; ".join(f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}" for one in each)
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        value = "; ".join(f"{'.'.join(map(str, entry.get('loc', ())))}: {entry.get('msg', '')}" for entry in entries)
     return " ".join(str(value)[:200].split())
 
 

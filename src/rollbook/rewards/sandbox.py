@@ -195,13 +195,13 @@ def _run(
             **way,
         }
         program = [os.path.realpath(sys.executable), "-I", "-S"] if python is None else [python, "-I", "-B"]
-        own = [os.path.realpath(sys.executable), "-I", "-S", str(Path(__file__).with_name("_sandbox_main.py"))]
-        with tempfile.TemporaryFile() as given:
-            given.write(stdin)
-            given.seek(0)
+        command = [os.path.realpath(sys.executable), "-I", "-S", str(Path(__file__).with_name("_sandbox_main.py"))]
+        with tempfile.TemporaryFile() as stdin_file:
+            stdin_file.write(stdin)
+            stdin_file.seek(0)
             process = subprocess.Popen(
-                [*own, json.dumps(settings), *program, *arguments, *([str(side_write)] if side else [])],
-                stdin=given,
+                [*command, json.dumps(settings), *program, *arguments, *([str(side_write)] if side else [])],
+                stdin=stdin_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=folder,
@@ -264,7 +264,7 @@ def _collect_output(process: subprocess.Popen[bytes], report: int, side: int, li
     pipes = {process.stdout.fileno(): "stdout", process.stderr.fileno(): "stderr", report: "report"}
     if side >= 0:
         pipes[side] = "side"
-    found = {name: bytearray() for name in ("stdout", "stderr", "report", "side")}
+    outputs = {name: bytearray() for name in ("stdout", "stderr", "report", "side")}
     bounds = {"stdout": limits.output, "stderr": limits.output, "report": 65536, "side": limits.output}
     deadline = time.monotonic() + limits.wall + GRACE
     flooded = False
@@ -284,9 +284,9 @@ def _collect_output(process: subprocess.Popen[bytes], report: int, side: int, li
                     if not data:
                         waiting.unregister(key.fd)
                         continue
-                    found[name] += data
-                    if len(found[name]) > bounds[name]:
-                        del found[name][bounds[name] :]
+                    outputs[name] += data
+                    if len(outputs[name]) > bounds[name]:
+                        del outputs[name][bounds[name] :]
                         if not flooded:
                             flooded = True
                             process.terminate()
@@ -298,16 +298,16 @@ def _collect_output(process: subprocess.Popen[bytes], report: int, side: int, li
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
     ended_as: dict[str, Any] = {"unprotected": None, "timed_out": False, "code": None}
-    lines = found["report"].decode("utf-8", "replace").splitlines()
+    lines = outputs["report"].decode("utf-8", "replace").splitlines()
     for line in lines:
         ended_as |= json.loads(line)
     if ended_as["unprotected"] is None and not ended_as["timed_out"]:
-        raise RuntimeError(f"sandbox: it did not start: {bytes(found['stderr'][-500:]).decode('utf-8', 'replace')}")
+        raise RuntimeError(f"sandbox: it did not start: {bytes(outputs['stderr'][-500:]).decode('utf-8', 'replace')}")
     return SandboxResult(
         code=ended_as["code"],
-        stdout=bytes(found["stdout"]),
-        stderr=bytes(found["stderr"]),
-        side=bytes(found["side"]),
+        stdout=bytes(outputs["stdout"]),
+        stderr=bytes(outputs["stderr"]),
+        side=bytes(outputs["side"]),
         timed_out=bool(ended_as["timed_out"]) and not flooded,
         flooded=flooded,
         unprotected=tuple(ended_as["unprotected"] or ()),

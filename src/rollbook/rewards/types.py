@@ -212,7 +212,7 @@ def _path_to_text(image: Any) -> Any:
     return str(content) if isinstance(content, os.PathLike) else image
 
 
-def as_inputs(given: Any) -> list[RewardInput]:
+def as_inputs(samples: Any) -> list[RewardInput]:
     """What a reward was called with, as its inputs: a list of `Sample`s, `Experience`s or `RewardInput`s.
 
     >>> as_inputs(RewardInput(prompt="", response=""))
@@ -220,9 +220,9 @@ def as_inputs(given: Any) -> list[RewardInput]:
         ...
     ValueError: inputs: got a single RewardInput, expected a list of samples
     """
-    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-        raise ValueError(f"inputs: got a single {type(given).__name__}, expected a list of samples")
-    return [RewardInput.of(one) for one in given]
+    if isinstance(samples, (str, bytes, Mapping)) or not isinstance(samples, Iterable):
+        raise ValueError(f"inputs: got a single {type(samples).__name__}, expected a list of samples")
+    return [RewardInput.of(sample) for sample in samples]
 
 
 def _content(message: Mapping[str, Any]) -> str:
@@ -241,11 +241,11 @@ def _split_turns(ids: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
     """The ids that count, run by run."""
     runs: list[list[int]] = []
     before = False
-    for one, counts in zip(ids, mask, strict=True):
+    for token, counts in zip(ids, mask, strict=True):
         if counts:
             if not before:
                 runs.append([])
-            runs[-1].append(one)
+            runs[-1].append(token)
         before = bool(counts)
     return runs
 
@@ -289,8 +289,10 @@ class RewardResult:
         """(rewards (B,), metrics by name (B,)), all float32."""
         import torch
 
-        made = {name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in self.metrics.items()}
-        return torch.tensor(self.rewards, dtype=torch.float32, device=device), made
+        metrics = {
+            name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in self.metrics.items()
+        }
+        return torch.tensor(self.rewards, dtype=torch.float32, device=device), metrics
 
 
 @runtime_checkable
@@ -325,13 +327,13 @@ class Reward(Protocol):
         return
 
 
-def is_reward(given: Any) -> TypeGuard[Reward]:
+def is_reward(candidate: Any) -> TypeGuard[Reward]:
     """Whether it is a reward: of a class that derives from `Reward`. Having its methods is not enough: a mock has any.
 
     >>> is_reward(len)
     False
     """
-    return Reward in type(given).__mro__
+    return Reward in type(candidate).__mro__
 
 
 def check_on_error(value: Any) -> OnError:
@@ -373,12 +375,12 @@ def as_float(value: Any) -> float:
     if not isinstance(value, Number) or isinstance(value, complex):
         raise ValueError(f"gave {type(value).__name__} ({_short(value)}), expected a number")
     try:
-        found = float(value)  # type: ignore[arg-type]
+        number = float(value)  # type: ignore[arg-type]
     except (OverflowError, TypeError):
         raise ValueError(f"gave {_short(value)}, expected a number that a float can hold") from None
-    if not isfinite(found):
-        raise ValueError(f"gave {found}, expected a finite number")
-    return found
+    if not isfinite(number):
+        raise ValueError(f"gave {number}, expected a finite number")
+    return number
 
 
 def _short(value: Any, most: int = 60) -> str:
@@ -386,9 +388,9 @@ def _short(value: Any, most: int = 60) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def locate(one: RewardInput, place: int) -> str:
+def locate(scored: RewardInput, place: int) -> str:
     """How an error names a sample: by its id, or by its place."""
-    return f"sample {place}" if one.eid is None else f"sample {one.eid.uid}"
+    return f"sample {place}" if scored.eid is None else f"sample {scored.eid.uid}"
 
 
 def log_failures(name: str, scores: RewardResult) -> RewardResult:
@@ -414,12 +416,12 @@ def run_sync(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     except RuntimeError:
         return asyncio.run(make())
     # A loop runs here already, and would wait for itself: the coroutine gets a loop in a thread of its own.
-    found: list[T] = []
+    values: list[T] = []
     raised: list[BaseException] = []
 
     def work() -> None:
         try:
-            found.append(asyncio.run(make()))
+            values.append(asyncio.run(make()))
         except BaseException as error:
             raised.append(error)
 
@@ -428,4 +430,4 @@ def run_sync(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     worker.join()
     if raised:
         raise raised[0]
-    return found[0]
+    return values[0]

@@ -71,10 +71,10 @@ class Drifts(tuple[Drift, ...]):
     @property
     def counts(self) -> dict[str, int]:
         """How often each outcome was found."""
-        return {name: sum(one.outcome == name for one in self) for name in OUTCOMES}
+        return {name: sum(drift.outcome == name for drift in self) for name in OUTCOMES}
 
 
-def compare_tokens(kept: Sequence[int], rendered: Sequence[int], decode: Callable[..., str], **known: Any) -> Drift:
+def compare_tokens(sampled: Sequence[int], rendered: Sequence[int], decode: Callable[..., str], **fields: Any) -> Drift:
     """How tokens that are kept differ from tokens that were rendered; `decode(ids, special=...)` gives their text.
 
     >>> letters = {1: "a", 2: "b", 3: "ab", 4: "c"}
@@ -85,25 +85,25 @@ def compare_tokens(kept: Sequence[int], rendered: Sequence[int], decode: Callabl
     >>> compare_tokens([4, 1], [4, 2], decode).outcome
     'forked'
     """
-    if list(kept) == list(rendered):
-        return Drift(outcome="clean", **known)
-    before = _common_prefix(kept, rendered)
-    most = min(len(kept), len(rendered)) - before
-    after = min(_common_prefix(kept[::-1], rendered[::-1]), most)
-    ours, theirs = kept[before : len(kept) - after], rendered[before : len(rendered) - after]
+    if list(sampled) == list(rendered):
+        return Drift(outcome="clean", **fields)
+    before = _common_prefix(sampled, rendered)
+    most = min(len(sampled), len(rendered)) - before
+    after = min(_common_prefix(sampled[::-1], rendered[::-1]), most)
+    ours, theirs = sampled[before : len(sampled) - after], rendered[before : len(rendered) - after]
     outcome: Outcome = "realigned"
     if decode(ours) == decode(theirs):
-        what = "tokens"
+        difference = "tokens"
     elif _visible(decode(ours, special=False)) == _visible(decode(theirs, special=False)):
-        what = "glue"
+        difference = "glue"
     else:
-        outcome, what = "forked", "text"
-    return Drift(outcome=outcome, what=what, kept=len(ours), rendered=len(theirs), **known)
+        outcome, difference = "forked", "text"
+    return Drift(outcome=outcome, what=difference, kept=len(ours), rendered=len(theirs), **fields)
 
 
-def _common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+def _common_prefix(first: Sequence[Any], other: Sequence[Any]) -> int:
     """How many tokens, or letters, both begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=False)))
 
 
 def _visible(text: str) -> str:
@@ -223,13 +223,13 @@ class Renderer:
                 failures.append(f"{type(error).__name__}: {error}")
         else:
             raise ValueError(
-                f"messages: the template cannot render {[one.get('role') for one in new]} after the model's turn "
-                f"({failures[0]}); render them yourself and use observe_tokens"
+                f"messages: the template cannot render {[message.get('role') for message in new]} after the model's "
+                f"turn ({failures[0]}); render them yourself and use observe_tokens"
             )
         if self.chat and new and rest == self._rest_alone(context, message, generation):
             raise ValueError(
-                f"messages: the template puts {[one.get('role') for one in new]} nowhere after the model's turn, "
-                "expected it there; render it yourself and use observe_tokens, or have on_fork='fork'"
+                f"messages: the template puts {[message.get('role') for message in new]} nowhere after the model's "
+                "turn, expected it there; render it yourself and use observe_tokens, or have on_fork='fork'"
             )
         sampled = self._overlap(self.decode(ids), closing) if ended else ""
         return self.encode_after(sampled, closing.removeprefix(sampled) + rest, images)
@@ -242,18 +242,18 @@ class Renderer:
         while mark in repr((context, turn, new, self.tools)):
             mark = f"x{mark}x"
         marked = [*context, {**turn, "content": mark}]
-        alone, whole = self.text(marked, False), self.text([*marked, *new], generation)
-        if alone.count(mark) != 1 or whole.count(mark) != 1:
+        alone, complete = self.text(marked, False), self.text([*marked, *new], generation)
+        if alone.count(mark) != 1 or complete.count(mark) != 1:
             raise ValueError("the template does not write the turn's content once")
-        end, rest = (text.partition(mark)[2] for text in (alone, whole))
+        end, rest = (text.partition(mark)[2] for text in (alone, complete))
         if not turn.get("tool_calls"):
             closing = end[: _common_prefix(end, rest)]
             return closing, rest[len(closing) :]
         # Calls stand between the content and the turn's end; what ends a turn without calls ends this one too.
         closing = self._turn(context, {"role": "assistant"}, (), False)[0]
-        if not whole.startswith(alone) or not alone.endswith(closing):
+        if not complete.startswith(alone) or not alone.endswith(closing):
             raise ValueError("the template writes a turn with calls otherwise when messages follow")
-        return closing, whole[len(alone) :]
+        return closing, complete[len(alone) :]
 
     def _rest_alone(
         self, context: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], generation: bool
@@ -274,18 +274,18 @@ class Renderer:
     def encode_after(self, before: str, text: str, images: Sequence[Any] = ()) -> list[int]:
         """[n] The ids of a text that follows another: some tokenizers put a space before a text's first word."""
         alone, anchor = self.encode(text, images), before or "a"
-        start, whole = self.encode(anchor), self.encode(anchor + text, images)
-        rest = whole[len(start) :]
-        same = whole[: len(start)] == start and self.decode(rest).strip() == self.decode(alone).strip()
+        start, joined = self.encode(anchor), self.encode(anchor + text, images)
+        rest = joined[len(start) :]
+        same = joined[: len(start)] == start and self.decode(rest).strip() == self.decode(alone).strip()
         return rest if same else alone
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates take it: servers give no content beside calls, and a call's arguments as JSON text."""
-    made = {**message, "content": message.get("content") if message.get("content") is not None else ""}
+    plain = {**message, "content": message.get("content") if message.get("content") is not None else ""}
     if message.get("tool_calls"):
-        made["tool_calls"] = [_parse_call(call) for call in message["tool_calls"]]
-    return made
+        plain["tool_calls"] = [_parse_call(call) for call in message["tool_calls"]]
+    return plain
 
 
 def _parse_call(call: Any) -> Any:
@@ -324,7 +324,7 @@ def chat_messages(prompt: Prompt, allow_urls: bool = False) -> list[dict[str, An
                 _encode_part(f"prompt.messages[{i}]", part, allow_urls) for part in message["content"]
             ]
     for kind, media, encode in (("image", prompt.images, image_url), ("video", prompt.videos, video_url)):
-        urls = [encode(f"prompt.{kind}s[{i}]", one, allow_urls) for i, one in enumerate(media)]
+        urls = [encode(f"prompt.{kind}s[{i}]", medium, allow_urls) for i, medium in enumerate(media)]
         _insert_media(messages, kind, urls)
     return messages
 
@@ -348,8 +348,8 @@ def _encode_part(name: str, part: Mapping[str, Any], allow_urls: bool) -> dict[s
     for kind, encode in (("image", image_url), ("video", video_url)):
         if part.get("type") == kind and source_key(part) is not None:
             return _url_part(kind, encode(f"{name}.{kind}", part, allow_urls))
-        held = part.get(f"{kind}_url")
-        url = held.get("url") if isinstance(held, Mapping) else held
+        address = part.get(f"{kind}_url")
+        url = address.get("url") if isinstance(address, Mapping) else address
         if isinstance(url, str):
             _check_url(f"{name}.{kind}_url", url, allow_urls)
     return dict(part)
@@ -370,11 +370,11 @@ def _insert_media(messages: list[dict[str, Any]], kind: str, urls: list[str]) ->
         for (content, i), part in zip(places, parts, strict=True):
             content[i] = part
     elif parts:
-        asked = next((message for message in reversed(messages) if message["role"] == "user"), None)
-        if asked is None:
+        user_message = next((message for message in reversed(messages) if message["role"] == "user"), None)
+        if user_message is None:
             raise ValueError(f"prompt.{kind}s: got {len(parts)}, but there is no user message to put them in")
-        content = asked.get("content") or []
-        asked["content"] = parts + ([{"type": "text", "text": content}] if isinstance(content, str) else content)
+        content = user_message.get("content") or []
+        user_message["content"] = parts + ([{"type": "text", "text": content}] if isinstance(content, str) else content)
 
 
 def image_url(name: str, image: Any, allow_urls: bool = False) -> str:
@@ -389,9 +389,9 @@ def image_url(name: str, image: Any, allow_urls: bool = False) -> str:
     """
     image = unwrap(image)
     if hasattr(image, "convert") or hasattr(image, "__array__"):  # a PIL image; an array or a tensor
-        made = io.BytesIO()
-        load_image(name, image).save(made, "PNG")
-        return _data_url("image/png", made.getvalue())
+        buffer = io.BytesIO()
+        load_image(name, image).save(buffer, "PNG")
+        return _data_url("image/png", buffer.getvalue())
     if isinstance(image, str) and image.startswith(("data:", "http://", "https://")):
         return _check_url(name, image, allow_urls)
     raw = _read_bytes(name, image, "a PIL image, bytes, a path or a data: URL")
@@ -432,16 +432,16 @@ def redact_secrets(text: str, secrets: Sequence[str] = (), most: int = 500) -> s
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
-def _read_bytes(name: str, given: Any, expected: str) -> bytes:
-    if isinstance(given, (bytes, bytearray, memoryview)):
-        return bytes(given)
-    if isinstance(given, (str, os.PathLike)):
-        check_regular(given)
+def _read_bytes(name: str, content: Any, expected: str) -> bytes:
+    if isinstance(content, (bytes, bytearray, memoryview)):
+        return bytes(content)
+    if isinstance(content, (str, os.PathLike)):
+        check_regular(content)
         try:
-            return Path(given).read_bytes()
+            return Path(content).read_bytes()
         except OSError as error:
-            raise ValueError(f"{name}: cannot read {str(given)[:200]!r}: {error.strerror or error}") from None
-    raise ValueError(f"{name}: got {type(given).__name__}, expected {expected}")
+            raise ValueError(f"{name}: cannot read {str(content)[:200]!r}: {error.strerror or error}") from None
+    raise ValueError(f"{name}: got {type(content).__name__}, expected {expected}")
 
 
 def _data_url(kind: str, raw: bytes) -> str:

@@ -61,8 +61,8 @@ class StopTexts:
         reach: np.ndarray = self._reach[tokens]
         for i in (reach < 0).nonzero()[0].tolist():
             reach[i] = self._reach_of(int(tokens[i]))
-        found: np.ndarray = reach > 0
-        return found
+        candidates: np.ndarray = reach > 0
+        return candidates
 
     def _reach_of(self, token: int) -> int:
         """0 if no stop text ends in this token, else how much text, at most, it may end before the token's end."""
@@ -85,10 +85,10 @@ class StopTexts:
             window = self._decode(ids[-size:])
         if not any(text in window for text in self.texts):
             return None
-        found = [
+        matches = [
             (place, -len(text), text) for text in self.texts if (place := find_stop_start(text, ids, self._decode)) >= 0
         ]
-        return min(found)[2] if found else None
+        return min(matches)[2] if matches else None
 
 
 def find_stop_start(text: str, ids: Sequence[int], decode: Decode) -> int:
@@ -97,11 +97,11 @@ def find_stop_start(text: str, ids: Sequence[int], decode: Decode) -> int:
     >>> find_stop_start("aa", [0, 0, 0], lambda ids: "a" * len(ids))
     1
     """
-    whole = decode(ids)
+    text_now = decode(ids)
     # What was there before the token: a character that was in pieces, or a space that a decoder joins, is new.
     earlier = decode(ids[:-1])
-    before = next((i for i, (a, b) in enumerate(zip(earlier, whole, strict=False)) if a != b), len(earlier))
-    return whole.find(text, max(0, before - len(text) + 1))
+    before = next((i for i, (a, b) in enumerate(zip(earlier, text_now, strict=False)) if a != b), len(earlier))
+    return text_now.find(text, max(0, before - len(text) + 1))
 
 
 MIN_TEMPERATURE = 1e-30
@@ -122,10 +122,10 @@ def uniform_numbers(seeds: Sequence[int], starts: Sequence[int], count: int) -> 
     True
     """
     index = np.asarray(starts, np.uint64)[:, None] + np.arange(1, count + 1, dtype=np.uint64)
-    seed = np.asarray([each % 2**64 for each in seeds], np.uint64)[:, None]
+    seed = np.asarray([stream_seed % 2**64 for stream_seed in seeds], np.uint64)[:, None]
     bits = _mix(_mix(seed + _STEP) + index * _STEP) >> np.uint64(12)
-    made: np.ndarray = bits * 2.0**-52
-    return made
+    numbers: np.ndarray = bits * 2.0**-52
+    return numbers
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -184,7 +184,7 @@ class Rules:
         self.blocks = Blocks(len(rules), vocabulary, device)
 
         def places(banned: list[tuple[int, int]]) -> tuple[torch.Tensor, ...] | None:
-            return tuple(column(list(each)) for each in zip(*banned, strict=True)) if banned else None
+            return tuple(column(list(indices)) for indices in zip(*banned, strict=True)) if banned else None
 
         never = [(i, token) for i, rule in enumerate(rules) for token in rule.forbidden]
         self.never = column([-torch.inf])
@@ -257,8 +257,8 @@ def choose_tokens(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | No
         return TokenChoice(ids[:, 0], processed)
     logprobs = processed
     for kind, those in rules.kinds.items():
-        found = _model_logprobs(kind, logits, ids[:, 0], rules) if kind != "processed" else processed
-        logprobs = found if rules.only is not None else torch.where(those, found, logprobs)
+        kind_logprobs = _model_logprobs(kind, logits, ids[:, 0], rules) if kind != "processed" else processed
+        logprobs = kind_logprobs if rules.only is not None else torch.where(those, kind_logprobs, logprobs)
     return TokenChoice(
         ids[:, 0], logprobs + (sound - sound)
     )  # NaN where there was nothing to choose from, else the same
@@ -270,10 +270,10 @@ def _model_logprobs(kind: str, logits: torch.Tensor, ids: torch.Tensor, rules: R
     if kind == "tempered" and rules.suppressed is not None:
         logits = logits.to(torch.float32, copy=True).index_put_(rules.suppressed, rules.never)
     if kind == "raw" or not rules.tempers:
-        found = from_logits(logits, ids).log_probs
+        logprobs = from_logits(logits, ids).log_probs
     else:
-        found = from_logits(logits, ids, temperature=rules.temperature).log_probs
-    return found if kind == "raw" or rules.greedy is None else found.masked_fill(rules.greedy, 0.0)
+        logprobs = from_logits(logits, ids, temperature=rules.temperature).log_probs
+    return logprobs if kind == "raw" or rules.greedy is None else logprobs.masked_fill(rules.greedy, 0.0)
 
 
 class Blocks:
@@ -350,18 +350,18 @@ def _truncation_floors(shares: torch.Tensor, rules: Rules) -> torch.Tensor:
 
 def _nucleus_floors(shares: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor | float) -> torch.Tensor:
     """(rows, 1): the largest share such that those not below it are at least `top_p` of the total together."""
-    many = min(NUCLEUS_SIZE, shares.shape[1])
-    best = shares.topk(many, sorted=True).values
-    wanted = top_p * total
+    size = min(NUCLEUS_SIZE, shares.shape[1])
+    best = shares.topk(size, sorted=True).values
+    target = top_p * total
     mass = best.double().cumsum(-1)
-    floor = best.gather(1, (mass < wanted).sum(-1, keepdim=True).clamp_(max=many - 1))
+    floor = best.gather(1, (mass < target).sum(-1, keepdim=True).clamp_(max=size - 1))
     floor = floor.masked_fill(top_p >= 1, 0.0)
-    if many < shares.shape[1]:
-        wide = ((mass[:, -1:] < wanted) & (top_p < 1)).nonzero()[:, 0]  # waits for the device
+    if size < shares.shape[1]:
+        wide = ((mass[:, -1:] < target) & (top_p < 1)).nonzero()[:, 0]  # waits for the device
         if len(wide):
             best = shares[wide].sort(-1, descending=True).values
             mass = best.double().cumsum(-1)
-            floor[wide] = best.gather(1, (mass < wanted[wide]).sum(-1, keepdim=True).clamp_(max=best.shape[1] - 1))
+            floor[wide] = best.gather(1, (mass < target[wide]).sum(-1, keepdim=True).clamp_(max=best.shape[1] - 1))
     return floor
 
 
@@ -428,9 +428,9 @@ def _preallocated_layer() -> Any:
             if self.whole is None or self.keys is not self.shown or self.whole[0].shape[-2] < show:
                 size = max(show, self._rounded(min(self.most, 2 * self.length)))
                 self.whole = (_extend(self.keys, old, size), _extend(self.values, old, size))
-            for kept, states in zip(self.whole, (key_states, value_states), strict=True):
-                kept[..., old : self.length, :] = states
-            self.keys, self.values = (kept[..., :show, :] for kept in self.whole)
+            for stored, states in zip(self.whole, (key_states, value_states), strict=True):
+                stored[..., old : self.length, :] = states
+            self.keys, self.values = (stored[..., :show, :] for stored in self.whole)
             self.shown = self.keys
             return self.keys, self.values
 
@@ -442,9 +442,9 @@ def _preallocated_layer() -> Any:
 
 def _extend(states: torch.Tensor, length: int, size: int) -> torch.Tensor:
     """The first `length` states in a larger tensor, with zeros after them: what is masked must not be NaN."""
-    made = states.new_zeros((*states.shape[:-2], size, states.shape[-1]))
-    made[..., :length, :] = states[..., :length, :]
-    return made
+    extended = states.new_zeros((*states.shape[:-2], size, states.shape[-1]))
+    extended[..., :length, :] = states[..., :length, :]
+    return extended
 
 
 _AHEAD = 64
@@ -523,14 +523,14 @@ class DecodingRow:
 
     def rule(self, vocabulary: int) -> Rule:
         """How its next token is chosen."""
-        how = self.request.sampling
-        hot = how.first_temperature if not self.ids else None
-        early = sorted(self.ends | self.stop_ids) if len(self.ids) < how.min_tokens else []
+        sampling = self.request.sampling
+        hot = sampling.first_temperature if not self.ids else None
+        early = sorted(self.ends | self.stop_ids) if len(self.ids) < sampling.min_tokens else []
         return Rule(
-            temperature=how.temperature if hot is None else hot,
-            top_p=how.top_p,
-            top_k=how.top_k,
-            min_p=how.min_p,
+            temperature=sampling.temperature if hot is None else hot,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             forbidden=tuple(token for token in self.suppress if token < vocabulary),
             early=tuple(token for token in early if token < vocabulary),
             kind=self.kind or "processed",
@@ -538,12 +538,12 @@ class DecodingRow:
 
     def ended(self) -> Finished | None:
         """Whether its last token is the end of it, and why."""
-        token, how = self.ids[-1], self.request.sampling
+        token, sampling = self.ids[-1], self.request.sampling
         if token in self.stop_ids:
             return self, "stop", token
         if token in self.ends:
             return self, "stop", None
-        if self.texts is not None and len(self.ids) >= how.min_tokens:
+        if self.texts is not None and len(self.ids) >= sampling.min_tokens:
             try:
                 text = self.texts.completed(self.ids)
             except Exception as error:  # a decoder's failure is this row's own
@@ -557,12 +557,12 @@ class DecodingRow:
 
     def due(self) -> int:
         """How many tokens from now its rule changes, or it has as many as it may have."""
-        how, count = self.request.sampling, len(self.ids)
+        sampling, count = self.request.sampling, len(self.ids)
         turns = [self.limit - count]
-        if how.first_temperature is not None and not count:
+        if sampling.first_temperature is not None and not count:
             turns.append(1)
-        if how.min_tokens > count:
-            turns.append(how.min_tokens - count)
+        if sampling.min_tokens > count:
+            turns.append(sampling.min_tokens - count)
         return min(turns)
 
 
@@ -587,10 +587,10 @@ class ModelRunner:
         parameters = inspect.signature(self.base.forward).parameters
         self.takes = frozenset(parameters)
         if "past_key_values" not in self.takes or getattr(self.base, "_is_stateful", False):
-            own = next((name for name in ("cache_params", "state") if name in self.takes), "itself")
+            state_argument = next((name for name in ("cache_params", "state") if name in self.takes), "itself")
             raise ValueError(
-                f"model: got {type(self.base).__name__}, which keeps what it has read in {own}, expected a model that "
-                "takes past_key_values"
+                f"model: got {type(self.base).__name__}, which keeps what it has read in {state_argument}, expected a "
+                "model that takes past_key_values"
             )
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.rope = next((m.get_rope_index for m in self.base.modules() if hasattr(m, "get_rope_index")), None)
@@ -638,15 +638,15 @@ class ModelRunner:
             parts = [(i, (row.prepared.media or {}).get(name)) for i, row in enumerate(rows)]
             present = [(i, part) for i, part in parts if part is not None]
             if name in BY_TOKEN:
-                made = torch.zeros((len(rows), width), dtype=present[0][1].dtype)
+                values = torch.zeros((len(rows), width), dtype=present[0][1].dtype)
                 for i, part in present:
                     start = width - len(rows[i].prepared.ids) - len(rows[i].ids)
-                    made[i, start : start + part.numel()] = part.reshape(-1)
+                    values[i, start : start + part.numel()] = part.reshape(-1)
             else:
-                made = torch.cat([part for _, part in present])
-                if made.dtype.is_floating_point:
-                    made = made.to(self.base.dtype)
-            inputs[name] = made.to(self.device)
+                values = torch.cat([part for _, part in present])
+                if values.dtype.is_floating_point:
+                    values = values.to(self.base.dtype)
+            inputs[name] = values.to(self.device)
         return inputs
 
     def places(self, rows: list[DecodingRow], width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -656,22 +656,22 @@ class ModelRunner:
         following = []
         for i, row in enumerate(rows):
             ids = row.tokens
-            found, after = torch.arange(len(ids)).expand(3, -1), len(ids)
+            row_positions, after = torch.arange(len(ids)).expand(3, -1), len(ids)
             # Where text goes on after a video is the model's to say, and not one past the largest position: a token of
             # text is put behind, so that sampling and training agree.
             if rope is not None and row.prepared.media:
-                asked = inspect.signature(rope).parameters
+                parameters = inspect.signature(rope).parameters
                 longer = [*ids, self.padding]
-                given: dict[str, Any] = {"attention_mask": torch.ones((1, len(longer)), dtype=torch.int64)}
+                rope_inputs: dict[str, Any] = {"attention_mask": torch.ones((1, len(longer)), dtype=torch.int64)}
                 for name, value in row.prepared.media.items():
-                    given[name] = value.cpu()
+                    rope_inputs[name] = value.cpu()
                     if name in BY_TOKEN:  # of the prompt: the response is text
-                        given[name] = torch.zeros((1, len(longer)), dtype=value.dtype)
-                        given[name][0, : value.numel()] = value.reshape(-1)
-                given = {name: value for name, value in given.items() if name in asked}
-                found = rope(input_ids=torch.tensor([longer]), **given)[0].reshape(3, -1)
-                after, found = int(found[0, -1]), found[:, :-1]
-            positions[:, i, width - len(ids) :] = found
+                        rope_inputs[name] = torch.zeros((1, len(longer)), dtype=value.dtype)
+                        rope_inputs[name][0, : value.numel()] = value.reshape(-1)
+                rope_inputs = {name: value for name, value in rope_inputs.items() if name in parameters}
+                row_positions = rope(input_ids=torch.tensor([longer]), **rope_inputs)[0].reshape(3, -1)
+                after, row_positions = int(row_positions[0, -1]), row_positions[:, :-1]
+            positions[:, i, width - len(ids) :] = row_positions
             following.append(after)
         return (positions if rope is not None else positions[0]), torch.tensor(following)
 
@@ -767,7 +767,7 @@ class DecodingBatch:
         if first == count:
             return
         ids, logprobs, versions = zip(*self.waiting[first:count], strict=True)
-        some_ids, some_logprobs = (np.stack([each[those] for each in column], 1) for column in (ids, logprobs))
+        some_ids, some_logprobs = (np.stack([entries[those] for entries in column], 1) for column in (ids, logprobs))
         for j, i in enumerate(those.tolist()):
             row, start = self.rows[i], self.given[i] - first
             row.ids.extend(some_ids[j, start:].tolist())
@@ -798,8 +798,8 @@ class DecodingBatch:
         if self.numbers is None or self.column == self.numbers.shape[1]:
             self._give_all()
             seeds = [row.request.seeds[row.k] for row in self.rows]
-            made = uniform_numbers(seeds, [len(row.ids) for row in self.rows], _AHEAD)
-            self.numbers, self.column = torch.from_numpy(made).to(device), 0
+            numbers = uniform_numbers(seeds, [len(row.ids) for row in self.rows], _AHEAD)
+            self.numbers, self.column = torch.from_numpy(numbers).to(device), 0
         self.column += 1
         return self.numbers[:, self.column - 1]
 
@@ -861,9 +861,9 @@ class DecodingBatch:
 
     def _drop(self) -> None:
         """Let finished rows go."""
-        kept = torch.from_numpy(self.alive.nonzero()[0]).to(self.position.device)
-        self._select(kept)
-        self.last = self.last[kept.to(self.last.device)]
+        alive = torch.from_numpy(self.alive.nonzero()[0]).to(self.position.device)
+        self._select(alive)
+        self.last = self.last[alive.to(self.last.device)]
         self._take(self.unfinished)
 
     def _select(self, those: torch.Tensor) -> None:

@@ -25,15 +25,15 @@ from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 class Cancel:
     """A call's off-switch, to be used from anywhere: what is unfinished then comes back as far as it got.
 
-    `held` says whether anybody has it in hand, so that an engine need not keep what it could give back for nobody.
+    `shared` says whether a caller has it, so that an engine keeps partial responses only if somebody may ask for them.
 
     >>> cancel = Cancel()
     >>> cancel.requested, cancel.request(), cancel.requested
     (False, None, True)
     """
 
-    def __init__(self, held: bool = True) -> None:
-        self.held = held
+    def __init__(self, shared: bool = True) -> None:
+        self.shared = shared
         self._event = threading.Event()
 
     def request(self) -> None:
@@ -91,20 +91,20 @@ class Request:
     def options(self, k: int) -> dict[str, Any]:
         """What sample k's record says of how it was sampled: `seed` is its stream's, `asked_seed` the call's;
         where it went on under other options, `earlier` has those that its first tokens were sampled with."""
-        made = {**self.sampling.to_dict(), "seed": self.seeds[k], "asked_seed": self.sampling.seed}
+        options = {**self.sampling.to_dict(), "seed": self.seeds[k], "asked_seed": self.sampling.seed}
         if self.started is None:
-            return made
+            return options
         before = self.started.sampling
-        made["asked_seed"] = before.get("asked_seed")
+        options["asked_seed"] = before.get("asked_seed")
         earlier = {
-            name: value for name, value in before.items() if name in made and value != made[name] and name != "n"
+            name: value for name, value in before.items() if name in options and value != options[name] and name != "n"
         }
         parts = list(before.get("earlier", ()))
         if earlier and self.done:
             parts.append({"tokens": self.done, **earlier})
-        return {**made, "earlier": parts} if parts else made
+        return {**options, "earlier": parts} if parts else options
 
-    def failed(self, k: int, error: BaseException | str, run_id: str | None, **known: Any) -> Sample:
+    def failed(self, k: int, error: BaseException | str, run_id: str | None, **fields: Any) -> Sample:
         """Sample k, without a response, and why."""
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         before = self.started
@@ -122,7 +122,7 @@ class Request:
                 "run_id": run_id,
                 "group_size": before.group_size if before is not None else self.sampling.n,
                 **start,
-                **known,
+                **fields,
             }
         )
 
@@ -218,8 +218,8 @@ class BaseEngine(ABC):
             The samples: those of prompt i are [i * n, (i + 1) * n) if all prompts have the same n.
         """
         requests = self.requests(prompts, sampling, pause_after, batch, **options)
-        found: dict[int, Sample] = dict(self._whole(requests, cancel or Cancel(held=False)))
-        return [found[place] for place in sorted(found)]
+        samples: dict[int, Sample] = dict(self._run_all(requests, cancel or Cancel(shared=False)))
+        return [samples[place] for place in sorted(samples)]
 
     def stream(
         self,
@@ -236,7 +236,7 @@ class BaseEngine(ABC):
         return self._streamed(requests, cancel or Cancel())
 
     def _streamed(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[Sample]:
-        for _, sample in self._whole(requests, cancel):
+        for _, sample in self._run_all(requests, cancel):
             yield sample
 
     async def agenerate(
@@ -251,9 +251,9 @@ class BaseEngine(ABC):
     ) -> list[Sample]:
         """`generate` for an event loop; cancelling the task cancels the call."""
         requests = self.requests(prompts, sampling, pause_after, batch, **options)
-        async with aclosing(self._arun(requests, cancel or Cancel(held=False))) as running:
-            found = {place: sample async for place, sample in running}
-        return [found[place] for place in sorted(found)]
+        async with aclosing(self._arun(requests, cancel or Cancel(shared=False))) as running:
+            samples = {place: sample async for place, sample in running}
+        return [samples[place] for place in sorted(samples)]
 
     async def astream(
         self,
@@ -279,19 +279,19 @@ class BaseEngine(ABC):
         """A call's prompts with options, ids and random streams of their own, all checked before any is answered."""
         if pause_after is not None:
             check_int("pause_after", pause_after, 1)
-        many = _as_list(prompts)
-        given = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(many)
-        if len(given) != len(many):
-            raise ValueError(f"sampling: got {len(given)} entries, expected {len(many)}, one for each prompt")
+        entries = _as_list(prompts)
+        samplings = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(entries)
+        if len(samplings) != len(entries):
+            raise ValueError(f"sampling: got {len(samplings)} entries, expected {len(entries)}, one for each prompt")
         fresh = random_batch_id() if batch is None else batch
-        made: list[Request] = []
+        requests: list[Request] = []
         position = 0
-        for task, (one, how) in enumerate(zip(many, given, strict=True)):
-            if isinstance(one, Sample):
-                request = _continue_request(one, how, options, pause_after, position)
+        for task, (entry, options_of_entry) in enumerate(zip(entries, samplings, strict=True)):
+            if isinstance(entry, Sample):
+                request = _continue_request(entry, options_of_entry, options, pause_after, position)
             else:
-                prompt = Prompt.of(one)
-                settings = Sampling.of(how, **options)
+                prompt = Prompt.of(entry)
+                settings = Sampling.of(options_of_entry, **options)
                 eid = prompt.eid if prompt.eid is not None else EID(batch=fresh, task=task, suffix="")
                 root = settings.seed if settings.seed is not None else int.from_bytes(os.urandom(8), "big")
                 eids, seeds = _run_ids(eid, settings.n, root, settings.seed is not None)
@@ -303,12 +303,12 @@ class BaseEngine(ABC):
                     position=position,
                     pause_after=pause_after,
                 )
-            made.append(request)
+            requests.append(request)
             position += len(request.eids)
-        _check_distinct_runs(made)
-        return made
+        _check_distinct_runs(requests)
+        return requests
 
-    def _whole(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
+    def _run_all(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
         """What `_run` yields, and a failure for whatever it owes when it breaks off."""
         owed = {request.position + k: (request, k) for request in requests for k in range(len(request.eids))}
         running = self._run(requests, cancel)
@@ -334,7 +334,7 @@ class BaseEngine(ABC):
                 cancel_rest()
 
     async def _arun(self, requests: Sequence[Request], cancel: Cancel) -> AsyncGenerator[tuple[int, Sample], None]:
-        """`_whole` in a thread, for engines that have no event loop of their own."""
+        """`_run_all` in a thread, for engines that have no event loop of their own."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Queue[Any] = asyncio.Queue()
         done = object()
@@ -345,7 +345,7 @@ class BaseEngine(ABC):
 
         def work() -> None:
             try:
-                for item in self._whole(requests, cancel):
+                for item in self._run_all(requests, cancel):
                     put(item)
                 put(done)
             except BaseException as error:
@@ -372,40 +372,42 @@ def _as_list(prompts: Any) -> list[Any]:
         return [[prompts]]  # one message
     if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
         raise ValueError(f"prompts: got {type(prompts).__name__}, expected a prompt or a list of them")
-    many = list(prompts)
-    if many and isinstance(many[0], Integral):
-        return [many]  # one prompt's token ids
-    if many and isinstance(many[0], Mapping) and "role" in many[0]:
-        return [many]  # one prompt's messages
-    return many
+    entries = list(prompts)
+    if entries and isinstance(entries[0], Integral):
+        return [entries]  # one prompt's token ids
+    if entries and isinstance(entries[0], Mapping) and "role" in entries[0]:
+        return [entries]  # one prompt's messages
+    return entries
 
 
 def _continue_request(
-    one: Sample, how: Any, options: dict[str, Any], pause_after: int | None, position: int
+    sample: Sample, sampling: Any, options: dict[str, Any], pause_after: int | None, position: int
 ) -> Request:
-    if not one.unfinished:
+    if not sample.unfinished:
         raise ValueError(
-            f"sample {one.eid}: got one that is finished ({one.finish_reason}), expected an unfinished one"
+            f"sample {sample.eid}: got one that is finished ({sample.finish_reason}), expected an unfinished one"
         )
-    known = {name: value for name, value in one.sampling.items() if name in Sampling.__dataclass_fields__} | {"n": 1}
-    settings = Sampling.of(how if isinstance(how, Sampling) else {**known, **(how or {})}, **options)
+    recorded = {name: value for name, value in sample.sampling.items() if name in Sampling.__dataclass_fields__} | {
+        "n": 1
+    }
+    settings = Sampling.of(sampling if isinstance(sampling, Sampling) else {**recorded, **(sampling or {})}, **options)
     if settings.n != 1:
-        raise ValueError(f"n: got {settings.n}, expected 1: sample {one.eid} goes on as one")
-    if settings.max_tokens <= len(one.response_ids):
+        raise ValueError(f"n: got {settings.n}, expected 1: sample {sample.eid} goes on as one")
+    if settings.max_tokens <= len(sample.response_ids):
         raise ValueError(
-            f"sample {one.eid}: max_tokens: got {settings.max_tokens}, expected more than the "
-            f"{len(one.response_ids)} it has"
+            f"sample {sample.eid}: max_tokens: got {settings.max_tokens}, expected more than the "
+            f"{len(sample.response_ids)} it has"
         )
-    seed, asked = one.sampling.get("seed"), one.sampling.get("asked_seed")
-    if settings.seed not in (None, seed, asked):
-        seed = _run_ids(one.eid, 1, settings.seed, True)[1][0]  # another stream from here on
+    seed, asked_seed = sample.sampling.get("seed"), sample.sampling.get("asked_seed")
+    if settings.seed not in (None, seed, asked_seed):
+        seed = _run_ids(sample.eid, 1, settings.seed, True)[1][0]  # another stream from here on
     return Request(
-        prompt=one.prompt,
+        prompt=sample.prompt,
         sampling=settings,
-        eids=(one.eid,),
+        eids=(sample.eid,),
         seeds=(int.from_bytes(os.urandom(8), "big") >> 1 if seed is None else seed,),
         position=position,
-        started=one,
+        started=sample,
         pause_after=pause_after,
     )
 
@@ -420,23 +422,23 @@ def _run_ids(eid: EID, n: int, root: int, repeatable: bool) -> tuple[tuple[EID, 
     eids, seeds = [], []
     named = not str(eid.batch).startswith("~")
     for run in range(n):
-        one = eid.replace(run=eid.run + run, suffix="")
+        run_eid = eid.replace(run=eid.run + run, suffix="")
         # A batch id that nobody gave is made up for each call: with a seed, the call's samples must not depend on it.
-        stream = one if named else one.replace(batch="")
+        stream = run_eid if named else run_eid.replace(batch="")
         digest = hashlib.blake2b(f"{root}/{stream.uid}".encode(), digest_size=16).digest()
         # 63 bits: a number that Arrow and servers take.
         seeds.append(int.from_bytes(digest[:8], "big") >> 1)
-        eids.append(one.replace(suffix=digest[8:].hex() if repeatable else os.urandom(8).hex()))
+        eids.append(run_eid.replace(suffix=digest[8:].hex() if repeatable else os.urandom(8).hex()))
     return tuple(eids), tuple(seeds)
 
 
-def derive_seed(seed: int, what: object) -> int:
+def derive_seed(seed: int, part: object) -> int:
     """A seed of another stream of random numbers, for one part of what `seed` is for.
 
     >>> derive_seed(1, "turn 2") == derive_seed(1, "turn 2") != derive_seed(1, "turn 3")
     True
     """
-    digest = hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 

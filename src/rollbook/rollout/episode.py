@@ -53,32 +53,32 @@ class Recorder:
 
     def records(self, outcome: Callable[[Branch], float | None]) -> list[Experience]:
         """One record for each branch that is not a part of another; each sampled token is trained in the first."""
-        found = recorded_branches(self.tree.branches)
+        branches = recorded_branches(self.tree.branches)
         trained: set[int] = set()
-        made = []
-        for branch in found:
-            own = {span.number for span in branch.spans if span.kind == "model"} - trained
-            trained |= own
+        records = []
+        for branch in branches:
+            trained_here = {span.number for span in branch.spans if span.kind == "model"} - trained
+            trained |= trained_here
             end = branch
             while end.continued_as is not None:
                 end = self.tree.branches[end.continued_as]
-            made.append(self._record(branch, end, own, outcome(end), self._parent(branch, found)))
-        return made
+            records.append(self._record(branch, end, trained_here, outcome(end), self._parent(branch, branches)))
+        return records
 
-    def _parent(self, branch: Branch, found: Sequence[Branch]) -> str | None:
+    def _parent(self, branch: Branch, branches: Sequence[Branch]) -> str | None:
         """The record that has what this branch went on from: of the branch it left, or of one that goes on from it."""
         if branch.parent is None:
             return None
         origin = self.tree.branches[branch.parent]
         path = origin.numbers
-        candidates = [origin, *found] if any(one is origin for one in found) else found
-        for one in candidates:
-            if one.numbers[: len(path)] == path:
-                return None if one is branch else self.tree.id_of(one).uid
+        candidates = [origin, *branches] if any(other is origin for other in branches) else branches
+        for candidate in candidates:
+            if candidate.numbers[: len(path)] == path:
+                return None if candidate is branch else self.tree.id_of(candidate).uid
         return None
 
     def _record(
-        self, branch: Branch, end: Branch, own: set[int], outcome: float | None, parent: str | None
+        self, branch: Branch, end: Branch, trained_here: set[int], outcome: float | None, parent: str | None
     ) -> Experience:
         from rollbook.core.experience import Experience
 
@@ -96,13 +96,13 @@ class Recorder:
                 spans.append(Span(number=-1, kind="observation" if spans else "prompt", ids=tail))
         prompt = len(spans[0].ids) if spans else 0
         response = spans[1:]
-        mask = [span.number in own for span in response for _ in span.ids]
+        mask = [span.number in trained_here for span in response for _ in span.ids]
         turns = branch.own_turns
         reason = branch.turns[-1].finish_reason if branch.turns else None
         if branch.continued_as is None:
             reason = "error" if branch.failed is not None else "length" if branch.full else reason
-        segments = self._segments(spans, branch.turns, own)
-        info |= {"segments": segments, "drift": [one.drift.to_dict() for one in turns if one.drift is not None]}
+        segments = self._segments(spans, branch.turns, trained_here)
+        info |= {"segments": segments, "drift": [turn.drift.to_dict() for turn in turns if turn.drift is not None]}
         info["branch"] = branch.number
         if reason == "length":
             info["truncated"] = "context" if branch.full else "turn"
@@ -116,7 +116,7 @@ class Recorder:
         renderer, tools = self.tree.renderer, self.tree.prompt.tools
         return Experience(
             eid=self.tree.id_of(branch),
-            tokens=[one for span in spans for one in span.ids],
+            tokens=[token for span in spans for token in span.ids],
             prompt_length=prompt,
             action_mask=mask,
             logprobs=_per_token(response, "logprobs"),
@@ -128,7 +128,7 @@ class Recorder:
             truncate_status="response_truncated" if reason == "length" else None,
             prompt_text=None if renderer is None or not spans else renderer.decode(spans[0].ids),
             response_text=sampled_text(turns),
-            messages=[dict(one) for one in full_conversation(branch)] if self.tree.chat else None,
+            messages=[dict(message) for message in full_conversation(branch)] if self.tree.chat else None,
             tools=None if tools is None else [dict(tool) for tool in tools],
             multi_modal_inputs=branch.engine_media if branch.engine_media is not None else join_media(branch.media),
             sampling=_sampling(turns),
@@ -139,27 +139,27 @@ class Recorder:
             experience_type="multi_turn",
         )
 
-    def _segments(self, spans: Sequence[Span], turns: Sequence[Turn], own: set[int]) -> list[dict[str, Any]]:
+    def _segments(self, spans: Sequence[Span], turns: Sequence[Turn], trained_here: set[int]) -> list[dict[str, Any]]:
         """What the tokens are, from the first to the last: `tokens[start:stop]` of each kind."""
         numbers = {span.number for span in spans}
         common = _sampling([turn for turn in turns if turn.key in numbers]) or {}
         place = {piece.number: i for i, turn in enumerate(turns) for piece in turn.pieces}
-        found: list[dict[str, Any]] = []
+        segments: list[dict[str, Any]] = []
         at = 0
         for span in spans:
             start, at = at, at + len(span.ids)
-            made: dict[str, Any] = {"kind": span.kind, "start": start, "stop": at}
+            segment: dict[str, Any] = {"kind": span.kind, "start": start, "stop": at}
             if span.number in place:
                 turn = turns[place[span.number]]
-                made |= {"turn": place[span.number], "trained": span.number in own}
-                made["finish_reason"] = turn.finish_reason if span.number == turn.key else "abort"
+                segment |= {"turn": place[span.number], "trained": span.number in trained_here}
+                segment["finish_reason"] = turn.finish_reason if span.number == turn.key else "abort"
                 others = {name: value for name, value in turn.sampling.items() if common.get(name) != value}
                 more: dict[str, Any] = {"sampling": others or None, "stop_reason": turn.stop_reason}
                 more["reward"] = self.tree.turn_rewards.get(span.number)
-                made |= {name: value for name, value in more.items() if value is not None}
+                segment |= {name: value for name, value in more.items() if value is not None}
             if at > start or span.kind == "model":
-                found.append(made)
-        return found
+                segments.append(segment)
+        return segments
 
     def _rewards(
         self, branch: Branch, end: Branch, response: Sequence[Span], mask: Sequence[bool], outcome: float | None
@@ -227,24 +227,24 @@ def _per_token(response: Sequence[Span], name: Literal["logprobs", "versions"]) 
     that the oldest and the newest version of a record are those of what was sampled."""
     if any(getattr(span, name) is None for span in response if span.kind == "model"):
         return None
-    found: list[Any] = []
+    values: list[Any] = []
     for span in response:
         here = getattr(span, name)
         if span.kind != "model":
-            here = [0.0 if name == "logprobs" else found[-1] if found else 0] * len(span.ids)
-        found += here
-    return found
+            here = [0.0 if name == "logprobs" else values[-1] if values else 0] * len(span.ids)
+        values += here
+    return values
 
 
 def _experts(response: Sequence[Span]) -> Any:
     """[R, layers, k] The experts that were chosen, -1 where nobody said."""
     import torch
 
-    known = [span for span in response if span.experts is not None and len(span.ids)]
-    if not known:
+    with_experts = [span for span in response if span.experts is not None and len(span.ids)]
+    if not with_experts:
         return None
-    tensors = {span.number: torch.as_tensor(span.experts) for span in known}
-    first = tensors[known[0].number]
+    tensors = {span.number: torch.as_tensor(span.experts) for span in with_experts}
+    first = tensors[with_experts[0].number]
     kind = torch.int16 if first.dtype == torch.uint8 else first.dtype
     return torch.cat(
         [
@@ -261,26 +261,26 @@ def _sampling(turns: Sequence[Turn]) -> dict[str, Any] | None:
     if not turns:
         return None
     first = turns[0]
-    found = {name: value for name, value in first.sampling.items() if name != "seed"}
+    options = {name: value for name, value in first.sampling.items() if name != "seed"}
     has = all(piece.logprobs is not None for turn in turns for piece in turn.pieces)
-    found["logprobs"] = first.logprobs_kind if has else None
-    return found if first.run_id is None else {**found, "run": first.run_id}
+    options["logprobs"] = first.logprobs_kind if has else None
+    return options if first.run_id is None else {**options, "run": first.run_id}
 
 
 def _metrics(branch: Branch, spans: Sequence[Span], turns: Sequence[Turn], trained: int) -> dict[str, float]:
     """Counts of what the record holds; `trained_tokens` alone are of no other record."""
     counts = {kind: sum(len(span.ids) for span in spans[1:] if span.kind == kind) for kind in ("model", "observation")}
     calls = [turn.message.get("tool_calls") or () for turn in turns if turn.message is not None]
-    found: dict[str, float] = {
+    metrics: dict[str, float] = {
         "turns": len(turns),
         "sampled_tokens": counts["model"],
         "trained_tokens": trained,
         "observed_tokens": counts["observation"],
-        "tool_calls": sum(len(one) for one in calls),
-        "tool_messages": sum(one.get("role") == "tool" for one in full_conversation(branch)),
+        "tool_calls": sum(len(turn_calls) for turn_calls in calls),
+        "tool_messages": sum(message.get("role") == "tool" for message in full_conversation(branch)),
         "errors": len(branch.errors),
     }
-    return found | {f"drift/{name}": count for name, count in collect_drifts(turns).counts.items()}
+    return metrics | {f"drift/{name}": count for name, count in collect_drifts(turns).counts.items()}
 
 
 POLICIES = ("keep", "fork")
@@ -342,16 +342,16 @@ class Episode:
             raise ValueError("prompt: got both or neither of prompt and messages, expected one of them")
         if isinstance(messages, (str, bytes)):
             raise ValueError(f"messages: got {type(messages).__name__}, expected a list of messages; text is a prompt")
-        asked = Prompt.of(messages if prompt is None else prompt)
+        task = Prompt.of(messages if prompt is None else prompt)
         if tools is not None:
-            asked = asked.replace(tools=tools)
+            task = task.replace(tools=tools)
         check_choice("on_realign", on_realign, POLICIES)
         check_choice("on_fork", on_fork, POLICIES)
         self.engine = engine
         self._tree = Tree(
-            renderer=make_renderer(tokenizer, asked, template_options),
-            prompt=asked,
-            eid=_with_batch(eid if eid is not None else asked.eid),
+            renderer=make_renderer(tokenizer, task, template_options),
+            prompt=task,
+            eid=_with_batch(eid if eid is not None else task.eid),
             sampling=check_single(Sampling.of(sampling)),
             context_limit=None if context_limit is None else check_int("context_limit", context_limit, 1),
             group_size=None if group_size is None else check_int("group_size", group_size, 1),
@@ -361,28 +361,28 @@ class Episode:
         self._branch = Branch(number=0)
         self._tree.branches.append(self._branch)
         self._known: tuple[tuple[int, int, int], NextTokens] | None = None
-        if asked.token_ids is not None:
-            self.observe_tokens(asked.token_ids, images=asked.images, media=media)
+        if task.token_ids is not None:
+            self.observe_tokens(task.token_ids, images=task.images, media=media)
         else:
-            self.observe(asked.messages if asked.text is None else asked.text, images=asked.images, media=media)  # type: ignore[arg-type]
+            self.observe(task.messages if task.text is None else task.text, images=task.images, media=media)  # type: ignore[arg-type]
 
     @classmethod
-    def group(cls, n: int, *given: Any, eid: EID | None = None, **options: Any) -> list[Self]:
+    def group(cls, n: int, *arguments: Any, eid: EID | None = None, **options: Any) -> list[Self]:
         """n episodes of one task: its runs, one group, each with an id of its own; other arguments as of `Episode`.
 
         >>> [one.eid.rid for one in Episode.group(2, prompt=[1], eid=EID(batch=0, task=4))]
         ['0/4/0', '0/4/1']
         """
         check_int("n", n, 1)
-        prompt = given[2] if len(given) > 2 else options.get("prompt")
+        prompt = arguments[2] if len(arguments) > 2 else options.get("prompt")
         first = _with_batch(eid if eid is not None else prompt.eid if isinstance(prompt, Prompt) else None)
         ids = [first, *(first.replace(run=first.run + k, suffix=os.urandom(8).hex()) for k in range(1, n))]
-        return [cls(*given, **{"group_size": n, **options}, eid=one) for one in ids]
+        return [cls(*arguments, **{"group_size": n, **options}, eid=run_eid) for run_eid in ids]
 
     def _beside(self, branch: Branch) -> Self:
-        made = type(self).__new__(type(self))
-        made.engine, made._tree, made._branch, made._known = self.engine, self._tree, branch, None
-        return made
+        sibling = type(self).__new__(type(self))
+        sibling.engine, sibling._tree, sibling._branch, sibling._known = self.engine, self._tree, branch, None
+        return sibling
 
     # --- what it is -------------------------------------------------------------------------------------------------
 
@@ -484,11 +484,11 @@ class Episode:
 
     async def aact(self, *, cancel: Cancel | None = None, pause_after: int | None = None, **options: Any) -> Sample:
         """`act` for an event loop."""
-        engine, asked = _engine(self), self._tree.ask(self._branch, self._next(), options)
-        if isinstance(asked, Sample):
-            return asked
-        found = await engine.agenerate([asked.prompt], [asked.sampling], cancel=cancel, pause_after=pause_after)
-        return self._answered(asked, found[0])
+        engine, question = _engine(self), self._tree.ask(self._branch, self._next(), options)
+        if isinstance(question, Sample):
+            return question
+        samples = await engine.agenerate([question.prompt], [question.sampling], cancel=cancel, pause_after=pause_after)
+        return self._answered(question, samples[0])
 
     def append_turn(
         self,
@@ -513,7 +513,7 @@ class Episode:
             eid=self.eid,
             prompt_ids=[],
             response_ids=sampled,
-            logprobs=None if logprobs is None else [float(one) for one in logprobs],
+            logprobs=None if logprobs is None else [float(logprob) for logprob in logprobs],
             logprobs_kind=logprobs_kind,
             versions=[versions] * len(sampled) if isinstance(versions, int) else versions,
             finish_reason=finish_reason,
@@ -536,17 +536,17 @@ class Episode:
             self._known = self._branch.state, self._tree.next(self._branch)
         return self._known[1]
 
-    def _answered(self, asked: TurnRequest, sample: Sample) -> Sample:
-        if asked.state != self._branch.state:
+    def _answered(self, question: TurnRequest, sample: Sample) -> Sample:
+        if question.state != self._branch.state:
             raise ValueError("act: the branch was changed while the engine was at work, expected it to be left alone")
-        self._branch = self._tree.append(self._branch, sample, asked.next)
+        self._branch = self._tree.append(self._branch, sample, question.next)
         return sample
 
     # --- what is observed -------------------------------------------------------------------------------------------
 
     def observe(
         self,
-        what: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str,
+        observation: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str,
         *,
         images: Sequence[Any] = (),
         media: Mapping[str, Any] | None = None,
@@ -559,27 +559,33 @@ class Episode:
         renderer, row = self._tree.renderer, self._branch
         pictures = list(as_media("images", images))
         if renderer is not None and renderer.chat:
-            many = [what] if isinstance(what, Mapping) else what
-            if isinstance(many, str) or not all(isinstance(one, Mapping) and "role" in one for one in many):
-                raise ValueError(f"what: got {what!r}, expected a message or several, each with a role")
-            if any(one.ids is not None for one in row.pending):
-                raise ValueError("what: got a message after token ids, expected a turn between them, or more ids")
+            messages = [observation] if isinstance(observation, Mapping) else observation
+            if isinstance(messages, str) or not all(
+                isinstance(message, Mapping) and "role" in message for message in messages
+            ):
+                raise ValueError(f"observation: got {observation!r}, expected a message or several, each with a role")
+            if any(pending.ids is not None for pending in row.pending):
+                raise ValueError(
+                    "observation: got a message after token ids, expected a turn between them, or more ids"
+                )
             beside = iter(pictures)
-            found = [extract_images(one, beside) for one in many]
+            observations = [extract_images(message, beside) for message in messages]
             left = tuple(beside)  # their places are marked in the messages' text
-            if left and found:
-                found[-1] = replace(found[-1], images=(*found[-1].images, *left))
-        elif not isinstance(what, str):
-            raise ValueError(f"what: got {type(what).__name__}, expected text: the prompt is not of messages")
+            if left and observations:
+                observations[-1] = replace(observations[-1], images=(*observations[-1].images, *left))
+        elif not isinstance(observation, str):
+            raise ValueError(
+                f"observation: got {type(observation).__name__}, expected text: the prompt is not of messages"
+            )
         elif renderer is None:
-            raise ValueError("what: got text, expected token ids (observe_tokens): the episode has no tokenizer")
-        elif row.unchecked or any(one.ids is not None for one in row.pending):
-            ids = tuple(renderer.encode_after("", what, pictures))
-            found = [PendingObservation(ids=ids, images=tuple(pictures))]
+            raise ValueError("observation: got text, expected token ids (observe_tokens): the episode has no tokenizer")
+        elif row.unchecked or any(pending.ids is not None for pending in row.pending):
+            ids = tuple(renderer.encode_after("", observation, pictures))
+            observations = [PendingObservation(ids=ids, images=tuple(pictures))]
         else:
             role = "observation" if row.turns else "prompt"
-            found = [PendingObservation(message={"role": role, "content": what}, images=tuple(pictures))]
-        self._observe(found, media)
+            observations = [PendingObservation(message={"role": role, "content": observation}, images=tuple(pictures))]
+        self._observe(observations, media)
 
     def observe_tokens(
         self,
@@ -595,20 +601,22 @@ class Episode:
         rendering from here on (`unchecked`). Images have their placeholders among the ids; `media` with an entry for
         each token (`mm_token_type_ids`) have one for each of the ids.
         """
-        given = None if message is None else dict(message)
-        found = PendingObservation(ids=token_ids("ids", list(ids)), message=given, images=as_media("images", images))
-        self._observe([found], media)
+        plain_message = None if message is None else dict(message)
+        observation = PendingObservation(
+            ids=token_ids("ids", list(ids)), message=plain_message, images=as_media("images", images)
+        )
+        self._observe([observation], media)
 
-    def _observe(self, found: list[PendingObservation], media: Mapping[str, Any] | None) -> None:
+    def _observe(self, observations: list[PendingObservation], media: Mapping[str, Any] | None) -> None:
         row = self._branch
-        placed = place_media(media, row, found) if media else None
-        row.pending += found
-        row.images += [image for one in found for image in one.images]
+        placed = place_media(media, row, observations) if media else None
+        row.pending += observations
+        row.images += [image for observation in observations for image in observation.images]
         try:
             self._next()  # what cannot be rendered is said here, and leaves the episode as it was
         except Exception:
-            del row.pending[len(row.pending) - len(found) :]
-            del row.images[len(row.images) - sum(len(one.images) for one in found) :]
+            del row.pending[len(row.pending) - len(observations) :]
+            del row.images[len(row.images) - sum(len(observation.images) for observation in observations) :]
             raise
         if placed:
             row.media.append(placed)
@@ -626,9 +634,9 @@ class Episode:
         >>> [(one.tokens.tolist(), one.action_mask.tolist()) for one in episode.experiences()]
         [([1, 5, 2, 6], [True, False, True]), ([1, 5, 2, 7], [False, False, True])]
         """
-        made = self._branch.copy(len(self._tree.branches))
-        self._tree.branches.append(made)
-        return self._beside(made)
+        branch = self._branch.copy(len(self._tree.branches))
+        self._tree.branches.append(branch)
+        return self._beside(branch)
 
     def experiences(self, reward: float | Callable[[Episode], float | None] | None = None) -> list[Experience]:
         """The records of all branches, whichever of them is asked: one, or one for each that no other goes on from.
@@ -647,12 +655,12 @@ class Episode:
         def outcome(branch: Branch) -> float | None:
             if branch.reward is not None or reward is None:
                 return branch.reward
-            given = reward(self._beside(branch)) if callable(reward) else reward
-            return None if given is None else _check_reward(given)
+            score = reward(self._beside(branch)) if callable(reward) else reward
+            return None if score is None else _check_reward(score)
 
-        given = {"reference": prompt.reference, "label": prompt.label}
+        fields = {"reference": prompt.reference, "label": prompt.label}
         recorder = Recorder(
-            tree=tree, info={**prompt.info, **{name: value for name, value in given.items() if value is not None}}
+            tree=tree, info={**prompt.info, **{name: value for name, value in fields.items() if value is not None}}
         )
         return recorder.records(outcome)
 
@@ -678,11 +686,11 @@ class Episode:
         parse: Parse | None = None,
     ) -> Self:
         """The episode that gave `plain`, the branch in hand that was; `branches` has the others."""
-        made = cls.__new__(cls)
-        made.engine, made._known = engine, None
-        made._tree = Tree.from_dict(plain, tokenizer, parse)
-        made._branch = made._tree.branches[plain["branch"]]
-        return made
+        episode = cls.__new__(cls)
+        episode.engine, episode._known = engine, None
+        episode._tree = Tree.from_dict(plain, tokenizer, parse)
+        episode._branch = episode._tree.branches[plain["branch"]]
+        return episode
 
 
 def act_all(
@@ -695,17 +703,22 @@ def act_all(
     >>> [sample.response_ids for sample in act_all(episodes)]
     [[5], [6, 7]]
     """
-    asked = [(one, one._tree.ask(one._branch, one._next(), options)) for one in episodes if _engine(one)]
-    if any(one.engine is not episodes[0].engine for one in episodes):
+    questions = [
+        (episode, episode._tree.ask(episode._branch, episode._next(), options))
+        for episode in episodes
+        if _engine(episode)
+    ]
+    if any(episode.engine is not episodes[0].engine for episode in episodes):
         raise ValueError("episodes: got several engines, expected one that all of them share")
-    waiting = [question for _, question in asked if isinstance(question, TurnRequest)]
-    found: Iterator[Sample] = iter(())
+    waiting = [question for _, question in questions if isinstance(question, TurnRequest)]
+    samples: Iterator[Sample] = iter(())
     if waiting:
-        prompts, samplings = [one.prompt for one in waiting], [one.sampling for one in waiting]
+        prompts, samplings = [question.prompt for question in waiting], [question.sampling for question in waiting]
         engine = _engine(episodes[0])
-        found = iter(engine.generate(prompts, samplings, cancel=cancel, pause_after=pause_after))
+        samples = iter(engine.generate(prompts, samplings, cancel=cancel, pause_after=pause_after))
     return [
-        question if isinstance(question, Sample) else one._answered(question, next(found)) for one, question in asked
+        question if isinstance(question, Sample) else episode._answered(question, next(samples))
+        for episode, question in questions
     ]
 
 
@@ -717,8 +730,8 @@ def _engine(episode: Episode) -> BaseEngine:
 
 def _with_batch(eid: EID | None) -> EID:
     """An id whose branches are one run: without a batch and a task every record would be a run of its own."""
-    made = eid if eid is not None else EID()
-    return made if made.batch != "" or made.task != "" else made.replace(batch=random_batch_id(), task=0)
+    base = eid if eid is not None else EID()
+    return base if base.batch != "" or base.task != "" else base.replace(batch=random_batch_id(), task=0)
 
 
 def _check_reward(value: Any) -> float:

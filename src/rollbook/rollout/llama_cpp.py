@@ -43,33 +43,33 @@ class LlamaCpp(Dialect):
         return "/completion" if ask.messages is None else "/v1/chat/completions"
 
     def body(self, ask: ServerRequest) -> dict[str, Any]:
-        how = ask.sampling
-        made: dict[str, Any] = {
+        sampling = ask.sampling
+        request: dict[str, Any] = {
             "temperature": ask.temperature,
-            "top_p": how.top_p,
-            "top_k": max(how.top_k, 0),
-            "min_p": how.min_p,
+            "top_p": sampling.top_p,
+            "top_k": max(sampling.top_k, 0),
+            "min_p": sampling.min_p,
             "typical_p": 1.0,
             "repeat_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "dry_multiplier": 0.0,
             "xtc_probability": 0.0,
-            "ignore_eos": how.ignore_eos,
-            "stop": list(how.stop),
+            "ignore_eos": sampling.ignore_eos,
+            "stop": list(sampling.stop),
             "stream": ask.stream,
         }
         if ask.seed is not None:
-            made["seed"] = ask.seed
-        if how.suppress:
-            made["logit_bias"] = [[one, False] for one in how.suppress]
+            request["seed"] = ask.seed
+        if sampling.suppress:
+            request["logit_bias"] = [[token, False] for token in sampling.suppress]
         if ask.messages is not None:
             chat = {"messages": list(ask.messages), "max_tokens": ask.max_tokens, "logprobs": True, "top_logprobs": 1}
-            return made | chat | ({} if ask.tools is None else {"tools": list(ask.tools)})
-        made |= {"prompt": list(ask.ids or ()), "n_predict": ask.max_tokens, "return_tokens": True}
+            return request | chat | ({} if ask.tools is None else {"tools": list(ask.tools)})
+        request |= {"prompt": list(ask.ids or ()), "n_predict": ask.max_tokens, "return_tokens": True}
         # Of a whole reply it leaves out the log-probs of the stop text's tokens; of a stream it does not.
-        made["stream"] = ask.stream or bool(how.stop)
-        return made | ({} if how.logprobs is None else {"n_probs": 1})
+        request["stream"] = ask.stream or bool(sampling.stop)
+        return request | ({} if sampling.logprobs is None else {"n_probs": 1})
 
     async def tokenized(self, model: str, text: str | None, chat: Mapping[str, Any], json: Json) -> Any:
         if chat:
@@ -94,6 +94,6 @@ class LlamaCpp(Dialect):
         entries = event.get("completion_probabilities")
         piece.more(event.get("tokens"), [e.get("logprob") for e in entries] if entries else None, event["content"])
         if event.get("stop"):
-            how = event.get("stop_type")
-            piece.finish = {"limit": "length", "eos": "stop", "word": "stop"}.get(str(how))
+            reason = event.get("stop_type")
+            piece.finish = {"limit": "length", "eos": "stop", "word": "stop"}.get(str(reason))
             piece.stop = event.get("stopping_word") or None

@@ -38,7 +38,9 @@ from rollbook.rollout.server import (
 from rollbook.rollout.sglang import SGLang
 from rollbook.rollout.vllm import VLLM
 
-DIALECTS: dict[str, Dialect] = {one.name: one for one in (Dialect(), VLLM(), TransformersServe(), SGLang(), LlamaCpp())}
+DIALECTS: dict[str, Dialect] = {
+    dialect.name: dialect for dialect in (Dialect(), VLLM(), TransformersServe(), SGLang(), LlamaCpp())
+}
 """All of them by name, for `OpenAIEngine(dialect=...)`."""
 
 
@@ -57,10 +59,10 @@ async def detect_server(connection: Connection, name: str, model: str | None, ag
 
     async def asked(path: str) -> dict[str, Any]:
         try:
-            said = await connection.json(path, once=True)
+            reply = await connection.json(path, once=True)
         except ServerError:
             return {}
-        return said if isinstance(said, dict) else {}
+        return reply if isinstance(reply, dict) else {}
 
     try:
         listed = await connection.json("/v1/models", again=again)
@@ -83,13 +85,13 @@ async def detect_server(connection: Connection, name: str, model: str | None, ag
         "llama.cpp": ("/props", "build_info", "llamacpp"),
     }
     # The one that /v1/models points to is asked first.
-    for each, (path, key, sign) in sorted(signs.items(), key=lambda item: item[1][2] != owner):
-        if name in ("auto", each):
-            said = await asked(path)
-            if isinstance(said.get(key), str):
-                name, version = each, said[key]
+    for candidate, (path, key, sign) in sorted(signs.items(), key=lambda item: item[1][2] != owner):
+        if name in ("auto", candidate):
+            reply = await asked(path)
+            if isinstance(reply.get(key), str):
+                name, version = candidate, reply[key]
             elif sign == owner:
-                name = each
+                name = candidate
     if name == "auto":
         paths = (await asked("/openapi.json")).get("paths") or {}
         name = "transformers-serve" if "/load_model" in paths else "openai"
@@ -167,12 +169,12 @@ class PromptJob:
     def fail(self, error: BaseException, ks: Iterable[int]) -> None:
         """Give samples that have no response, and why."""
         text = str(error) if isinstance(error, ServerError) else f"{type(error).__name__}: {error}"
-        known: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.request.started is None and self.opening.prompt_ids is not None:
-            known["prompt_ids"] = self.opening.prompt_ids
+            fields["prompt_ids"] = self.opening.prompt_ids
         for k in ks:
-            known |= {"metrics": self._metrics(k), "sampling": self._options(k)}
-            self._give(k, self.request.failed(k, self.terms.clean(text), self.terms.run_id, **known))
+            fields |= {"metrics": self._metrics(k), "sampling": self._options(k)}
+            self._give(k, self.request.failed(k, self.terms.clean(text), self.terms.run_id, **fields))
 
     def _give(self, k: int, sample: Sample) -> None:
         if k in self.owed:
@@ -192,16 +194,16 @@ class PromptJob:
     def prompt_ids(self) -> list[int]:
         """The prompt's ids: the server's word, which must not contradict what it was sent."""
         opening, firsts = self.opening, [parts[0] for parts in self.parts if parts]
-        said = next((piece.prompt_ids for piece in firsts if piece.prompt_ids is not None), None)
+        reported = next((piece.prompt_ids for piece in firsts if piece.prompt_ids is not None), None)
         counted = next((piece.prompt_count for piece in firsts if piece.prompt_count is not None), None)
         if opening.ids is not None and opening.prompt_ids is not None:
-            if said is not None and said != opening.ids:
+            if reported is not None and reported != opening.ids:
                 raise BadReplyError(
-                    f"prompt_token_ids: got {len(said)}, other ids than the {len(opening.ids)} that were sent"
+                    f"prompt_token_ids: got {len(reported)}, other ids than the {len(opening.ids)} that were sent"
                 )
             return opening.prompt_ids
-        if said is not None:
-            return said
+        if reported is not None:
+            return reported
         if opening.prompt_ids is not None:
             if counted is not None and counted != len(opening.prompt_ids):
                 whose = "the tokenizer's" if opening.made_here else "the server's"
@@ -221,10 +223,10 @@ class PromptJob:
             piece.retokenized = True
             piece.ids = self._encoded(piece.text)
             if piece.tokens:
-                piece.ids = [one for token in piece.tokens for one in self._encoded(token)]
-                told = [self.terms.tokenizer.decode([one]) for one in piece.ids]
-                if told != piece.tokens:
-                    odd = next((i for i, one in enumerate(told) if piece.tokens[i] != one), len(told))
+                piece.ids = [encoded for token in piece.tokens for encoded in self._encoded(token)]
+                texts = [self.terms.tokenizer.decode([token]) for token in piece.ids]
+                if texts != piece.tokens:
+                    odd = next((i for i, text in enumerate(texts) if piece.tokens[i] != text), len(texts))
                     raise BadReplyError(
                         f"tokens[{odd}]: got {piece.tokens[odd]!r}, expected one token of the tokenizer"
                     )
@@ -233,10 +235,10 @@ class PromptJob:
     def _encoded(self, text: str) -> list[int]:
         return list(self.terms.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _no_ids(self, what: str) -> str:
-        dialect, given = self.terms.dialect, "" if self.terms.tokenizer is not None else "a tokenizer and "
+    def _no_ids(self, missing: str) -> str:
+        dialect, also = self.terms.dialect, "" if self.terms.tokenizer is not None else "a tokenizer and "
         return (
-            f"{dialect.name} did not give the {what}: {dialect.ids_from}; or give the engine {given}retokenize=True, "
+            f"{dialect.name} did not give the {missing}: {dialect.ids_from}; or give the engine {also}retokenize=True, "
             "which makes them from texts"
         )
 
@@ -244,14 +246,14 @@ class PromptJob:
 
     def _sample(self, k: int, aborted: bool) -> Sample:
         """Sample k from what came in."""
-        request, how, before = self.request, self.request.sampling, self.request.started
+        request, sampling, before = self.request, self.request.sampling, self.request.started
         pieces = [piece for piece in self.parts[k] if not aborted or piece.ids is not None]
         ids = list(before.response_ids) if before is not None else []
         logprobs = list((before.logprobs if before is not None else None) or ())
         versions = list((before.versions if before is not None else None) or ())
         for piece in pieces:
             new = self.ids(piece)
-            if how.logprobs is not None:
+            if sampling.logprobs is not None:
                 if piece.logprobs is None and new:
                     name, hint = self.terms.dialect.name, self.terms.dialect.logprobs_from
                     raise BadReplyError(f"{name} did not give the log-probs (logprobs=None asks for none): {hint}")
@@ -260,7 +262,7 @@ class PromptJob:
                         f"logprobs: got {len(piece.logprobs or ())}, expected {len(new)}, one for each id"
                     )
                 logprobs += piece.logprobs or ()
-            barred = next((one for one in new if one in how.suppress), None)
+            barred = next((token for token in new if token in sampling.suppress), None)
             if barred is not None:
                 raise BadReplyError(f"suppress: the server sampled {barred}, which it was told not to")
             ids += new
@@ -279,7 +281,7 @@ class PromptJob:
             prompt_ids = list(before.prompt_ids) if before.prompt_ids else self.prompt_ids() if pieces else []
         else:
             prompt_ids = self.prompt_ids() if pieces else self.opening.prompt_ids or []
-        most = how.max_prompt_tokens
+        most = sampling.max_prompt_tokens
         if most is not None and before is None and len(prompt_ids) > most:  # of one with images it is known only now
             raise ValueError(
                 f"prompt: got {len(prompt_ids)} tokens, expected at most max_prompt_tokens ({most}){self.opening.uncut}"
@@ -295,27 +297,27 @@ class PromptJob:
             message = {key: value for key, value in last.message.items() if key == "content" or value is not None}
         if message is None and request.prompt.messages is not None:
             message = {"role": "assistant", "content": text}
-        known = len(logprobs) == len(ids) and how.logprobs is not None
+        has_logprobs = len(logprobs) == len(ids) and sampling.logprobs is not None
         kind = resolve_logprobs_kind(
-            self.terms.logprobs_kind or self.terms.dialect.kind, how, self.terms.dialect.constrained(how)
+            self.terms.logprobs_kind or self.terms.dialect.kind, sampling, self.terms.dialect.constrained(sampling)
         )
-        if known and before is not None and before.logprobs and before.logprobs_kind != kind:
+        if has_logprobs and before is not None and before.logprobs and before.logprobs_kind != kind:
             raise ValueError(f"logprobs: the sample began with {before.logprobs_kind!r} ones, and these are {kind!r}")
         return Sample(
             prompt=request.prompt,
             eid=request.eids[k],
             prompt_ids=prompt_ids,
             response_ids=ids,
-            logprobs=logprobs if known else None,
-            logprobs_kind=kind if known else None,
+            logprobs=logprobs if has_logprobs else None,
+            logprobs_kind=kind if has_logprobs else None,
             finish_reason=reason,
-            stop_reason=last.stop if last.stop in (*how.stop, *how.stop_token_ids) else None,
+            stop_reason=last.stop if last.stop in (*sampling.stop, *sampling.stop_token_ids) else None,
             versions=versions if len(versions) == len(ids) else None,
             text=text,
             prompt_text=self._prompt_text(prompt_ids),
             sampling=self._options(k),
             run_id=self.terms.run_id,
-            group_size=before.group_size if before is not None else how.n,
+            group_size=before.group_size if before is not None else sampling.n,
             message=message if reason != "abort" else None,
             metrics=self._metrics(k),
             info=info,
@@ -426,8 +428,8 @@ class OpenAIEngine(BaseEngine):
         self.logprobs_kind = logprobs_kind
         self.retokenize = check_bool("retokenize", retokenize)
         self.allow_urls = check_bool("allow_urls", allow_urls)
-        for name, asked in (("render='local'", render == "local"), ("retokenize=True", self.retokenize)):
-            if asked and tokenizer is None:
+        for name, needed in (("render='local'", render == "local"), ("retokenize=True", self.retokenize)):
+            if needed and tokenizer is None:
                 raise ValueError(f"tokenizer: got None, expected one, which {name} needs")
         self._connection = Connection(
             url, api_key=api_key, headers=headers, backoff=backoff, timeout=timeout, concurrency=concurrency
@@ -439,8 +441,8 @@ class OpenAIEngine(BaseEngine):
         self._untold: ServerError | None = None  # why /tokenize cannot be asked, once that is known
 
     def __repr__(self) -> str:
-        known = self._known
-        model, dialect = (self.model, self.dialect) if known is None else (known.model, known.dialect.name)
+        server = self._known
+        model, dialect = (self.model, self.dialect) if server is None else (server.model, server.dialect.name)
         return f"{type(self).__name__}({self.url!r}, model={model!r}, dialect={dialect!r})"
 
     # --- what it is ---------------------------------------------------------------------------------------------------
@@ -454,8 +456,8 @@ class OpenAIEngine(BaseEngine):
         return self._info()
 
     def _info(self) -> RunInfo:
-        known = self._known
-        if known is None:
+        server = self._known
+        if server is None:
             return RunInfo(
                 engine="openai",
                 engine_version="unknown",
@@ -464,12 +466,12 @@ class OpenAIEngine(BaseEngine):
                 cannot=("answer: the server was not reached",),
             )
         return RunInfo(
-            engine=known.dialect.name,
-            engine_version=known.version,
-            model=known.model,
+            engine=server.dialect.name,
+            engine_version=server.version,
+            model=server.model,
             tokenizer=self._fingerprints[0],
             chat_template=self._fingerprints[1],
-            cannot=known.dialect.cannot,
+            cannot=server.dialect.cannot,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -544,7 +546,7 @@ class OpenAIEngine(BaseEngine):
 
     async def _call(self, requests: Sequence[Request], cancel: Cancel, emit: Callable[[Any], Any]) -> None:
         """Answer all requests; each (place, sample) is emitted as it finishes."""
-        jobs = [PromptJob(request, self._terms(), emit, cancel.held) for request in requests]
+        jobs = [PromptJob(request, self._terms(), emit, cancel.shared) for request in requests]
 
         def again() -> None:
             for job in jobs:
@@ -579,27 +581,27 @@ class OpenAIEngine(BaseEngine):
             job.fail(error, sorted(job.owed))
 
     async def _answer(self, server: Server, job: PromptJob) -> None:
-        request, dialect, how = job.request, server.dialect, job.request.sampling
-        dialect.check(how)
+        request, dialect, sampling = job.request, server.dialect, job.request.sampling
+        dialect.check(sampling)
         count = len(request.eids)
-        together = dialect.together(how) and count > 1
-        if how.seed is not None:
+        together = dialect.together(sampling) and count > 1
+        if sampling.seed is not None:
             base = min(request.seeds[0], dialect.largest_seed - count)
-            own = [seed % (dialect.largest_seed + 1) for seed in request.seeds]
-            job.seeds = [dialect.seed_of(base, k) for k in range(count)] if together else list(own)
+            seeds = [seed % (dialect.largest_seed + 1) for seed in request.seeds]
+            job.seeds = [dialect.seed_of(base, k) for k in range(count)] if together else list(seeds)
         job.opening = await self._opening(server, job)
-        work = self._warm if how.first_temperature is not None and not job.done else self._plain
+        work = self._warm if sampling.first_temperature is not None and not job.done else self._plain
         strands = [list(range(count))] if together else [[k] for k in range(count)]
         await _gather(_run_guarded(job, ks, partial(work, server, job, ks)) for ks in strands)
 
     async def _plain(self, server: Server, job: PromptJob, ks: list[int]) -> None:
-        how = job.request.sampling
-        ask = self._ask(server, job, ks, job.opening, job.request.budget, how.temperature, job.done)
+        sampling = job.request.sampling
+        ask = self._ask(server, job, ks, job.opening, job.request.budget, sampling.temperature, job.done)
         await self._exchange(server, job, ks, ask, job.finish)
 
     async def _warm(self, server: Server, job: PromptJob, ks: list[int]) -> None:
         """A first token at a temperature of its own, and then, unless that was the last, the others."""
-        how, budget = job.request.sampling, job.request.budget
+        sampling, budget = job.request.sampling, job.request.budget
         self._sends_ids(server.dialect, "first_temperature")
 
         async def follow(k: int) -> None:
@@ -607,11 +609,11 @@ class OpenAIEngine(BaseEngine):
             if first.finish == "length" and budget > 1:
                 first.finish = None
                 so_far = PromptForm(ids=[*job.prompt_ids(), *job.ids(first)])
-                ask = self._ask(server, job, [k], so_far, budget - 1, how.temperature, 1)
+                ask = self._ask(server, job, [k], so_far, budget - 1, sampling.temperature, 1)
                 await self._exchange(server, job, [k], ask, lambda k: None)
             job.finish(k)
 
-        ask = self._ask(server, job, ks, job.opening, 1, how.first_temperature or 0.0, 0)
+        ask = self._ask(server, job, ks, job.opening, 1, sampling.first_temperature or 0.0, 0)
         await self._exchange(server, job, ks, ask, lambda k: None)
         await _gather(_run_guarded(job, [k], partial(follow, k)) for k in ks)
 
@@ -648,7 +650,7 @@ class OpenAIEngine(BaseEngine):
         self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
     ) -> None:
         """One request for samples `ks`, tried again where that is right; each is finished at most once."""
-        dialect, told = server.dialect, set[int]()
+        dialect, finished_ks = server.dialect, set[int]()
         body = {name: v for name, v in (dialect.body(ask) | dict(ask.sampling.extra)).items() if v is not None}
         for k in ks:
             job.parts[k].append(PartialSample())
@@ -660,14 +662,14 @@ class OpenAIEngine(BaseEngine):
 
             def tell() -> None:
                 for k, piece in zip(ks, pieces, strict=True):
-                    if piece.finish is not None and k not in told:
-                        told.add(k)
+                    if piece.finish is not None and k not in finished_ks:
+                        finished_ks.add(k)
                         finished(k)
 
             async with self._connection.opened(dialect.path(ask), body) as response:
                 # Some servers, and proxies, answer in whole whatever was asked.
-                whole = response.headers.get("content-type", "").startswith("application/json")
-                if body.get("stream") and not whole:
+                is_json = response.headers.get("content-type", "").startswith("application/json")
+                if body.get("stream") and not is_json:
                     async for event in read_events(response):
                         dialect.fold(event, pieces)
                         tell()
@@ -682,7 +684,12 @@ class OpenAIEngine(BaseEngine):
     # --- from a prompt to what is sent --------------------------------------------------------------------------------
 
     async def _opening(self, server: Server, job: PromptJob) -> PromptForm:
-        prompt, how, dialect, before = job.request.prompt, job.request.sampling, server.dialect, job.request.started
+        prompt, sampling, dialect, before = (
+            job.request.prompt,
+            job.request.sampling,
+            server.dialect,
+            job.request.started,
+        )
         pictured = bool(prompt.images or prompt.videos) or has_media_parts(prompt)
         if before is not None and job.done:
             if pictured:
@@ -703,7 +710,7 @@ class OpenAIEngine(BaseEngine):
         made_here, uncut = False, ""
         if ours:
             self._sends_ids(dialect, "prompt.token_ids" if prompt.token_ids is not None else "render='local'")
-        elif how.max_prompt_tokens is not None or dialect.tokenizes:
+        elif sampling.max_prompt_tokens is not None or dialect.tokenizes:
             # Where it goes as ids in any case, they are the server's.
             made_here = not dialect.tokenizes and self._renders(chat)
             ids = render_prompt(job.terms, prompt) if made_here else await self._tokenized(server, job)
@@ -711,8 +718,8 @@ class OpenAIEngine(BaseEngine):
             if ids is None:
                 uncut = f": to cut it, max_prompt_tokens needs a tokenizer or a server with /tokenize ({self._untold})"
         cut = None
-        if ids is not None and how.max_prompt_tokens is not None and len(ids) > how.max_prompt_tokens:
-            most, side = how.max_prompt_tokens, how.prompt_overflow
+        if ids is not None and sampling.max_prompt_tokens is not None and len(ids) > sampling.max_prompt_tokens:
+            most, side = sampling.max_prompt_tokens, sampling.prompt_overflow
             if side == "error":
                 raise ValueError(f"prompt: got {len(ids)} tokens, expected at most max_prompt_tokens ({most})")
             self._sends_ids(dialect, f"prompt_overflow={side!r}")
@@ -720,16 +727,16 @@ class OpenAIEngine(BaseEngine):
             ids = ids[-most:] if side == "left" else ids[:most]
         by_chat = dialect.chats == "server" or (dialect.chats == "template" and prompt.tools is not None)
         if chat and by_chat and not ours and cut is None:
-            known = ids if self.retokenize or not made_here else None
+            prompt_ids = ids if self.retokenize or not made_here else None
             messages = chat_messages(prompt, self.allow_urls)
-            return PromptForm(messages=messages, prompt_ids=known, made_here=made_here, uncut=uncut)
+            return PromptForm(messages=messages, prompt_ids=prompt_ids, made_here=made_here, uncut=uncut)
         if ids is None or not (ours or cut or dialect.tokenizes):
             return PromptForm(text=prompt.text, uncut=uncut)
         return PromptForm(ids=ids, prompt_ids=ids, truncated_from=cut)
 
-    def _sends_ids(self, dialect: Dialect, what: str) -> None:
+    def _sends_ids(self, dialect: Dialect, option: str) -> None:
         if not dialect.takes_ids:
-            raise ValueError(f"{what}: {dialect.name} servers take no token ids; {dialect.ids_from}")
+            raise ValueError(f"{option}: {dialect.name} servers take no token ids; {dialect.ids_from}")
 
     def _renders(self, chat: bool) -> bool:
         """Whether the tokenizer can make a prompt's ids; of a chat it needs a template."""
@@ -764,7 +771,7 @@ class OpenAIEngine(BaseEngine):
             if self._renders(bool(chat)):
                 return render_prompt(job.terms, prompt)
             raise ServerError(f"{error}; {dialect.name} takes ids: a tokenizer can make them here") from None
-        if not isinstance(tokens, list) or any(not isinstance(one, int) for one in tokens):
+        if not isinstance(tokens, list) or any(not isinstance(token, int) for token in tokens):
             raise BadReplyError(f"/tokenize: got {str(tokens)[:80]}, expected a list of token ids")
         return tokens
 
@@ -782,7 +789,7 @@ async def _watch_cancel(cancel: Cancel, tasks: Sequence[asyncio.Task[None]]) -> 
 
 async def _gather(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Everything at once; if this is cancelled, all of it is, and has ended when this ends."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         await asyncio.gather(*tasks)
     finally:

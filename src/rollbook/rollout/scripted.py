@@ -53,7 +53,7 @@ class ScriptedEngine(BaseEngine):
     """
 
     def __init__(self, script: Script, tokenizer: Any = None, version: int = 0) -> None:
-        if isinstance(script, Sequence) and any(hasattr(one, "prompt_length") for one in script):
+        if isinstance(script, Sequence) and any(hasattr(answer, "prompt_length") for answer in script):
             raise ValueError(
                 "script: got records, expected answers; ScriptedEngine.replaying(records) plays them again"
             )
@@ -134,15 +134,15 @@ class ScriptedEngine(BaseEngine):
             return request.failed(k, line.error, run_id, prompt_ids=self._prompt_ids(request.prompt))
         ids = list(line.ids if line.ids is not None else self._encode("answer", line.text))
         stop = 0 if cancel.requested else request.done + request.budget
-        whole = len(ids)
-        cut = whole > stop
+        length = len(ids)
+        cut = length > stop
         reason: FinishReason = line.finish_reason
         if cut:
             reason = "abort" if request.pauses or cancel.requested else "length"
             ids = ids[:stop]
-        logprobs = list(line.logprobs if line.logprobs is not None else [-1.0] * whole)
-        if len(logprobs) != whole:
-            raise ValueError(f"answer: got {len(logprobs)} log-probs, expected {whole}, one for each token")
+        logprobs = list(line.logprobs if line.logprobs is not None else [-1.0] * length)
+        if len(logprobs) != length:
+            raise ValueError(f"answer: got {len(logprobs)} log-probs, expected {length}, one for each token")
         logprobs = logprobs[: len(ids)]
         before = list(request.started.versions or ()) if request.started is not None else []
         text = line.text if line.text is not None and not cut else self._decode(ids)
@@ -163,11 +163,11 @@ class ScriptedEngine(BaseEngine):
     def _recorded(self, request: Request, k: int, row: Experience, run_id: str) -> Sample:
         tokens = row.tokens.tolist()
         prompt_ids, ids = tokens[: row.prompt_length], tokens[row.prompt_length :]
-        asked = request.prompt.token_ids
-        if asked is not None and list(asked) != prompt_ids:
-            raise ValueError(f"prompt.token_ids: got {len(asked)} ids that are not those recorded for {row.eid.rid}")
-        known = row.policy_versions
-        versions = None if known is None else [known] * len(ids) if isinstance(known, int) else known.tolist()
+        expected = request.prompt.token_ids
+        if expected is not None and list(expected) != prompt_ids:
+            raise ValueError(f"prompt.token_ids: got {len(expected)} ids that are not those recorded for {row.eid.rid}")
+        version = row.policy_versions
+        versions = None if version is None else [version] * len(ids) if isinstance(version, int) else version.tolist()
         sampling = dict(row.sampling or {})
         kind: Any = sampling.pop("logprobs", None) or "processed"
         stop_reason = sampling.pop("stop_reason", None)
@@ -222,9 +222,9 @@ class ScriptedEngine(BaseEngine):
             return self._encode("prompt", text)
         return self._encode("prompt", prompt.text)
 
-    def _encode(self, what: str, text: str | None) -> list[int]:
+    def _encode(self, medium: str, text: str | None) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError(f"{what}: got text ({text!r}), expected token ids: the engine has no tokenizer")
+            raise ValueError(f"{medium}: got text ({text!r}), expected token ids: the engine has no tokenizer")
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _decode(self, ids: list[int]) -> str | None:

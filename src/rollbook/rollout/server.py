@@ -86,8 +86,8 @@ class Connection:
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._auth = without_user(url)[1]
-        told = [value for value in self._headers.values() if len(value) > 5]  # a "1" is no secret
-        self._secrets = [api_key or "", parts.password or "", (self._auth or ("", ""))[1], *told]
+        header_secrets = [value for value in self._headers.values() if len(value) > 5]  # a "1" is no secret
+        self._secrets = [api_key or "", parts.password or "", (self._auth or ("", ""))[1], *header_secrets]
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -163,10 +163,10 @@ class Connection:
                 if response.status_code != 200:
                     raw = await response.aread()
                     try:
-                        said: Any = json.loads(raw)
+                        body_text: Any = json.loads(raw)
                     except ValueError:
-                        said = raw.decode("utf-8", "replace")
-                    raise status_error(response.status_code, said, asked_wait(response.headers))
+                        body_text = raw.decode("utf-8", "replace")
+                    raise status_error(response.status_code, body_text, asked_wait(response.headers))
                 yield response
         except httpx.RequestError as error:
             raise RetryableError(f"{where}: {type(error).__name__}: {error}".rstrip(": ")) from None
@@ -263,20 +263,20 @@ async def _read_lines(response: httpx.Response) -> AsyncIterator[bytes]:
     a line (U+0085, U+2028), which httpx's own lines would be cut at."""
     rest = b""
     async for chunk in response.aiter_bytes():
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
             yield line
     yield rest
 
 
-def status_error(status: Any, said: Any, wait: float) -> Exception:
+def status_error(status: Any, reply: Any, wait: float) -> Exception:
     """The error for a status that is not 200 (`None`: a reply that does not say it): one to try again, or final."""
     for _ in range(3):  # servers put their words at various depths
-        if isinstance(said, Mapping):
-            said = next((said[key] for key in ("error", "message", "detail") if said.get(key)), str(dict(said)))
-    known = status if isinstance(status, int) else None
-    text = str(said) if status is None else f"status {status}: {said}"
-    return RetryableError(text, wait, known) if status in RETRIED else ServerError(text, known)
+        if isinstance(reply, Mapping):
+            reply = next((reply[key] for key in ("error", "message", "detail") if reply.get(key)), str(dict(reply)))
+    code = status if isinstance(status, int) else None
+    text = str(reply) if status is None else f"status {status}: {reply}"
+    return RetryableError(text, wait, code) if status in RETRIED else ServerError(text, code)
 
 
 def parse_json(data: bytes) -> Any:
@@ -346,27 +346,27 @@ class PartialSample:
 
     def versions(self) -> list[int]:
         """The policy's version for each token: the server's word where it gives one, else that at the request."""
-        found = [self.version] * len(self.ids or ())
+        versions = [self.version] * len(self.ids or ())
         for version, start, end in self.spans:
-            found[start:end] = [version] * len(found[start:end])
-        return found
+            versions[start:end] = [version] * len(versions[start:end])
+        return versions
 
 
-def _check_ids(name: str, given: Any) -> list[int]:
-    if not isinstance(given, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in given):
-        raise BadReplyError(f"{name}: got {str(given)[:80]}, expected a list of token ids")
-    return given
+def _check_ids(name: str, ids: Any) -> list[int]:
+    if not isinstance(ids, list) or any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise BadReplyError(f"{name}: got {str(ids)[:80]}, expected a list of token ids")
+    return ids
 
 
-def _check_logprobs(given: Any) -> list[float]:
-    if not isinstance(given, list):
-        raise BadReplyError(f"logprobs: got {str(given)[:80]}, expected a list of numbers")
-    for i, one in enumerate(given):
-        number = isinstance(one, (int, float)) and not isinstance(one, bool)
+def _check_logprobs(logprobs: Any) -> list[float]:
+    if not isinstance(logprobs, list):
+        raise BadReplyError(f"logprobs: got {str(logprobs)[:80]}, expected a list of numbers")
+    for i, logprob in enumerate(logprobs):
+        number = isinstance(logprob, (int, float)) and not isinstance(logprob, bool)
         # A server's float32 sums may end a hair above 0.
-        if not number or not math.isfinite(one) or one > 1e-3:
-            raise BadReplyError(f"logprobs[{i}]: got {one!r}, expected a log-probability")
-    return [min(float(one), 0.0) for one in given]
+        if not number or not math.isfinite(logprob) or logprob > 1e-3:
+            raise BadReplyError(f"logprobs[{i}]: got {logprob!r}, expected a log-probability")
+    return [min(float(logprob), 0.0) for logprob in logprobs]
 
 
 def parse_version(text: Any) -> int | None:
@@ -424,8 +424,8 @@ class Dialect:
 
     async def tokenized(self, model: str, text: str | None, chat: Mapping[str, Any], json: Json) -> Any:
         """The ids that the server makes of a text or a chat (`messages`, `tools`), by asking it."""
-        what = chat or {"prompt": text}
-        return (await json("/tokenize", {"model": model, "add_special_tokens": False, **what})).get("tokens")
+        content = chat or {"prompt": text}
+        return (await json("/tokenize", {"model": model, "add_special_tokens": False, **content})).get("tokens")
 
     def constrained(self, sampling: Sampling) -> bool:
         """Whether a grammar is asked for, of which log-probs are then taken, too."""
@@ -442,36 +442,36 @@ class Dialect:
 
     def body(self, ask: ServerRequest) -> dict[str, Any]:
         """A request's JSON."""
-        made = self._shared(ask)
+        request = self._shared(ask)
         if ask.sampling.logprobs is not None:
-            made |= {"logprobs": 1} if ask.messages is None else {"logprobs": True}
-        return made
+            request |= {"logprobs": 1} if ask.messages is None else {"logprobs": True}
+        return request
 
     def _shared(self, ask: ServerRequest) -> dict[str, Any]:
-        how = ask.sampling
-        made: dict[str, Any] = {
+        sampling = ask.sampling
+        request: dict[str, Any] = {
             "model": ask.model,
             "n": ask.n,
             "max_tokens": ask.max_tokens,
             "temperature": ask.temperature,
-            "top_p": how.top_p,
+            "top_p": sampling.top_p,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "stream": ask.stream,
         }
         if ask.messages is not None:
-            made["messages"] = list(ask.messages)
+            request["messages"] = list(ask.messages)
             if ask.tools is not None:
-                made["tools"] = list(ask.tools)
+                request["tools"] = list(ask.tools)
         else:
-            made["prompt"] = ask.text if ask.ids is None else list(ask.ids)
+            request["prompt"] = ask.text if ask.ids is None else list(ask.ids)
         if ask.seed is not None:
-            made["seed"] = ask.seed
-        if how.stop:
-            made["stop"] = list(how.stop)
-        if how.suppress:
-            made["logit_bias"] = {str(one): -100 for one in how.suppress}
-        return made
+            request["seed"] = ask.seed
+        if sampling.stop:
+            request["stop"] = list(sampling.stop)
+        if sampling.suppress:
+            request["logit_bias"] = {str(token): -100 for token in sampling.suppress}
+        return request
 
     def read(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
         """Take in a whole reply."""
@@ -502,7 +502,7 @@ class Dialect:
         return index
 
     def _choice(self, reply: dict[str, Any], choice: dict[str, Any], piece: PartialSample, inner: str) -> None:
-        said = choice.get(inner)
+        message = choice.get(inner)
         logprobs = choice.get("logprobs") or {}
         values: Any
         tokens: Any
@@ -513,12 +513,12 @@ class Dialect:
             ids = [entry.get("id") for entry in entries] if entries and "id" in entries[0] else None
         else:
             values, tokens, ids = logprobs.get("token_logprobs"), logprobs.get("tokens") or [], None
-        given = choice.get("token_ids")
-        text = choice.get("text") if said is None else said.get("content")
-        piece.more(given if given is not None else ids, values, text)
+        token_ids = choice.get("token_ids")
+        text = choice.get("text") if message is None else message.get("content")
+        piece.more(token_ids if token_ids is not None else ids, values, text)
         piece.tokens += tokens
-        if said is not None:
-            piece.message = _join_delta(piece.message, said) if inner == "delta" else dict(said)
+        if message is not None:
+            piece.message = _join_delta(piece.message, message) if inner == "delta" else dict(message)
         prompt_ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
         if prompt_ids is not None:
             piece.prompt_ids = _check_ids("prompt_token_ids", prompt_ids)
@@ -535,10 +535,10 @@ class Dialect:
 
 def _join_delta(message: dict[str, Any] | None, delta: Mapping[str, Any]) -> dict[str, Any]:
     """A chat message with a further part of it: texts grow, tool calls by their index."""
-    made = dict(message or {"role": "assistant", "content": ""})
+    joined = dict(message or {"role": "assistant", "content": ""})
     for name, value in delta.items():
         if name == "tool_calls":
-            calls = [dict(call) for call in made.get("tool_calls", ())]
+            calls = [dict(call) for call in joined.get("tool_calls", ())]
             for part in value or ():
                 at = part.get("index", len(calls))
                 if at >= len(calls):
@@ -549,12 +549,12 @@ def _join_delta(message: dict[str, Any] | None, delta: Mapping[str, Any]) -> dic
                     key: call["function"].get(key, "") + (inner.get(key) or "") for key in ("name", "arguments")
                 }
             if calls:
-                made["tool_calls"] = calls
+                joined["tool_calls"] = calls
         elif isinstance(value, str) and name != "role":
-            made[name] = (made.get(name) or "") + value
+            joined[name] = (joined.get(name) or "") + value
         elif value is not None:
-            made[name] = value
-    return made
+            joined[name] = value
+    return joined
 
 
 class TransformersServe(Dialect):
@@ -594,7 +594,7 @@ def resolve_logprobs_kind(
     >>> resolve_logprobs_kind("tempered", Sampling(logprobs="processed", temperature=0.5))
     'processed'
     """
-    wanted = sampling.logprobs
+    requested = sampling.logprobs
     temperatures = {sampling.temperature}
     if sampling.first_temperature is not None:
         temperatures.add(sampling.first_temperature)
@@ -604,7 +604,7 @@ def resolve_logprobs_kind(
         return "processed" if true == "processed" or (true is not None and even and not ruled_out) else None
     masked = ruled_out or bool(sampling.extra)
     if true is None:
-        return wanted if even and not masked else None
+        return requested if even and not masked else None
     if temperatures == {0.0} and not masked:
         true = "raw"
     alike = {
@@ -612,4 +612,4 @@ def resolve_logprobs_kind(
         frozenset({"tempered", "processed"}): not masked,
         frozenset({"raw", "processed"}): even and not masked,
     }
-    return wanted if wanted == true or alike.get(frozenset({wanted or "", true})) else true
+    return requested if requested == true or alike.get(frozenset({requested or "", true})) else true

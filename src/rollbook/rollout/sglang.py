@@ -44,30 +44,30 @@ class SGLang(Dialect):
         return "/generate"
 
     def body(self, ask: ServerRequest) -> dict[str, Any]:
-        how = ask.sampling
+        options = ask.sampling
         sampling: dict[str, Any] = {
             "max_new_tokens": ask.max_tokens,
             "min_new_tokens": ask.min_tokens,
             "temperature": ask.temperature,
-            "top_p": how.top_p,
-            "top_k": how.top_k,
-            "min_p": how.min_p,
+            "top_p": options.top_p,
+            "top_k": options.top_k,
+            "min_p": options.min_p,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "stop": list(how.stop),
-            "stop_token_ids": list(how.stop_token_ids),
-            "ignore_eos": how.ignore_eos,
-            "no_stop_trim": how.include_stop,
+            "stop": list(options.stop),
+            "stop_token_ids": list(options.stop_token_ids),
+            "ignore_eos": options.ignore_eos,
+            "no_stop_trim": options.include_stop,
         }
         if ask.seed is not None:
             sampling["sampling_seed"] = ask.seed
-        if how.suppress:
-            sampling["logit_bias"] = {str(one): -100 for one in how.suppress}
+        if options.suppress:
+            sampling["logit_bias"] = {str(token): -100 for token in options.suppress}
         return {
             "input_ids": list(ask.ids or ()),
             "sampling_params": sampling,
-            "return_logprob": how.logprobs is not None,
+            "return_logprob": options.logprobs is not None,
             "stream": ask.stream,
         }
 

@@ -89,21 +89,21 @@ class PromptPreparer:
 
     def prepare(self, prompt: Prompt, sampling: Sampling | None = None) -> PreparedPrompt:
         """One prompt's ids, media and text; a `ValueError` says what is wrong with it."""
-        how = sampling if sampling is not None else Sampling()
+        options = sampling if sampling is not None else Sampling()
         ready = _processed_media(prompt)
         if ready is not None:
-            made = self._with_ready(prompt, ready)
+            prepared = self._with_ready(prompt, ready)
         elif prompt.messages is not None:
             messages, images, videos = _split_media(prompt)
-            made = self._tokenized(self._templated(prompt, messages), images, videos, special=False)
+            prepared = self._tokenized(self._templated(prompt, messages), images, videos, special=False)
         elif prompt.token_ids is not None:
-            made = self._with_ids(prompt)
+            prepared = self._with_ids(prompt)
         else:
             text = prompt.text or ""
-            made = self._tokenized(text, list(prompt.images), list(prompt.videos), special=self.add_special_tokens)
-        if not made.ids:
+            prepared = self._tokenized(text, list(prompt.images), list(prompt.videos), special=self.add_special_tokens)
+        if not prepared.ids:
             raise ValueError("prompt: got no tokens, expected at least one")
-        return self._fitted(made, how)
+        return self._fitted(prepared, options)
 
     # --- text ---------------------------------------------------------------------------------------------------------
 
@@ -114,8 +114,8 @@ class PromptPreparer:
         if not getattr(maker, "chat_template", None):
             raise ValueError("prompt.messages: got a chat, expected text or token ids: the tokenizer has no template")
         tools = None if prompt.tools is None else [dict(tool) for tool in prompt.tools]
-        made = maker.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
-        return str(made)
+        text = maker.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        return str(text)
 
     def _tokenized(self, text: str, images: list[Any], videos: list[Any], special: bool) -> PreparedPrompt:
         if self.tokenizer is None:
@@ -127,17 +127,17 @@ class PromptPreparer:
         ids = tuple(features["input_ids"].reshape(-1).tolist())
         return PreparedPrompt(ids=ids, media=self._media(features, ids, len(images), len(videos)), text=text)
 
-    def _fitted(self, made: PreparedPrompt, how: Sampling) -> PreparedPrompt:
-        most, length = how.max_prompt_tokens, len(made.ids)
+    def _fitted(self, prepared: PreparedPrompt, sampling: Sampling) -> PreparedPrompt:
+        most, length = sampling.max_prompt_tokens, len(prepared.ids)
         if most is None or length <= most:
-            return made
-        if made.media is not None:
+            return prepared
+        if prepared.media is not None:
             raise ValueError(
                 f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens); one with media is not cut"
             )
-        if how.prompt_overflow == "error":
+        if sampling.prompt_overflow == "error":
             raise ValueError(f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens)")
-        ids = made.ids[-most:] if how.prompt_overflow == "left" else made.ids[:most]
+        ids = prepared.ids[-most:] if sampling.prompt_overflow == "left" else prepared.ids[:most]
         text = None if self.tokenizer is None else self.tokenizer.decode(list(ids), skip_special_tokens=False)
         return PreparedPrompt(ids=ids, text=text, truncated_from=length)
 
@@ -149,21 +149,21 @@ class PromptPreparer:
             raise ValueError(f"prompt: got {len(images)} images and {len(videos)} videos, expected none: no processor")
         if videos and getattr(self.processor, "video_processor", None) is None:
             raise ValueError(f"prompt.videos: got {len(videos)}, expected none: the processor takes no videos")
-        for what, count in (("image", len(images)), ("video", len(videos))):
+        for medium, count in (("image", len(images)), ("video", len(videos))):
             marks = [
-                getattr(self.processor, name, None) for name in (f"{what}_token", f"boi_{what}_token", "boi_token")
+                getattr(self.processor, name, None) for name in (f"{medium}_token", f"boi_{medium}_token", "boi_token")
             ]
             written = [text.count(mark) for mark in marks if isinstance(mark, str) and mark in text]
             if written and written[0] != count:
                 raise ValueError(
-                    f"prompt.{what}s: got {count}, expected {written[0]}, one for each {what} in the prompt's text"
+                    f"prompt.{medium}s: got {count}, expected {written[0]}, one for each {medium} in the prompt's text"
                 )
-        given: dict[str, Any] = {}
+        media: dict[str, Any] = {}
         if images:
-            given["images"] = [load_image(f"prompt.images[{i}]", image) for i, image in enumerate(images)]
+            media["images"] = [load_image(f"prompt.images[{i}]", image) for i, image in enumerate(images)]
         if videos:
-            given["videos"] = videos
-        return self.processor(text=[text], return_tensors="pt", add_special_tokens=special, **given)
+            media["videos"] = videos
+        return self.processor(text=[text], return_tensors="pt", add_special_tokens=special, **media)
 
     def _media(
         self, features: Mapping[str, Any], ids: Sequence[int], images: int = 0, videos: int = 0
@@ -173,22 +173,27 @@ class PromptPreparer:
             if not isinstance(value, torch.Tensor):
                 raise ValueError(f"media[{name!r}]: got {type(value).__name__}, expected a tensor")
         holder = self.config if placeholders(self.config) else self.processor
-        known = placeholders(holder)
-        for what, count in (("image", images), ("video", videos)):
-            if what in known and ids.count(known[what]) < count:
+        token_ids = placeholders(holder)
+        for medium, count in (("image", images), ("video", videos)):
+            if medium in token_ids and ids.count(token_ids[medium]) < count:
                 raise ValueError(
-                    f"prompt.{what}s: got {count}, expected {ids.count(known[what])}, as many as the prompt has "
-                    "placeholders for"
+                    f"prompt.{medium}s: got {count}, expected {ids.count(token_ids[medium])}, as many as the prompt "
+                    "has placeholders for"
                 )
-            grid = media.get(f"{what}_grid_thw")
+            grid = media.get(f"{medium}_grid_thw")
             merge = getattr(getattr(self.config, "vision_config", None), "spatial_merge_size", None)
-            if grid is not None and what in known and merge is not None:
-                wanted = int(grid.reshape(-1, 3).prod(-1).sum()) // merge**2
-                if ids.count(known[what]) != wanted:
+            if grid is not None and medium in token_ids and merge is not None:
+                expected = int(grid.reshape(-1, 3).prod(-1).sum()) // merge**2
+                if ids.count(token_ids[medium]) != expected:
                     raise ValueError(
-                        f"prompt: got {ids.count(known[what])} {what} placeholders, expected {wanted}, by its grids"
+                        f"prompt: got {ids.count(token_ids[medium])} {medium} placeholders, expected {expected}, by "
+                        "its grids"
                     )
-        if TYPES not in media and any(grid in media for grid in GRIDS) and ("image" in known or "video" in known):
+        if (
+            TYPES not in media
+            and any(grid in media for grid in GRIDS)
+            and ("image" in token_ids or "video" in token_ids)
+        ):
             # Models whose positions go by these types ask for them, in training too.
             media[TYPES] = token_types(torch.tensor([list(ids)]), holder)
         return {name: SHARED.keep(value) for name, value in media.items()}
@@ -206,8 +211,8 @@ class PromptPreparer:
         if not prompt.images and not prompt.videos:
             return PreparedPrompt(ids=ids, text=self._decoded(ids))
         marks = [
-            str(getattr(self.processor, f"{what}_token", "")) * len(getattr(prompt, f"{what}s"))
-            for what in ("image", "video")
+            str(getattr(self.processor, f"{medium}_token", "")) * len(getattr(prompt, f"{medium}s"))
+            for medium in ("image", "video")
         ]
         features = self._processed("".join(marks), list(prompt.images), list(prompt.videos), special=False)
         alone = features["input_ids"].reshape(-1).tolist()
@@ -228,13 +233,15 @@ class PromptPreparer:
 def _processed_media(prompt: Prompt) -> Mapping[str, Any] | None:
     """Media that are processed already, of images and of videos, or `None`."""
     ready = [
-        each for each in (*prompt.images, *prompt.videos) if isinstance(each, Mapping) and not source_key(each) and each
+        entry
+        for entry in (*prompt.images, *prompt.videos)
+        if isinstance(entry, Mapping) and not source_key(entry) and entry
     ]
     if not ready:
         return None
     if len(ready) != len(prompt.images) + len(prompt.videos):
         raise ValueError("prompt.images: got processed media among others, expected only such, or none")
-    return {name: value for each in ready for name, value in each.items()}
+    return {name: value for entry in ready for name, value in entry.items()}
 
 
 def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
@@ -245,21 +252,21 @@ def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[
 
     def part_of(part: Any) -> Any:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        what = {"image": "image", "image_url": "image", "video": "video"}.get(kind or "")
-        if what is None:
+        medium = {"image": "image", "image_url": "image", "video": "video"}.get(kind or "")
+        if medium is None:
             return part
         key = source_key(part)
         if key is None:
-            bare[what] += 1
-            image = next(beside[what], None)
+            bare[medium] += 1
+            image = next(beside[medium], None)
             if image is None:
                 raise ValueError(
-                    f"prompt.{what}s: got {bare[what] - 1}, expected one for each {what} part of the messages"
+                    f"prompt.{medium}s: got {bare[medium] - 1}, expected one for each {medium} part of the messages"
                 )
         else:
             image = part[key]
-        inside[what].append(image)
-        return {"type": what}
+        inside[medium].append(image)
+        return {"type": medium}
 
     messages = []
     for message in prompt.messages or ():
@@ -267,14 +274,14 @@ def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[
         if isinstance(content, (list, tuple)):
             message = {**message, "content": [part_of(part) for part in content]}
         messages.append(dict(message))
-    for what, rest in beside.items():
+    for medium, rest in beside.items():
         left = list(rest)
-        if left and inside[what]:
+        if left and inside[medium]:
             raise ValueError(
-                f"prompt.{what}s: got {bare[what] + len(left)}, expected {bare[what]}, one for each part of the "
-                f"messages without {what} of its own"
+                f"prompt.{medium}s: got {bare[medium] + len(left)}, expected {bare[medium]}, one for each part of the "
+                f"messages without {medium} of its own"
             )
-        inside[what] += left  # their places are marked in the messages' text
+        inside[medium] += left  # their places are marked in the messages' text
     return messages, inside["image"], inside["video"]
 
 
@@ -419,8 +426,8 @@ class TransformersEngine(BaseEngine):
             except Exception as error:
                 failure = error.with_traceback(None)  # its frames hold the batch's memory
             if failure is None:
-                for row, reason, what in finished:
-                    yield row.place, self._sample(row, reason, what)
+                for row, reason, stop in finished:
+                    yield row.place, self._sample(row, reason, stop)
                 continue
             left = batch.unfinished
             del batch
@@ -460,29 +467,31 @@ class TransformersEngine(BaseEngine):
     def _rows(
         self, request: Request, stops: dict[tuple[str, ...], StopTexts], run_id: str, ready: bool
     ) -> list[DecodingRow]:
-        how, before = request.sampling, request.started
+        sampling, before = request.sampling, request.started
         if ready or before is not None:
             prepared = self._prepared(request)
         else:  # cancelled already: they come back as they are, to be made ready when they go on
             prepared = PreparedPrompt(ids=tuple(request.prompt.token_ids or ()))
         kind: LogprobsKind | None = (
-            "raw" if how.logprobs is not None and how.temperature < MIN_TEMPERATURE else how.logprobs
+            "raw" if sampling.logprobs is not None and sampling.temperature < MIN_TEMPERATURE else sampling.logprobs
         )
         if before is not None and before.response_ids:
-            known = before.logprobs_kind if before.logprobs is not None else None
-            if known != kind:
-                raise ValueError(f"logprobs: got {kind!r}, expected {known!r}, which the sample has so far")
-        if how.extra:
-            raise ValueError(f"extra: got {sorted(how.extra)}, expected none: this engine has no options of its own")
+            before_kind = before.logprobs_kind if before.logprobs is not None else None
+            if before_kind != kind:
+                raise ValueError(f"logprobs: got {kind!r}, expected {before_kind!r}, which the sample has so far")
+        if sampling.extra:
+            raise ValueError(
+                f"extra: got {sorted(sampling.extra)}, expected none: this engine has no options of its own"
+            )
         for name in ("suppress", "stop_token_ids"):
-            for i, token in enumerate(getattr(how, name)):
+            for i, token in enumerate(getattr(sampling, name)):
                 if token >= self.runner.vocabulary:
                     raise ValueError(f"{name}[{i}]: got {token}, expected an id below {self.runner.vocabulary}")
         texts = None
-        if how.stop:
+        if sampling.stop:
             if self.tokenizer is None:
-                raise ValueError(f"stop: got {list(how.stop)}, expected none: there is no tokenizer")
-            texts = stops.setdefault(tuple(how.stop), StopTexts(how.stop, self._decode_all))
+                raise ValueError(f"stop: got {list(sampling.stop)}, expected none: there is no tokenizer")
+            texts = stops.setdefault(tuple(sampling.stop), StopTexts(sampling.stop, self._decode_all))
         # What is left of the model's positions ends a response as `max_tokens` does.
         positions = self.runner.positions
         room = sys.maxsize if positions is None else positions - len(prepared.ids)
@@ -500,9 +509,9 @@ class TransformersEngine(BaseEngine):
                 kind=kind,
                 limit=min(request.done + request.budget, room),
                 room=room,
-                suppress=tuple(sorted({*how.suppress, *self.runner.suppressed})),
-                ends=frozenset() if how.ignore_eos else self.ends,
-                stop_ids=frozenset(how.stop_token_ids),
+                suppress=tuple(sorted({*sampling.suppress, *self.runner.suppressed})),
+                ends=frozenset() if sampling.ignore_eos else self.ends,
+                stop_ids=frozenset(sampling.stop_token_ids),
                 texts=texts,
             )
             for k in range(len(request.eids))
@@ -510,13 +519,13 @@ class TransformersEngine(BaseEngine):
 
     def _prepared(self, request: Request) -> PreparedPrompt:
         """The prompt's tokens and media: of a sample that goes on exactly those that it has."""
-        prompt, how, before = request.prompt, request.sampling, request.started
-        known = before is not None and before.prompt_ids
-        if before is not None and known and (before.media is not None or not _has_media(prompt)):
+        prompt, sampling, before = request.prompt, request.sampling, request.started
+        has_ids = before is not None and before.prompt_ids
+        if before is not None and has_ids and (before.media is not None or not _has_media(prompt)):
             prepared = PreparedPrompt(ids=tuple(before.prompt_ids), media=before.media, text=before.prompt_text)
         else:
-            prepared = self.preparer.prepare(prompt, how)
-            if before is not None and known and prepared.ids != tuple(before.prompt_ids):
+            prepared = self.preparer.prepare(prompt, sampling)
+            if before is not None and has_ids and prepared.ids != tuple(before.prompt_ids):
                 raise ValueError(f"prompt: got {len(prepared.ids)} tokens that are not those of sample {before.eid}")
         wrong = next((i for i, token in enumerate(prepared.ids) if token >= self.runner.vocabulary), None)
         if wrong is not None:
@@ -560,26 +569,26 @@ class TransformersEngine(BaseEngine):
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _text(self, row: DecodingRow, stopped: bool, what: str | int | None) -> str | None:
+    def _text(self, row: DecodingRow, stopped: bool, stop: str | int | None) -> str | None:
         if self.tokenizer is None:
             return None
         text = self._decode(row.ids)
         if not stopped or row.request.sampling.include_stop:
             return text
-        if isinstance(what, str):
-            cut = find_stop_start(what, row.ids, self._decode)
+        if isinstance(stop, str):
+            cut = find_stop_start(stop, row.ids, self._decode)
             return text if cut < 0 else text[:cut]  # a stop text of special tokens is not in it
         return self._decode(row.ids[:-1])
 
-    def _sample(self, row: DecodingRow, reason: FinishReason, what: str | int | Exception | None = None) -> Sample:
+    def _sample(self, row: DecodingRow, reason: FinishReason, stop: str | int | Exception | None = None) -> Sample:
         request, before, prepared = row.request, row.request.started, row.prepared
-        made: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "prompt_ids": list(prepared.ids),
             "response_ids": row.ids,
             "logprobs": None if row.kind is None else row.logprobs,
             "logprobs_kind": row.kind,
             "versions": row.versions if len(row.versions) == len(row.ids) else None,
-            "text": self._text(row, reason == "stop", None if isinstance(what, Exception) else what),
+            "text": self._text(row, reason == "stop", None if isinstance(stop, Exception) else stop),
             "prompt_text": prepared.text,
             "media": prepared.media,
             "sampling": {**request.options(row.k), "suppress": list(row.suppress)},
@@ -587,17 +596,17 @@ class TransformersEngine(BaseEngine):
             "info": dict(before.info) if before is not None else {},
         }
         if prepared.truncated_from is not None:
-            made["info"]["prompt_truncated_from"] = prepared.truncated_from
-        if isinstance(what, Exception):
-            return request.failed(row.k, what, row.run_id, **made)
+            fields["info"]["prompt_truncated_from"] = prepared.truncated_from
+        if isinstance(stop, Exception):
+            return request.failed(row.k, stop, row.run_id, **fields)
         return Sample(
             prompt=request.prompt,
             eid=request.eids[row.k],
             finish_reason=reason,
-            stop_reason=what,
+            stop_reason=stop,
             run_id=row.run_id,
             group_size=before.group_size if before is not None else request.sampling.n,
-            **made,
+            **fields,
         )
 
 
@@ -618,17 +627,17 @@ def _attention(batch: DecodingBatch) -> AbstractContextManager[None]:
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    made: AbstractContextManager[None] = sdpa_kernel(
+    context: AbstractContextManager[None] = sdpa_kernel(
         [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     )
-    return made
+    return context
 
 
-def _unwrap_model(given: Any) -> Any:
+def _unwrap_model(source: Any) -> Any:
     """The transformers model itself, or the one inside: of an object with `.model`, compiled, or run in parallel."""
     from transformers import PreTrainedModel
 
-    model = given
+    model = source
     for name in ("_orig_mod", "module"):  # of torch.compile, of DistributedDataParallel
         if isinstance(model, torch.nn.Module) and isinstance(inner := model._modules.get(name), torch.nn.Module):
             model = inner
@@ -636,15 +645,17 @@ def _unwrap_model(given: Any) -> Any:
     while not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config") and hasattr(model, "model"):
         model = model.model
     if not isinstance(model, torch.nn.Module) or not (hasattr(model, "config") and hasattr(model, "generate")):
-        raise ValueError(f"model: got {type(given).__name__}, expected a transformers model or an object with `.model`")
+        raise ValueError(
+            f"model: got {type(source).__name__}, expected a transformers model or an object with `.model`"
+        )
     return model
 
 
 def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """Every id that ends a response, by the model's generation config, its configs and the tokenizer."""
-    found: set[int] = set()
+    end_ids: set[int] = set()
     text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else None
     for holder in (getattr(model, "generation_config", None), model.config, text, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
-        found.update(each for each in (ids if isinstance(ids, (list, tuple)) else [ids]) if isinstance(each, int))
-    return frozenset(each for each in found if each >= 0)
+        end_ids.update(token for token in (ids if isinstance(ids, (list, tuple)) else [ids]) if isinstance(token, int))
+    return frozenset(token for token in end_ids if token >= 0)

@@ -58,7 +58,7 @@ class Turn:
     @property
     def ids(self) -> tuple[int, ...]:
         """All its tokens."""
-        return tuple(one for piece in self.pieces for one in piece.ids)
+        return tuple(token for piece in self.pieces for token in piece.ids)
 
     @property
     def ended(self) -> bool:
@@ -73,7 +73,7 @@ class Turn:
     def joined(self, name: Literal["logprobs", "versions"]) -> list[Any] | None:
         """Its log-probs or versions, if it has them."""
         parts = [getattr(piece, name) for piece in self.pieces]
-        return None if None in parts else [one for part in parts for one in part]
+        return None if None in parts else [entry for part in parts for entry in part]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class Branch:
     @property
     def ids(self) -> list[int]:
         """All tokens, but for what is pending."""
-        return [one for span in self.spans for one in span.ids]
+        return [token for span in self.spans for token in span.ids]
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -160,21 +160,21 @@ class Branch:
     def copy(self, number: int) -> Branch:
         """Another branch that so far went the same way; spans and turns are shared, lists are its own."""
         lists = ("spans", "turns", "messages", "pending", "errors", "images", "media")
-        own: dict[str, Any] = {name: list(getattr(self, name)) for name in lists}
-        return replace(self, number=number, parent=self.number, reward=None, info=dict(self.info), **own)
+        copies: dict[str, Any] = {name: list(getattr(self, name)) for name in lists}
+        return replace(self, number=number, parent=self.number, reward=None, info=dict(self.info), **copies)
 
 
 def recorded_branches(branches: Sequence[Branch]) -> list[Branch]:
     """The branches that become records: those that another does not go on from, or that were given a reward."""
     paths = [branch.numbers for branch in branches]
-    found = []
+    recorded = []
     for i, (branch, path) in enumerate(zip(branches, paths, strict=True)):
         covered = any(
             other[: len(path)] == path and (len(other) > len(path) or k < i) for k, other in enumerate(paths) if k != i
         )
         if not covered or branch.reward is not None:
-            found.append(branch)
-    return found
+            recorded.append(branch)
+    return recorded
 
 
 def branch_eid(eid: EID, number: int) -> EID:
@@ -191,7 +191,10 @@ def branch_eid(eid: EID, number: int) -> EID:
 
 def full_conversation(branch: Branch) -> list[Mapping[str, Any]]:
     """The conversation, with what is pending."""
-    return [*branch.messages, *(one.message for one in branch.pending if one.message is not None)]
+    return [
+        *branch.messages,
+        *(observation.message for observation in branch.pending if observation.message is not None),
+    ]
 
 
 def sampled_text(turns: Iterable[Turn]) -> str | None:
@@ -202,8 +205,8 @@ def sampled_text(turns: Iterable[Turn]) -> str | None:
 
 def collect_drifts(turns: Iterable[Turn]) -> Drifts:
     """The comparisons before these turns, each once."""
-    made = {turn.pieces[0].number: turn.drift for turn in turns if turn.drift is not None}
-    return Drifts(made[number] for number in sorted(made))
+    by_span = {turn.pieces[0].number: turn.drift for turn in turns if turn.drift is not None}
+    return Drifts(by_span[number] for number in sorted(by_span))
 
 
 def place_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[PendingObservation]) -> dict[str, Any]:
@@ -216,15 +219,15 @@ def place_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[
 
     from rollbook.batch.vision import BY_TOKEN
 
-    before = [len(branch.ids), *(None if each.ids is None else len(each.ids) for each in branch.pending)]
+    before = [len(branch.ids), *(None if pending.ids is None else len(pending.ids) for pending in branch.pending)]
     start = None if None in before else sum(length for length in before if length is not None)
-    ids = [each.ids for each in observation]
+    ids = [observed.ids for observed in observation]
     placed: dict[str, Any] = dict(media)
     for key in BY_TOKEN:
         if key not in placed:
             continue
         entries = torch.as_tensor(placed.pop(key)).reshape(1, -1)
-        count = sum(len(each) for each in ids if each is not None)
+        count = sum(len(observed_ids) for observed_ids in ids if observed_ids is not None)
         if None not in ids and entries.shape[1] != count:
             raise ValueError(f"media[{key!r}]: got {entries.shape[1]} entries, expected {count}, one for each token")
         if start == 0 or (start is not None and None not in ids):
@@ -262,8 +265,12 @@ def branches_to_dict(branches: Sequence[Branch]) -> dict[str, Any]:
                 "spans": list(branch.numbers),
                 "turns": [places[id(turn)] for turn in branch.turns],
                 "pending": [
-                    {**vars(one), "ids": None if one.ids is None else list(one.ids), "images": list(one.images)}
-                    for one in branch.pending
+                    {
+                        **vars(pending),
+                        "ids": None if pending.ids is None else list(pending.ids),
+                        "images": list(pending.images),
+                    }
+                    for pending in branch.pending
                 ],
             }
             for branch in branches
@@ -272,16 +279,16 @@ def branches_to_dict(branches: Sequence[Branch]) -> dict[str, Any]:
 
 
 def _span_to_dict(span: Span) -> dict[str, Any]:
-    found = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(span).items()}
-    return {**found, "experts": span.experts.tolist() if hasattr(span.experts, "tolist") else span.experts}
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(span).items()}
+    return {**fields, "experts": span.experts.tolist() if hasattr(span.experts, "tolist") else span.experts}
 
 
 def _turn_to_dict(turn: Turn) -> dict[str, Any]:
-    found = {**vars(turn), "pieces": [piece.number for piece in turn.pieces], "sampling": dict(turn.sampling)}
-    return {**found, "drift": None if turn.drift is None else turn.drift.to_dict()}
+    fields = {**vars(turn), "pieces": [piece.number for piece in turn.pieces], "sampling": dict(turn.sampling)}
+    return {**fields, "drift": None if turn.drift is None else turn.drift.to_dict()}
 
 
-def branches_from_dict(given: Mapping[str, Any]) -> list[Branch]:
+def branches_from_dict(state: Mapping[str, Any]) -> list[Branch]:
     """The branches that `branches_to_dict` was given.
 
     >>> span = Span(number=0, kind="prompt", ids=(1, 2))
@@ -289,27 +296,27 @@ def branches_from_dict(given: Mapping[str, Any]) -> list[Branch]:
     True
     """
     spans: dict[int, Span] = {}
-    for one in given["spans"]:
-        tuples = {name: None if one[name] is None else tuple(one[name]) for name in ("ids", "logprobs", "versions")}
-        spans[one["number"]] = Span(**{**one, **tuples})
+    for entry in state["spans"]:
+        tuples = {name: None if entry[name] is None else tuple(entry[name]) for name in ("ids", "logprobs", "versions")}
+        spans[entry["number"]] = Span(**{**entry, **tuples})
     turns = []
-    for one in given["turns"]:
-        drift = None if one["drift"] is None else Drift(**one["drift"])
-        turns.append(Turn(**{**one, "pieces": tuple(spans[piece] for piece in one["pieces"]), "drift": drift}))
-    found = []
-    for one in given["branches"]:
+    for entry in state["turns"]:
+        drift = None if entry["drift"] is None else Drift(**entry["drift"])
+        turns.append(Turn(**{**entry, "pieces": tuple(spans[piece] for piece in entry["pieces"]), "drift": drift}))
+    branches = []
+    for entry in state["branches"]:
         pending = [
             PendingObservation(
-                message=each["message"],
-                ids=None if each["ids"] is None else tuple(each["ids"]),
-                images=tuple(each["images"]),
+                message=observed["message"],
+                ids=None if observed["ids"] is None else tuple(observed["ids"]),
+                images=tuple(observed["images"]),
             )
-            for each in one["pending"]
+            for observed in entry["pending"]
         ]
-        own = {name: list(one[name]) for name in _LISTS}
-        own |= {"spans": [spans[span] for span in one["spans"]], "turns": [turns[turn] for turn in one["turns"]]}
-        found.append(Branch(**{**one, **own, "info": dict(one["info"]), "pending": pending}))
-    return found
+        fields = {name: list(entry[name]) for name in _LISTS}
+        fields |= {"spans": [spans[span] for span in entry["spans"]], "turns": [turns[turn] for turn in entry["turns"]]}
+        branches.append(Branch(**{**entry, **fields, "info": dict(entry["info"]), "pending": pending}))
+    return branches
 
 
 DriftPolicy = Literal["keep", "fork"]
@@ -361,12 +368,18 @@ class Tree:
 
     def tail(self, branch: Branch, generation: bool) -> list[int]:
         """What is pending, as the tokens that come after those that are kept."""
-        rendered = [one for one in branch.pending if one.ids is None]  # ids hold their images' placeholders
-        return self._tail(branch, generation, [image for one in rendered for image in one.images])
+        rendered = [
+            observation for observation in branch.pending if observation.ids is None
+        ]  # ids hold their images' placeholders
+        return self._tail(branch, generation, [image for observation in rendered for image in observation.images])
 
     def _tail(self, branch: Branch, generation: bool, images: Sequence[Any]) -> list[int]:
-        messages = [one.message for one in branch.pending if one.ids is None and one.message is not None]
-        raw = [token for one in branch.pending for token in one.ids or ()]
+        messages = [
+            observation.message
+            for observation in branch.pending
+            if observation.ids is None and observation.message is not None
+        ]
+        raw = [token for observation in branch.pending for token in observation.ids or ()]
         if not messages or self.renderer is None:
             return raw
         if not branch.turns:
@@ -379,7 +392,7 @@ class Tree:
         """What the next turn would come after."""
         renderer, conversation = self.renderer, full_conversation(branch)
         try:
-            kept = branch.ids + self.tail(branch, True)
+            tokens = branch.ids + self.tail(branch, True)
         except ValueError:
             if renderer is None or not branch.turns or self.policies["forked"] != "fork":
                 raise
@@ -387,24 +400,24 @@ class Tree:
             anew = renderer.prompt(conversation, True, branch.images)
             return anew, Drift(outcome="forked", what="text", kept=len(branch.ids), rendered=len(anew), policy="fork")
         if not branch.turns or not branch.pending:
-            return kept, None
+            return tokens, None
         reason = branch.unchecked or (_OPAQUE if _has_raw_ids(branch) else "")
         if renderer is None or reason:
-            return kept, Drift(outcome="unchecked", what=reason or "there is no tokenizer")
+            return tokens, Drift(outcome="unchecked", what=reason or "there is no tokenizer")
         try:
             before, now = renderer.text(branch.messages[:-1], True), renderer.text(conversation, True)
         except Exception as error:  # templates raise what they like
-            return kept, Drift(outcome="unchecked", what=f"{type(error).__name__}: {error}")
+            return tokens, Drift(outcome="unchecked", what=f"{type(error).__name__}: {error}")
         # Compared with the rendering before this turn, so that what was found earlier is not found again; and without
         # images on both sides, since a processor does the same to a placeholder wherever it stands.
-        pictured = any(one.images for one in branch.pending)
-        tail = self._tail(branch, True, ()) if pictured else kept[len(branch.ids) :]
+        pictured = any(observation.images for observation in branch.pending)
+        tail = self._tail(branch, True, ()) if pictured else tokens[len(branch.ids) :]
         start, rendered = renderer.endings(before, now)
-        found = compare_tokens([*start, *branch.turns[-1].ids, *tail], rendered, renderer.decode)
-        policy = self.policies.get(found.outcome, "keep")
+        drift = compare_tokens([*start, *branch.turns[-1].ids, *tail], rendered, renderer.decode)
+        policy = self.policies.get(drift.outcome, "keep")
         if policy == "fork":
-            kept = renderer.prompt(conversation, True, branch.images)
-        return kept, replace(found, policy=policy)
+            tokens = renderer.prompt(conversation, True, branch.images)
+        return tokens, replace(drift, policy=policy)
 
     # --- asking an engine -------------------------------------------------------------------------------------------
 
@@ -413,9 +426,11 @@ class Tree:
         begun = branch.open
         if begun is None and branch.turns and not branch.pending:
             raise ValueError(f"act: the last turn ended ({branch.turns[-1].finish_reason}), {_OBSERVE}")
-        known = {} if begun is None else begun.sampling
-        known = {name: value for name, value in known.items() if name in Sampling.__dataclass_fields__}
-        settings = check_single(Sampling.of(known or self.sampling, **options))
+        options_before = {} if begun is None else begun.sampling
+        options_before = {
+            name: value for name, value in options_before.items() if name in Sampling.__dataclass_fields__
+        }
+        settings = check_single(Sampling.of(options_before or self.sampling, **options))
         tokens, done = following[0], () if begun is None else begun.ids
         prompt = self.prompt.replace(
             text=None,
@@ -470,7 +485,7 @@ class Tree:
 
     # --- appending its answer ---------------------------------------------------------------------------------------
 
-    def append(self, branch: Branch, sample: Sample, asked: NextTokens | None = None) -> Branch:
+    def append(self, branch: Branch, sample: Sample, following: NextTokens | None = None) -> Branch:
         """Append a turn; gives the branch that has it: this one, or a fork. `asked` is what `next` gave for it."""
         if sample.failed:
             branch.failed = sample.error
@@ -478,22 +493,22 @@ class Tree:
             return branch
         if branch.open is not None and self._go_on(branch, branch.open, sample):
             return branch
-        given, kept = list(sample.prompt_ids), branch.ids
+        given_ids, own_ids = list(sample.prompt_ids), branch.ids
         ended = bool(branch.turns) and not branch.pending
-        if ended and given in ([], kept):
+        if ended and given_ids in ([], own_ids):
             raise ValueError(f"sample: got a turn after one that ended ({branch.turns[-1].finish_reason}), {_OBSERVE}")
-        tokens, drift = asked or self.next(branch)
-        if given and given != tokens:
+        tokens, drift = following or self.next(branch)
+        if given_ids and given_ids != tokens:
             # What the model was given is a fact. What came after the last turn was open until now; what came before
             # was not, and a turn that followed something else is in another branch.
             drift = None
-            if given[: len(kept)] != kept:
+            if given_ids[: len(own_ids)] != own_ids:
                 decode = _spell_ids if self.renderer is None else self.renderer.decode
-                drift = replace(compare_tokens(tokens, given, decode, by="engine"), policy="fork")
+                drift = replace(compare_tokens(tokens, given_ids, decode, by="engine"), policy="fork")
             elif branch.turns:
                 drift = Drift(outcome="clean", by="engine")
             branch.media = [drop_token_types(media) for media in branch.media]
-            tokens = given
+            tokens = given_ids
         return self._append(branch, sample, tokens, drift, "an engine was given what was not observed" if ended else "")
 
     def _append(self, branch: Branch, sample: Sample, tokens: list[int], drift: Drift | None, unchecked: str) -> Branch:
@@ -525,12 +540,12 @@ class Tree:
 
     def _go_on(self, branch: Branch, turn: Turn, sample: Sample) -> bool:
         """Append the rest of an unfinished turn, if that is what the sample is."""
-        done, kept = turn.ids, branch.ids
-        ids, given = tuple(sample.response_ids), list(sample.prompt_ids)
-        whole = ids[: len(done)] == done and given in ([], kept[: len(kept) - len(done)])
-        if not whole and given not in ([], kept):
+        done, own_ids = turn.ids, branch.ids
+        ids, given_ids = tuple(sample.response_ids), list(sample.prompt_ids)
+        complete = ids[: len(done)] == done and given_ids in ([], own_ids[: len(own_ids) - len(done)])
+        if not complete and given_ids not in ([], own_ids):
             return False
-        piece = self._piece(branch, sample, len(done) if whole else 0)
+        piece = self._piece(branch, sample, len(done) if complete else 0)
         if piece.ids:
             branch.spans.append(piece)
             turn = replace(turn, pieces=(*turn.pieces, piece))
@@ -550,8 +565,8 @@ class Tree:
                 if message is not None and (not isinstance(message, Mapping) or "role" not in message):
                     raise ValueError(f"got {message!r}, expected a message with a role, or None")
             except Exception as error:  # what the model wrote may not parse; it wrote it all the same
-                what = f"parse: {type(error).__name__}: {error}"
-                branch.errors.append({"turn": len(branch.turns) - 1, "error": what})
+                problem = f"parse: {type(error).__name__}: {error}"
+                branch.errors.append({"turn": len(branch.turns) - 1, "error": problem})
                 message = None
         spoken = dict(message) if message is not None else {"role": "assistant", "content": exact or ""}
         branch.messages[-1] = spoken
@@ -573,36 +588,36 @@ class Tree:
 
     def _piece(self, branch: Branch, sample: Sample, start: int) -> Span:
         """What a sample adds, from `start` on, once it is sure that it goes with the other turns."""
-        given: dict[str, Any] = {"logprobs": sample.logprobs, "versions": sample.versions}
+        columns: dict[str, Any] = {"logprobs": sample.logprobs, "versions": sample.versions}
         ids = sample.response_ids[start:]
         earlier = [piece for turn in branch.turns for piece in turn.pieces if piece.ids]
-        for name, values in given.items():
+        for name, values in columns.items():
             if ids and earlier and (values is None) != (getattr(earlier[0], name) is None):
-                got, expected = ("None", "some") if values is None else ("some", "None")
-                raise ValueError(f"sample.{name}: got {got}, expected {expected}, as of the turns before")
-            given[name] = tuple(values[start:]) if values is not None else None if ids else ()
+                actual, expected = ("None", "some") if values is None else ("some", "None")
+                raise ValueError(f"sample.{name}: got {actual}, expected {expected}, as of the turns before")
+            columns[name] = tuple(values[start:]) if values is not None else None if ids else ()
         kinds = [turn.logprobs_kind for turn in branch.turns if turn.ids]
-        if ids and kinds and given["logprobs"] is not None and kinds[0] != sample.logprobs_kind:
+        if ids and kinds and columns["logprobs"] is not None and kinds[0] != sample.logprobs_kind:
             raise ValueError(
                 f"sample.logprobs_kind: got {sample.logprobs_kind!r}, expected {kinds[0]!r}, as of the turns before"
             )
         experts = None if sample.routed_experts is None else sample.routed_experts[start:]
-        return self._span("model", ids, experts=experts, **given)
+        return self._span("model", ids, experts=experts, **columns)
 
     def _span(self, kind: SpanKind, ids: Sequence[int], **more: Any) -> Span:
-        made = Span(number=self.spans, kind=kind, ids=tuple(ids), **more)
+        span = Span(number=self.spans, kind=kind, ids=tuple(ids), **more)
         self.spans += 1
-        return made
+        return span
 
     # --- as plain values, and back ----------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, but for the engine, the tokenizer and `parse`."""
         names = ("text", "messages", "token_ids", "tools", "videos", "reference", "label", "info")
-        given = {name: getattr(self.prompt, name) for name in names}
+        prompt = {name: getattr(self.prompt, name) for name in names}
         return {
             "format": FORMAT,
-            "prompt": {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()},
+            "prompt": {name: list(value) if isinstance(value, tuple) else value for name, value in prompt.items()},
             "eid": self.eid.to_dict(),
             "sampling": self.sampling.to_dict(),
             "context_limit": self.context_limit,
@@ -616,28 +631,28 @@ class Tree:
         }
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any], tokenizer: Any, parse: Parse | None) -> Tree:
+    def from_dict(cls, state: Mapping[str, Any], tokenizer: Any, parse: Parse | None) -> Tree:
         """The tree that `to_dict` was given; the tokenizer must have the same chat template."""
-        if given.get("format") != FORMAT:
-            raise ValueError(f"format: got {given.get('format')!r}, expected {FORMAT}")
-        prompt = Prompt(**given["prompt"])
-        renderer = make_renderer(tokenizer, prompt, given["template_options"])
-        if _template(renderer) != given["template"]:
+        if state.get("format") != FORMAT:
+            raise ValueError(f"format: got {state.get('format')!r}, expected {FORMAT}")
+        prompt = Prompt(**state["prompt"])
+        renderer = make_renderer(tokenizer, prompt, state["template_options"])
+        if _template(renderer) != state["template"]:
             raise ValueError(
-                f"tokenizer: got one with the chat template {_template(renderer)}, expected {given['template']}"
+                f"tokenizer: got one with the chat template {_template(renderer)}, expected {state['template']}"
             )
         return cls(
             renderer=renderer,
             prompt=prompt,
-            eid=EID(**given["eid"]),
-            sampling=Sampling(**given["sampling"]),
-            context_limit=given["context_limit"],
-            group_size=given["group_size"],
-            policies=dict(given["policies"]),
+            eid=EID(**state["eid"]),
+            sampling=Sampling(**state["sampling"]),
+            context_limit=state["context_limit"],
+            group_size=state["group_size"],
+            policies=dict(state["policies"]),
             parse=parse,
-            branches=branches_from_dict(given),
-            turn_rewards=dict(given["turn_rewards"]),
-            spans=given["made_spans"],
+            branches=branches_from_dict(state),
+            turn_rewards=dict(state["turn_rewards"]),
+            spans=state["made_spans"],
         )
 
 
@@ -664,7 +679,7 @@ def check_single(settings: Sampling) -> Sampling:
 
 
 def _has_raw_ids(branch: Branch) -> bool:
-    return any(one.ids is not None and one.message is None for one in branch.pending)
+    return any(observation.ids is not None and observation.message is None for observation in branch.pending)
 
 
 def _spell_ids(ids: Sequence[int], special: bool = True) -> str:

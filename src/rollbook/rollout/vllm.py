@@ -36,20 +36,20 @@ class VLLM(Dialect):
         return seed + k
 
     def body(self, ask: ServerRequest) -> dict[str, Any]:
-        how = ask.sampling
-        made = self._shared(ask) | {
-            "top_k": how.top_k,
-            "min_p": how.min_p,
+        sampling = ask.sampling
+        request = self._shared(ask) | {
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
             "repetition_penalty": 1.0,
             "min_tokens": ask.min_tokens,
-            "stop_token_ids": list(how.stop_token_ids),
-            "include_stop_str_in_output": how.include_stop,
-            "ignore_eos": how.ignore_eos,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "include_stop_str_in_output": sampling.include_stop,
+            "ignore_eos": sampling.ignore_eos,
             "add_special_tokens": False,
             "return_token_ids": True,
         }
-        if how.logprobs is not None:
-            made |= {"logprobs": 0} if ask.messages is None else {"logprobs": True, "top_logprobs": 0}
+        if sampling.logprobs is not None:
+            request |= {"logprobs": 0} if ask.messages is None else {"logprobs": True, "top_logprobs": 0}
         if ask.stream:
-            made["stream_interval"] = self.interval
-        return made
+            request["stream_interval"] = self.interval
+        return request
