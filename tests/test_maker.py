@@ -815,7 +815,7 @@ def test_records_hold_everything(actor: Actor, reference: Actor, critic: Critic)
 
 
 def test_what_is_missing_is_said_before_anything_is_sampled(actor: Actor) -> None:
-    before = TransformersEngine(actor).work.tokens
+    before = TransformersEngine(actor).stats.tokens
     for made, said in (
         (maker(actor, advantage_estimator="gae"), "give the maker a critic"),
         (maker(actor, reward=None), "reward: got no source"),
@@ -825,4 +825,4 @@ def test_what_is_missing_is_said_before_anything_is_sampled(actor: Actor) -> Non
             made.make_experience_list(PROMPTS, all_labels=["y"] * 3, **OPTIONS)
     with pytest.raises(ValueError, match="all_reference: there is no such column; did you mean 'all_references'"):
         maker(actor).make_experience_list(PROMPTS, all_reference=["a"] * 3, **OPTIONS)
-    assert TransformersEngine(actor).work.tokens == before
+    assert TransformersEngine(actor).stats.tokens == before

@@ -38,10 +38,19 @@ Overflow = Literal["error", "left", "right"]
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What is asked of a model: exactly one of `text`, `messages` (a chat) and `token_ids`, with its media.
+    """A prompt: exactly one of `text`, `messages` and `token_ids`, with its media.
 
-    `images` and `videos` belong to this prompt alone. `eid` says which batch and task it is of: its samples are the
-    runs of that task, and form one group. `reference`, `label` and `info` go along to rewards and records.
+    Args:
+        text: Plain text.
+        messages: Chat messages.
+        token_ids: Token ids.
+        images: Images of this prompt.
+        videos: Videos of this prompt.
+        tools: Tools offered to the model, with `messages`.
+        eid: Batch and task. The samples of the prompt are the runs of that task and form one group.
+        reference: Reference answer, passed on to rewards and records.
+        label: Label of the task, passed on to rewards and records.
+        info: Other data, passed on to rewards and records.
 
     >>> Prompt.of("2 + 2 =").text, Prompt.of([5, 6]).token_ids, Prompt.of([{"role": "user", "content": "hi"}]).messages
     ('2 + 2 =', (5, 6), ({'role': 'user', 'content': 'hi'},))
@@ -143,21 +152,29 @@ def _asked(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to sample: the options that every engine knows, checked when they are given.
+    """Sampling options that every engine supports, validated on construction.
 
-    - `n`: how many samples of each prompt. `max_tokens`, `min_tokens`: of each response.
-    - `temperature`: 0 takes the likeliest token. `top_p`, `top_k` (-1 or 0: all), `min_p` truncate.
-    - `first_temperature`: of the first token alone (FIRE); the rest, and all else, as ever.
-    - `stop`: texts, `stop_token_ids`: ids that end a response, beside the model's own; `ignore_eos` goes on past those.
-      The sampled tokens are kept whole; `include_stop` says whether `text` keeps the text that stopped it (special
-      tokens are in no `text`).
-    - `seed`: each sample has a stream of random numbers of its own, made from this and its id, so that what is sampled
-      does not depend on what else is in the batch. `None`: another one with each call.
-    - `suppress`: ids that are never sampled, such as an image's placeholder.
-    - `max_prompt_tokens`, and what becomes of a longer prompt: an `error` for that prompt, or cut on the `left` or
-      `right`, which is recorded.
-    - `logprobs`: which log-probs to record (see `LogprobsKind`); `None` asks for none.
-    - `extra`: options of one server that the others do not know, passed on as they are.
+    Args:
+        n: Samples per prompt.
+        max_tokens: Largest number of tokens of a response.
+        min_tokens: Smallest number of tokens of a response.
+        temperature: 0 takes the most likely token.
+        top_p: Nucleus sampling.
+        top_k: Number of most likely tokens to sample from; -1 or 0 for all.
+        min_p: Smallest probability relative to that of the most likely token.
+        first_temperature: Temperature of the first token (FIRE).
+        stop: Texts that end a response, in addition to the model's end tokens. Sampled tokens are never cut.
+        stop_token_ids: Token ids that end a response.
+        include_stop: Whether `Sample.text` keeps the stop text. Special tokens are never in `text`.
+        ignore_eos: Continue past the model's end tokens.
+        seed: Seed of the random streams. Each sample has its own, derived from the seed and its id, so that it does not
+            depend on the rest of the batch. `None`: another one for each call.
+        suppress: Token ids that are never sampled, such as image placeholders.
+        max_prompt_tokens: Largest number of prompt tokens.
+        prompt_overflow: What happens to longer prompts: `error` fails the prompt, `left` and `right` truncate it on
+            that side and record it.
+        logprobs: Log-probs to record (see `LogprobsKind`), or `None`.
+        extra: Options of one server, sent unchanged.
 
     >>> Sampling(temperature=0.7, top_p=0.9).to_dict()["top_p"]
     0.9
@@ -259,7 +276,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What all samples of an engine have in common: which engine, model, tokenizer and chat template made them.
+    """What all samples of an engine have in common: engine, model, tokenizer and chat template.
 
     >>> run = RunInfo(engine="scripted", engine_version="1", model="none")
     >>> run.to_dict()["engine"], len(run.id)
@@ -290,12 +307,29 @@ class RunInfo:
 
 @dataclass(kw_only=True)
 class Sample:
-    """One response of an engine to one prompt, as the engine gave it.
+    """One response of an engine to a prompt, with P prompt ids and R response ids.
 
-    P prompt ids, R response ids. `logprobs` [R] are of the distribution that `logprobs_kind` names. `versions` [R]:
-    the policy that sampled each token. `finish_reason`: `stop`, `length`, `tool_calls`, `abort` (give it back to the
-    engine to go on with it) or `error` (then `error` says what happened). `media`: what the processor made of the
-    prompt's images, one object for all samples of a prompt. `message`: a chat server's reply, tool calls and all.
+    Args:
+        prompt: The prompt.
+        eid: Id of the sample; samples of one prompt have the same task.
+        prompt_ids: [P] Token ids that the model was given.
+        response_ids: [R] Sampled token ids.
+        logprobs: [R] Log-probs of the distribution that `logprobs_kind` names.
+        logprobs_kind: Kind of the log-probs.
+        finish_reason: `stop`, `length`, `tool_calls`, `abort` (an engine can continue it) or `error`.
+        stop_reason: The requested stop text or id that ended the response, if any.
+        versions: [R] Version of the policy that sampled each token.
+        text: Text of the response, without special tokens.
+        prompt_text: Text of the prompt.
+        sampling: Sampling options, as recorded.
+        run_id: `RunInfo.id` of the engine.
+        group_size: Number of samples of the prompt.
+        error: What went wrong, with finish reason `error`.
+        message: Reply of a chat server, with its tool calls.
+        media: Processed media of the prompt, one object for all of its samples.
+        routed_experts: [R, layers, k] Experts that were selected.
+        metrics: Numbers to record.
+        info: Other data to record.
 
     >>> sample = Sample(
     ...     prompt=Prompt(text="2+2="), eid=EID(batch=0, task=7, run=1, suffix="a"), prompt_ids=[5, 6],
@@ -362,9 +396,12 @@ class Sample:
         return dataclasses.replace(self, **changes)
 
     def to_experience(self) -> Experience:
-        """The record of this sample. Of a failed one too: it has the response as far as it got, maybe none, a mask
-        that is all False, and `info["error"]`. `info["images"]` has the prompt's images (see `pictures.recorded`),
-        unless the prompt's own `info` has something under that name."""
+        """Convert the sample to a record.
+
+        The record of a failed sample has the response as far as it was sampled, an all-False mask and
+        `info["error"]`. `info["images"]` holds the encoded images of the prompt (see `encode_for_record`), unless the
+        prompt's own `info` has that key.
+        """
         from rollbook.core.experience import Experience
         from rollbook.core.images import encode_for_record, encode_message
 

@@ -123,18 +123,24 @@ def code_match(
     all_or_nothing: bool = False,
     python: str | None = None,
 ) -> dict[str, float]:
-    r"""The share of the test cases that the response's Python program passes; `all_or_nothing`: 1 only for all of them.
+    r"""Run the response's Python program and return the share of the tests that it passes.
 
-    reference: the tests, see `ProgramTests`. With input and output, the program runs once for each pair, and prints what is
-    expected but for space at the ends of lines; `tolerance` compares numbers in it as numbers. Statements run after
-    the program, in one process, each with its own copy of the program's names. Every run has the `limits` of the
-    sandbox (10 s and 512 MiB, unless told); see `run_sandboxed` for what it protects from, and what it does not. Cases that
-    are not through `time_limit` seconds after the first began fail too: a program that hangs is wrong, and must not
-    become a sample without a reward. Metrics: `passed`, `cases` and `timed_out`, all counts of cases or runs.
+    With input and output, the program runs once per pair and must print the expected text, up to space at the ends of
+    lines. Statements run after the program, in one process, each with its own copy of the program's names. A program
+    cannot pass a test of input and output except by printing what is expected. With statements it runs in the process
+    that judges it: ending early does not pass, but a program that searches for the key that reports a pass finds it.
 
-    A program that sets out to cheat cannot pass a test of input and output but by printing what is expected. With
-    statements it runs in the process that judges it: ending early does not pass, but one that goes looking for the
-    key that reports a pass will find it.
+    Args:
+        response: Text with the program.
+        reference: The tests, see `ProgramTests`.
+        limits: Limits of each run; by default 10 s and 512 MiB. See `run_sandboxed` for what the sandbox isolates.
+        time_limit: Seconds for all tests; tests that are not finished by then fail.
+        tolerance: Compare numbers in the output as numbers.
+        all_or_nothing: 1 only if all tests pass.
+        python: Another interpreter.
+
+    Returns:
+        `reward`, and the counts `passed`, `cases` and `timed_out`.
 
     >>> code_match("```python\nprint(sum(map(int, input().split())))\n```", {"inputs": ["1 2", "3 4"], "outputs": ["3", "8"]})
     {'reward': 0.5, 'passed': 1.0, 'cases': 2.0, 'timed_out': 0.0}

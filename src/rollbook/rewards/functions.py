@@ -679,18 +679,22 @@ async def _await_value(value: Any) -> Any:
 class FunctionReward(Reward):
     """A function as a reward, called with the fields of a sample that its parameters name (see `FIELDS`).
 
-    - It gives a number, or a dict with the total under `reward` or `score` and metrics beside it. `total="sum"`: the
-      total is the sum of the dict.
-    - It may be async. With `batched` (or the decorator of that name, or a parameter such as `responses`) it takes lists
-      and gives a list; `batch_size` bounds them.
-    - `time_limit`: seconds for each call, `None` for no limit. `workers`: how many calls at once (default: twice the
-      cores for threads, the cores for processes, 64 for async functions).
-    - `pool`: `thread`, or `process` for functions that compute much or may hang or crash: only there does a time limit
-      stop them. A thread that runs over is left behind and reported; an async function is cancelled, which one that
-      never awaits does not notice.
-    - `on_error`: `exclude` (no reward: NaN), a fixed score, or `raise`. The error stands in `RewardResult.errors`. A missing
-      package of a ready function is raised in any case: it would fail every sample; and so is a wrong number of
-      scores, which is no sample's fault.
+    The function returns a number, or a dict with the total under `reward` or `score` and metrics beside it. It may be
+    async. A missing package of a built-in function and a wrong number of scores are always raised.
+
+    Args:
+        function: The function.
+        name: Name in errors and metrics.
+        batched: Whether it takes and returns lists; by default if it is decorated with `batched` or has a plural
+            parameter such as `responses`.
+        batch_size: Largest number of samples per call of a batched function.
+        pool: `thread`, or `process` for functions that compute much, hang or crash: only a process can be stopped. A
+            thread that exceeds its limit is left behind and reported; an async function is cancelled.
+        workers: Number of concurrent calls; by default twice the cores for threads, the cores for processes, 64 for
+            async functions.
+        time_limit: Seconds per call, or `None`.
+        on_error: `exclude` (no reward: NaN), a fixed score, or `raise`. The error is in `RewardResult.errors`.
+        total: `"sum"`: the reward is the sum of the returned dict.
 
     >>> def right(response, reference):
     ...     return {"reward": float(response.strip() == reference), "length": len(response)}

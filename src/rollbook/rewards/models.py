@@ -35,27 +35,32 @@ Score = Callable[[Any], torch.Tensor]
 
 
 class ModelReward(Reward):
-    """A model's score of prompt and response.
+    """Score of a model for prompt and response.
 
-    model: an `nn.Module` that is called with (sequences (B, S), attention_mask (B, S)) and gives (B,) or (B, 1), a dict
-    with `score` (or `rewards`), or an output with `logits`; or a transformers sequence classifier: as a module, as a
-    config (fresh weights), or as a local path or hub name. Of a decoder's classifier, the score is the one at the last
-    token that is attended, whatever its pad token is. `score`: a function of the output where it has more than one
-    number for each sample.
+    The model runs in eval mode without gradients. A module written for LightRFT, whose `forward` has a parameter
+    `prompt_and_output`, also gets `raw_images`, `img_num`, `references` and `labels` as it names them. A score that is
+    not finite is the error of its sample; a wrong number of scores is raised.
 
-    - Tokens: without a `tokenizer`, or with one that is the policy's, the ids that the engine sampled are used as they
-      are. A tokenizer that differs from `policy_tokenizer` (or one given alone) means that the texts are tokenized
-      anew: through its chat template if there are messages (`template="auto"`), always (`"chat"`, where a bare prompt
-      is a user's message), or end to end (`"text"`).
-    - Batches: at most `rows` samples and, if given, `tokens` tokens with their padding; samples of a like length go
-      together. `padding_side` matters only to modules that look at a fixed place.
-    - `max_length`: a longer sample is an error of that sample, never cut in silence.
-    - `device`: where the model is moved; where it is, if not given. It runs in eval mode without gradients.
-    - A module written for LightRFT, whose `forward` names `prompt_and_output`, gets that and `raw_images`, `img_num`,
-      `references`, `labels` as it names them.
-
-    A score that is not finite is that sample's error (`on_error`, as in `FunctionReward`); a wrong number of scores is
-    the model's, and raises.
+    Args:
+        model: An `nn.Module` that is called with (sequences (B, S), attention_mask (B, S)) and returns (B,) or (B, 1),
+            a dict with `score` (or `rewards`), or an output with `logits`; or a transformers sequence classifier: a
+            module, a config (fresh weights), a local path or a hub name. The score of a decoder's classifier is that
+            of the last attended token.
+        name: Name in errors and metrics.
+        tokenizer: Tokenizer of the model. Without one, or with that of the policy, the sampled ids are used unchanged;
+            otherwise the texts are tokenized.
+        policy_tokenizer: Tokenizer of the policy.
+        template: How texts are tokenized: through the chat template if there are messages (`auto`), always (`chat`), or
+            concatenated (`text`).
+        score: Function from the model's output to (B,), if it has several numbers per sample.
+        rows: Largest number of samples per batch.
+        tokens: Largest number of tokens per batch, with padding.
+        max_length: A longer sample is an error of that sample.
+        padding_side: Matters only to modules that look at a fixed position.
+        pad_token_id: Fills the padding.
+        device: Device to move the model to.
+        dtype: Data type of the model.
+        on_error: As in `FunctionReward`.
 
     >>> class Longest(torch.nn.Module):
     ...     def forward(self, sequences, attention_mask):

@@ -106,10 +106,13 @@ async def score_all_async(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) 
 
 
 class CombinedReward(Reward):
-    """Several rewards of the same samples: their weighted sum, or whatever `combine` makes of them.
+    """Weighted sum of several rewards of the same samples.
 
-    rewards: by name. `weights`: by name or in order, 1 each unless told. `combine`: a function of the list of score
-    tensors, (B,) each, that gives (B,), as LightRFT asks for several remote models; it replaces the sum.
+    Args:
+        rewards: Rewards by name.
+        weights: By name or in order; 1 each by default.
+        combine: Function from the list of score tensors, (B,) each, to (B,), as LightRFT has it for several remote
+            models; it replaces the sum.
 
     >>> from rollbook.rewards import as_reward
     >>> def right(response, reference): return float(response == reference)
@@ -207,19 +210,23 @@ def _weight(name: str, value: Any) -> float:
 
 
 class Recipe(Reward):
-    """Each label has components of its own: {label: [(type, key, weight), ...]}, LightRFT's `reward_recipe`.
+    """Reward with components per label: {label: [(type, key, weight), ...]}, LightRFT's `reward_recipe`.
 
-    - ("model", key, weight): the model called `key` in `models`.
-    - ("rule", key, weight), ("function", key, weight): the function called `key`.
+    - ("model", key, weight): the model named `key` in `models`.
+    - ("rule", key, weight), ("function", key, weight): the function named `key`.
     - (name, None, weight) or (name, weight): the function of that name, as LightRFT's `("gsm8k_rule", None, 1.0)`.
 
-    functions: by name, whatever `as_reward` takes; the ready functions (`rollbook.rewards.READY`) are known by name
-    already. models: by name, or a list with `label_map`, LightRFT's `reward_fn_label_map` (model key -> index in it).
-    `options` go to every function (`time_limit`, `pool`, `on_error`, ...), `model_options` to every model.
+    A component is called only for the samples whose label needs it, once for each, and its score is kept as a metric
+    under its name. With a weight of 0 it is only a metric. Labels and components are checked before anything runs.
 
-    A component is asked only for the samples whose label needs it, once for each, and its own score is kept as a metric
-    under its name. A weight of 0 keeps the metric and adds nothing. Labels and components are checked before anything
-    runs.
+    Args:
+        recipe: Components by label.
+        functions: Functions by name, anything that `as_reward` takes; the built-in functions (`rollbook.rewards.READY`)
+            are known by name.
+        models: Models by name, or a list with `label_map`.
+        label_map: LightRFT's `reward_fn_label_map`: index in `models` by key.
+        model_options: Options of every model.
+        options: Options of every function (`time_limit`, `pool`, `on_error`, ...).
 
     >>> recipe = Recipe(
     ...     {"gsm8k": [("numeric_match", None, 0.9), ("format", None, 0.1)], "chat": [("format", 1.0)]},
@@ -490,10 +497,16 @@ def lightrft_reward(
     tokenizer: Any = None,
     **options: Any,
 ) -> Reward:
-    """LightRFT's arguments as a reward: a module, or a list of them (an empty one: rules alone) and a `reward_fn`.
+    """Make a reward from LightRFT's arguments.
 
-    One module without a `reward_fn` is that model's score; with one, it is a list of one. `tokenizer` is the policy's:
-    models are given its ids. `options` go to each model (`rows`, `tokens`, `device`, ...).
+    Args:
+        reward_models: A module, or a list of them; an empty list with a `reward_fn` of rules. One module without a
+            `reward_fn` is that model's score.
+        reward_fn: Combines the scores of the models.
+        label_map: Index in `reward_models` by key.
+        recipe: Components by label.
+        tokenizer: Tokenizer of the policy, whose ids the models are given.
+        options: Options of each model (`rows`, `tokens`, `device`, ...).
 
     >>> def reward_fn(model_reward_list, labels, queries, refs, label_map):
     ...     right = [float(query == ref) for query, ref in zip(queries, refs)]
@@ -557,21 +570,23 @@ READY: Mapping[str, Callable[..., Any]] = _Ready()
 
 
 def as_reward(spec: Any, **options: Any) -> Reward:
-    """A reward from
+    """Make a reward.
 
-    - a function, sync, async or batched, or the name of a ready one (`rollbook.rewards.READY`): `FunctionReward`;
-    - `"module:function"`, `"file.py"` (its `reward_func`) or `"file.py:function"`: the same;
-    - a torch module, or the path of a folder with a `config.json`: `ModelReward`;
-    - `"http://..."`: `RemoteReward`;
-    - {label: [(type, key, weight), ...]}: `Recipe`;
-    - a list of these, or a mapping from names to these: their weighted sum, `CombinedReward`
-      (`names`, `weights`, `combine`);
-      a list of URLs with `replicas=True` is one reward behind several servers;
-    - a `Reward`: itself.
+    Args:
+        spec: One of
 
-    `options` are those of the class and, for a function, whatever parameters it has that are nothing of a sample's; in
-    a list each goes to the parts that take it. A `time_limit` that the function has itself (`math_match`,
-    `code_match`) is the function's: the call then has 10 s more, and at least the usual 60.
+            - a function, sync, async or batched, or the name of a built-in one (`rollbook.rewards.READY`):
+              `FunctionReward`;
+            - `"module:function"`, `"file.py"` (its `reward_func`) or `"file.py:function"`: the same;
+            - a torch module, or the path of a folder with a `config.json`: `ModelReward`;
+            - `"http://..."`: `RemoteReward`;
+            - {label: [(type, key, weight), ...]}: `Recipe`;
+            - a list of these, or a mapping from names to these: their weighted sum, `CombinedReward` (`names`,
+              `weights`, `combine`); a list of URLs with `replicas=True` is one reward behind several servers;
+            - a `Reward`, which is returned unchanged.
+        options: Options of the class and, for a function, its own parameters that are not fields of a sample; in a list,
+            each goes to the parts that take it. A `time_limit` that the function has itself (`math_match`, `code_match`)
+            is the function's: the call then has 10 s more, and at least the usual 60.
 
     >>> from rollbook.rewards import RewardInput
     >>> sample = RewardInput(prompt="2 + 2 =", response="It is 4.", reference="4")

@@ -116,23 +116,31 @@ class _RequestError(RollbookError):
 
 
 class RemoteReward(Reward):
-    """A reward model behind a URL, or behind several that are replicas of each other and share the work.
+    """A reward model behind a URL, or behind several replicas that share the work.
 
     Request: POST of JSON {`queries`: prompt + response, `prompts`, `references`, `labels`, `images`}, each a list with
-    one entry for each sample; the last three only if a sample has one. Reply: {`rewards`: [numbers]}, and optionally
-    {`metrics`: {name: [numbers]}}. `send_responses` adds `responses`, the response texts alone.
+    one entry per sample; the last three only if a sample has one. Reply: {`rewards`: [numbers]}, and optionally
+    {`metrics`: {name: [numbers]}}. A score that is not a finite number fails its sample, an invalid reply fails all
+    samples of its request, and a wrong number of scores is raised.
 
-    - `batch_size`: samples in a request; `concurrency`: requests under way at a time.
-    - `timeout`: seconds for one try, from connecting to the last byte. Connection errors, timeouts, replies that break
-      off and the statuses in `core.retry.RETRIED` are tried again, with the waits of `backoff` (or what a server
-      asks for), at the next replica if there are several. Other statuses, and replies that make no sense, are not.
-    - A score that is no finite number fails its own sample, a reply that makes no sense all samples of its request; a
-      wrong number of scores is raised. Integers become floats. `on_error`: as in `FunctionReward`.
-    - Images are encoded once for each distinct one in a call, as `image_format` (`jpeg`, or `png` without loss); those
-      that come as bytes or as a `pathlib.Path` are sent byte for byte. A sample whose image does not decode, or is text
-      that names a file, as in a record, fails without being sent. LightRFT's form, a list of images for each query,
-      repeats what samples share. `dedupe_images=True` sends each once a request: `images` is then a flat table and
-      `image_indices` lists, for each query, its places in it. The server must know that form.
+    Each distinct image is encoded once per call; bytes and files (`pathlib.Path`) are sent unchanged. A sample whose
+    image does not decode, or is text that names a file, as in a record, fails without being sent.
+
+    Args:
+        url: Address, or addresses of replicas.
+        name: Name in errors and metrics.
+        batch_size: Samples per request.
+        concurrency: Requests in flight.
+        timeout: Seconds per try, from connecting to the last byte.
+        backoff: Waits between retries (or what the server asks for) after connection errors, timeouts, incomplete
+            replies and the statuses in `core.retry.RETRIED`, at the next replica if there are several.
+        headers: HTTP headers.
+        score_key: Key of the scores in the reply.
+        send_responses: Add `responses`, the response texts alone.
+        image_format: `jpeg`, or `png` without loss.
+        dedupe_images: Send each image once per request: `images` is then a flat list and `image_indices` has the
+            indices of each query. The server must support that form.
+        on_error: As in `FunctionReward`.
 
     >>> RemoteReward("ftp://nowhere")
     Traceback (most recent call last):

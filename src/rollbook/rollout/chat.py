@@ -36,12 +36,16 @@ _MARK = "xTURNx"
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """What came of one comparison, made when a turn was about to be sampled.
+    """Result of comparing the sampled tokens with a new rendering, before a turn.
 
-    `kept` and `rendered` count the tokens between the first and the last difference: of those kept, and of those that
-    would have stood in their place. `what` differs: `tokens`, `glue` (special tokens, white space) or `text`. `by`: the
-    `template` here, or the `engine`, which said what it was given. `policy`: whether the turn was sampled after the
-    kept tokens (`keep`), or after the other ones, in a branch of its own (`fork`).
+    Args:
+        outcome: See `Outcome`.
+        what: What differs: `tokens`, `glue` (special tokens, white space) or `text`; the reason if unchecked.
+        kept: Number of sampled tokens between the first and the last difference.
+        rendered: Number of rendered tokens in their place.
+        by: Whether the `template` here or the `engine` gave the other tokens.
+        policy: Whether the turn was sampled after the sampled tokens (`keep`) or, in a new branch, after the rendering
+            (`fork`).
 
     >>> Drift(outcome="realigned", what="tokens", kept=2, rendered=1).to_dict()["kept"]
     2
@@ -111,10 +115,13 @@ def _visible(text: str) -> str:
 
 
 class Renderer:
-    """A tokenizer (or a processor, which has one) and its chat template; with `chat=False` there is no template, and a
-    conversation is its messages' contents, one after the other.
+    """Tokenizer and chat template of a conversation.
 
-    `tools` are offered to the template, `options` are passed on to it (`enable_thinking`, ...).
+    Args:
+        tokenizer: Tokenizer, or a processor that has one.
+        chat: Whether to use the chat template. Without it, a conversation is the concatenated contents of its messages.
+        tools: Tools offered to the template.
+        options: Options of the template, such as `enable_thinking`.
 
     >>> said = [{"role": "prompt", "content": "2+2="}, {"role": "assistant", "content": "4"}]
     >>> Renderer(None, chat=False).text(said, generation=False)

@@ -288,7 +288,7 @@ class Blocks:
         divisor = vocabulary & -vocabulary
         self.size = divisor if 64 <= divisor <= 1024 else 1 << isqrt(max(vocabulary - 1, 0)).bit_length()
         self.vocabulary = vocabulary
-        self.whole = vocabulary - vocabulary % self.size
+        self.last_start = vocabulary - vocabulary % self.size
         """Where the last block begins, if that is shorter than the others."""
         self.zero = torch.zeros((rows, 1), device=device)
         self.steps = torch.arange(self.size, device=device)
@@ -309,10 +309,10 @@ def sample_by_inverse_cdf(
     >>> sample_by_inverse_cdf(shares, numbers, Blocks(3, 4, "cpu"))[0][:, 0]
     tensor([1, 2, 2])
     """
-    parts = [blocks.zero, shares[:, : blocks.whole].view(len(shares), -1, blocks.size).sum(-1)]
-    ragged = blocks.whole < blocks.vocabulary
+    parts = [blocks.zero, shares[:, : blocks.last_start].view(len(shares), -1, blocks.size).sum(-1)]
+    ragged = blocks.last_start < blocks.vocabulary
     if ragged:
-        parts.append(shares[:, blocks.whole :].sum(-1, keepdim=True))
+        parts.append(shares[:, blocks.last_start :].sum(-1, keepdim=True))
     sums = torch.cat(parts, 1).double().cumsum(-1)
     aim = numbers * sums[:, -1:]
     # The first sum is 0, so that the last that is not past the aim is there; the bounds are for NaN.
@@ -393,14 +393,14 @@ def _preallocated_layer() -> Any:
     """The class of such layers, made when transformers is first needed."""
     from transformers.cache_utils import DynamicLayer
 
-    class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Keys and values (rows, heads, tokens, size) that are the first part of larger tensors."""
 
         def __init__(self, most: int, step: int) -> None:
             super().__init__()  # type: ignore[no-untyped-call]
             self.most, self.step = most, step
             self.length = 0
-            self.whole: tuple[torch.Tensor, torch.Tensor] | None = None
+            self.storage: tuple[torch.Tensor, torch.Tensor] | None = None
             self.shown: torch.Tensor | None = None
 
         def get_seq_length(self) -> int:
@@ -411,7 +411,7 @@ def _preallocated_layer() -> Any:
             return (self._rounded(new) if self.length else new), 0
 
         def reset(self) -> None:
-            self.length, self.whole = 0, None
+            self.length, self.storage = 0, None
             super().reset()
 
         def update(
@@ -425,19 +425,19 @@ def _preallocated_layer() -> Any:
                 return self.keys, self.values
             show = self._rounded(self.length)
             # Whoever selects rows puts other tensors in place of those shown; then the room is gone.
-            if self.whole is None or self.keys is not self.shown or self.whole[0].shape[-2] < show:
+            if self.storage is None or self.keys is not self.shown or self.storage[0].shape[-2] < show:
                 size = max(show, self._rounded(min(self.most, 2 * self.length)))
-                self.whole = (_extend(self.keys, old, size), _extend(self.values, old, size))
-            for stored, states in zip(self.whole, (key_states, value_states), strict=True):
+                self.storage = (_extend(self.keys, old, size), _extend(self.values, old, size))
+            for stored, states in zip(self.storage, (key_states, value_states), strict=True):
                 stored[..., old : self.length, :] = states
-            self.keys, self.values = (stored[..., :show, :] for stored in self.whole)
+            self.keys, self.values = (stored[..., :show, :] for stored in self.storage)
             self.shown = self.keys
             return self.keys, self.values
 
         def _rounded(self, length: int) -> int:
             return -(-length // self.step) * self.step
 
-    return RoomyLayer
+    return PreallocatedLayer
 
 
 def _extend(states: torch.Tensor, length: int, size: int) -> torch.Tensor:
@@ -582,7 +582,7 @@ class ModelRunner:
         self.model = model
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.config = model.config
-        self.work = DecodingStats()
+        self.stats = DecodingStats()
         self._device = torch.device(device) if device is not None else None
         parameters = inspect.signature(self.base.forward).parameters
         self.takes = frozenset(parameters)
@@ -624,7 +624,7 @@ class ModelRunner:
             inputs["position_ids"] = positions
         if "logits_to_keep" in self.takes:
             inputs["logits_to_keep"] = 1
-        self.work.steps += 1
+        self.stats.steps += 1
         logits: torch.Tensor = self.model(**inputs, return_dict=True).logits
         return logits[:, -1]
 
@@ -691,9 +691,9 @@ class DecodingBatch:
         self.padded = len(lengths) > 1 or "position_ids" not in runner.takes
         """Whether there is a mask. Without padding there is nothing to hide, and attention is faster."""
         self.stride = runner.stride if self.padded else 1
-        self._take(rows)
+        self._reset(rows)
 
-    def _take(self, rows: list[DecodingRow]) -> None:
+    def _reset(self, rows: list[DecodingRow]) -> None:
         self.rows = rows
         self.alive = np.ones(len(rows), bool)
         self.waiting: list[tuple[np.ndarray, np.ndarray, int]] = []
@@ -714,7 +714,7 @@ class DecodingBatch:
     @property
     def unfinished(self) -> list[DecodingRow]:
         """The rows that are to go on."""
-        self._give_all()
+        self._flush()
         return [self.rows[i] for i in self.alive.nonzero()[0]]
 
     def step(self) -> list[Finished]:
@@ -723,7 +723,7 @@ class DecodingBatch:
         logits = self._prompts() if self.cache is None else self._next()
         vocabulary = logits.shape[1]
         if self.rules is None:
-            self._give_all()
+            self._flush()
             # An output layer may be wider than the tokens that the model takes.
             self.stops = np.append(self.stops, np.zeros(max(0, vocabulary - len(self.stops)), bool))
             self.rules = Rules([row.rule(vocabulary) for row in self.rows], vocabulary, logits.device)
@@ -732,7 +732,7 @@ class DecodingBatch:
         ids, bits = torch.stack([chosen.ids, chosen.logprobs.double().view(torch.int64)]).cpu().numpy()
         logprobs = bits.view(np.float64)
         self.last = chosen.ids
-        self.runner.work.tokens += self.count
+        self.runner.stats.tokens += self.count
         self.waiting.append((ids, logprobs, version))
         return self._finished(ids, np.isnan(logprobs))
 
@@ -746,8 +746,8 @@ class DecodingBatch:
                 maybe[those] = True
         turn = len(self.waiting) == self.due
         looked_at = self.alive & (maybe | turn)
-        self._give((looked_at & broken).nonzero()[0], len(self.waiting) - 1)
-        self._give((looked_at & ~broken).nonzero()[0], len(self.waiting))
+        self._flush_rows((looked_at & broken).nonzero()[0], len(self.waiting) - 1)
+        self._flush_rows((looked_at & ~broken).nonzero()[0], len(self.waiting))
         finished: list[Finished] = []
         for i in looked_at.nonzero()[0].tolist():
             row = self.rows[i]
@@ -761,7 +761,7 @@ class DecodingBatch:
             self.rules = None
         return finished
 
-    def _give(self, those: np.ndarray, count: int) -> None:
+    def _flush_rows(self, those: np.ndarray, count: int) -> None:
         """Let some rows have the first `count` tokens that wait, as far as they have not yet."""
         first = min((self.given[i] for i in those), default=count)
         if first == count:
@@ -776,10 +776,10 @@ class DecodingBatch:
                 row.logprobs.extend(some_logprobs[j, start:].tolist())
             self.given[i] = count
 
-    def _give_all(self) -> None:
+    def _flush(self) -> None:
         """Let all rows have what waits, and look ahead."""
         live = self.alive.nonzero()[0]
-        self._give(live, len(self.waiting))
+        self._flush_rows(live, len(self.waiting))
         self.waiting = []
         self.given = [0] * len(self.rows)
         watched: dict[StopTexts, list[int]] = {}
@@ -796,7 +796,7 @@ class DecodingBatch:
             self.numbers = None
             return None
         if self.numbers is None or self.column == self.numbers.shape[1]:
-            self._give_all()
+            self._flush()
             seeds = [row.request.seeds[row.k] for row in self.rows]
             numbers = uniform_numbers(seeds, [len(row.ids) for row in self.rows], _AHEAD)
             self.numbers, self.column = torch.from_numpy(numbers).to(device), 0
@@ -827,8 +827,8 @@ class DecodingBatch:
         self.mask = mask.to(device) if self.padded else None
         self.cache = preallocate(DynamicCache(config=runner.config), max(row.longest for row in self.rows), self.stride)
         logits = runner.logits(torch.tensor(ids).to(device), self.mask, positions.to(device), self.cache, media)
-        runner.work.prompts += len(unlike)
-        runner.work.prompt_tokens += sum(lengths)
+        runner.stats.prompts += len(unlike)
+        runner.stats.prompt_tokens += sum(lengths)
         self.position = following.to(device)
         if len(which) != len(unlike):
             rows = torch.tensor(which, device=device)
@@ -853,7 +853,7 @@ class DecodingBatch:
             positions = positions.expand(3, -1, -1)
         mask = None if self.mask is None else self.mask[:, :width]
         logits = runner.logits(self.last.to(runner.device)[:, None], mask, positions, self.cache, {})
-        runner.work.rows += len(self.rows)
+        runner.stats.rows += len(self.rows)
         self.position += 1
         if spare and runner.positions is not None:
             self.position.clamp_(max=runner.positions - 1)  # of rows that are finished
@@ -864,7 +864,7 @@ class DecodingBatch:
         alive = torch.from_numpy(self.alive.nonzero()[0]).to(self.position.device)
         self._select(alive)
         self.last = self.last[alive.to(self.last.device)]
-        self._take(self.unfinished)
+        self._reset(self.unfinished)
 
     def _select(self, those: torch.Tensor) -> None:
         self.cache.reorder_cache(those)  # which every kind of layer has: attention, sliding, linear

@@ -23,9 +23,10 @@ from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 
 
 class Cancel:
-    """A call's off-switch, to be used from anywhere: what is unfinished then comes back as far as it got.
+    """Cancellation of a call, from any thread. Unfinished samples are returned as far as they were sampled.
 
-    `shared` says whether a caller has it, so that an engine keeps partial responses only if somebody may ask for them.
+    Args:
+        shared: Whether a caller has it. If not, an engine need not keep partial responses.
 
     >>> cancel = Cancel()
     >>> cancel.requested, cancel.request(), cancel.requested
@@ -52,11 +53,16 @@ class Cancel:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt of a call: what an engine's `_run` is given.
+    """One prompt of a call, as `BaseEngine._run` receives it.
 
-    `eids` are its samples' ids, `seeds` their random streams; sample k's place among the call's results is
-    `position + k`. `started` is an unfinished sample that is to go on (then there is one id). `pause_after` bounds the
-    tokens of this call alone.
+    Args:
+        prompt: The prompt.
+        sampling: Its sampling options.
+        eids: Ids of its samples.
+        seeds: Seeds of their random streams.
+        position: Sample k is number `position + k` of the call.
+        started: Unfinished sample to continue; then there is one id.
+        pause_after: Limit on the tokens of this call.
 
     >>> request = Request(prompt=Prompt(text="hi"), sampling=Sampling(max_tokens=8), eids=(EID(batch=0, task=0),),
     ...                   seeds=(1,), position=0, pause_after=3)

@@ -287,26 +287,30 @@ POLICIES = ("keep", "fork")
 
 
 class Episode:
-    """A conversation of a model with tools or an environment, one branch of it in hand.
+    """A multi-turn conversation of a model with tools or an environment; it refers to one branch.
 
-    `prompt` (or `messages`): chat messages, text, token ids or a `Prompt`; all that comes before the first turn. The
-    engine may be `None`: then turns are appended by `append_turn` or `append_sample`. The tokenizer is that of the
-    engine's model, or its processor; it renders messages, and is not needed where all is token ids.
+    Use an episode from one thread at a time; its branches can act concurrently in one event loop.
 
-    - `sampling`: options of every turn; `act` takes changes. With a `seed` each turn and branch has its own stream.
-    - `context_limit`: the most tokens of a branch, prompt and all, such as the positions that the model has. Turns are
-      cut to fit, and when nothing is left `act` gives a sample of no tokens that finished by `length`, without asking
-      the engine.
-    - `on_realign`, `on_fork`: what to do where the template or the tokenizer would have made other tokens of earlier
-      turns (see `rollbook.rollout.chat.Outcome`). `keep`: the model is given the tokens as they were sampled.
-      `fork`: a branch begins whose prompt is the conversation rendered anew; what was sampled is trained where it was.
-    - `parse`: from a turn's text to the assistant's message (with `tool_calls`, say) or `None`; without it the message
-      is the server's (`Sample.message`), else the text.
-    - `template_options`: passed on to the chat template, as `enable_thinking`.
-    - `media`: what a processor made of the prompt's images, for the record, if the engine does not say.
-    - `group_size`: how many runs the task has; `Episode.group` makes all of them.
-
-    Drive an episode from one thread at a time; its branches can act at the same time in one event loop.
+    Args:
+        engine: Samples the turns. Without one, turns are appended by `append_turn` or `append_sample`.
+        tokenizer: Tokenizer or processor of the engine's model, which renders messages. Not needed for token ids.
+        prompt: Everything before the first turn: messages, text, token ids or a `Prompt`.
+        messages: Chat messages, instead of `prompt`.
+        eid: Id of the run.
+        tools: Tools offered to the model.
+        sampling: Sampling options of every turn; `act` takes changes. With a `seed`, each turn and branch has its own
+            random stream.
+        context_limit: Largest number of tokens of a branch, including the prompt. Turns are truncated to fit; when
+            nothing is left, `act` returns a sample without tokens and finish reason `length`.
+        group_size: Number of runs of the task; `Episode.group` creates all of them.
+        on_realign: `keep` or `fork`, if rendering the conversation again gives other tokens for the same text (see
+            `rollbook.rollout.chat.Outcome`). `keep` continues from the sampled tokens. `fork` starts a branch whose
+            prompt is the new rendering; sampled tokens are trained where they were sampled.
+        on_fork: The same, if rendering gives another text.
+        parse: Converts the text of a turn to the assistant's message (with `tool_calls`, say) or `None`. By default the
+            message is the server's (`Sample.message`), or the text.
+        template_options: Options of the chat template, such as `enable_thinking`.
+        media: Processed images of the prompt, for the record, if the engine does not return them.
 
     >>> from rollbook.rollout import ScriptedEngine
     >>> engine = ScriptedEngine([[7, 8, 2], [9, 2]])
@@ -696,7 +700,16 @@ class Episode:
 def act_all(
     episodes: Sequence[Episode], *, cancel: Cancel | None = None, pause_after: int | None = None, **options: Any
 ) -> list[Sample]:
-    """The next turn of several episodes (or branches) in one call of their engine, which samples them as a batch.
+    """Sample the next turn of several episodes or branches in one call of their engine.
+
+    Args:
+        episodes: Episodes that share one engine.
+        cancel: Stops the call from another thread.
+        pause_after: Limit on the tokens of this call; unfinished turns continue with the next one.
+        options: Changes of the sampling options.
+
+    Returns:
+        One sample per episode.
 
     >>> from rollbook.rollout import ScriptedEngine
     >>> episodes = Episode.group(2, ScriptedEngine([[5], [6, 7]]), prompt=[1])

@@ -25,8 +25,8 @@ class LlamaCpp(Dialect):
     tokenizes = True
     media = False
     trims_stop = True
-    kind: ClassVar[LogprobsKind | None] = "raw"
-    words = frozenset({"top_k", "min_p", "ignore_eos", "suppress"})
+    logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
+    supported = frozenset({"top_k", "min_p", "ignore_eos", "suppress"})
     largest_seed = 2**32 - 2  # the next one means "any"
     cannot = (
         "stop at token ids, and a least number of tokens (stop_token_ids, min_tokens)",
@@ -36,16 +36,16 @@ class LlamaCpp(Dialect):
     ids_from = "llama.cpp gives them from the end of 2024 on (return_tokens)"
     logprobs_from = "llama.cpp gives them from the end of 2024 on (n_probs)"
 
-    def together(self, sampling: Sampling) -> bool:
+    def shares_request(self, sampling: Sampling) -> bool:
         return False
 
-    def path(self, ask: ServerRequest) -> str:
-        return "/completion" if ask.messages is None else "/v1/chat/completions"
+    def path(self, request: ServerRequest) -> str:
+        return "/completion" if request.messages is None else "/v1/chat/completions"
 
-    def body(self, ask: ServerRequest) -> dict[str, Any]:
-        sampling = ask.sampling
-        request: dict[str, Any] = {
-            "temperature": ask.temperature,
+    def body(self, request: ServerRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "temperature": request.temperature,
             "top_p": sampling.top_p,
             "top_k": max(sampling.top_k, 0),
             "min_p": sampling.min_p,
@@ -57,37 +57,42 @@ class LlamaCpp(Dialect):
             "xtc_probability": 0.0,
             "ignore_eos": sampling.ignore_eos,
             "stop": list(sampling.stop),
-            "stream": ask.stream,
+            "stream": request.stream,
         }
-        if ask.seed is not None:
-            request["seed"] = ask.seed
+        if request.seed is not None:
+            body["seed"] = request.seed
         if sampling.suppress:
-            request["logit_bias"] = [[token, False] for token in sampling.suppress]
-        if ask.messages is not None:
-            chat = {"messages": list(ask.messages), "max_tokens": ask.max_tokens, "logprobs": True, "top_logprobs": 1}
-            return request | chat | ({} if ask.tools is None else {"tools": list(ask.tools)})
-        request |= {"prompt": list(ask.ids or ()), "n_predict": ask.max_tokens, "return_tokens": True}
+            body["logit_bias"] = [[token, False] for token in sampling.suppress]
+        if request.messages is not None:
+            chat = {
+                "messages": list(request.messages),
+                "max_tokens": request.max_tokens,
+                "logprobs": True,
+                "top_logprobs": 1,
+            }
+            return body | chat | ({} if request.tools is None else {"tools": list(request.tools)})
+        body |= {"prompt": list(request.ids or ()), "n_predict": request.max_tokens, "return_tokens": True}
         # Of a whole reply it leaves out the log-probs of the stop text's tokens; of a stream it does not.
-        request["stream"] = ask.stream or bool(sampling.stop)
-        return request | ({} if sampling.logprobs is None else {"n_probs": 1})
+        body["stream"] = request.stream or bool(sampling.stop)
+        return body | ({} if sampling.logprobs is None else {"n_probs": 1})
 
-    async def tokenized(self, model: str, text: str | None, chat: Mapping[str, Any], json: Json) -> Any:
+    async def tokenize(self, model: str, text: str | None, chat: Mapping[str, Any], json: Json) -> Any:
         if chat:
             text = (await json("/apply-template", chat)).get("prompt")
         return (await json("/tokenize", {"content": text, "add_special": False, "parse_special": True})).get("tokens")
 
-    def read(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
+    def read_reply(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
         if isinstance(reply, dict) and "choices" in reply:
-            super().read(reply, pieces)
+            super().read_reply(reply, pieces)
             return
-        self.fold(reply, pieces)
+        self.read_event(reply, pieces)
         if pieces[0].finish is None:
             raise BadReplyError("stop_type: got none, expected one")
 
-    def fold(self, event: Any, pieces: Sequence[PartialSample]) -> None:
+    def read_event(self, event: Any, pieces: Sequence[PartialSample]) -> None:
         (piece,) = pieces
         if isinstance(event, dict) and "choices" in event:
-            super().fold(event, pieces)
+            super().read_event(event, pieces)
             return
         if not isinstance(event, dict) or "content" not in event:
             raise BadReplyError(f"the reply has no content: {str(event)[:200]}")

@@ -131,30 +131,30 @@ class EngineContext:
     tokenizer: Any
     retokenize: bool
     logprobs_kind: LogprobsKind | None
-    clean: Callable[[str], str]
+    redact: Callable[[str], str]
 
 
 class PromptJob:
-    """A prompt and its samples. `parts` [k] are what came in of sample k, request by request; `owed`, the samples that
-    were not given yet, each of which is given once."""
+    """A prompt and its samples. `parts` [k] is what arrived of sample k, per request; `pending` are the samples that
+    were not emitted yet. Each is emitted once."""
 
-    def __init__(self, request: Request, terms: EngineContext, emit: Callable[[Any], Any], stream: bool) -> None:
+    def __init__(self, request: Request, context: EngineContext, emit: Callable[[Any], Any], stream: bool) -> None:
         self.request = request
-        self.terms = terms
+        self.context = context
         self.stream = stream
-        self.opening = PromptForm()
+        self.form = PromptForm()
         self.parts: list[list[PartialSample]] = [[] for _ in request.eids]
         seeded = request.sampling.seed is not None
         self.seeds: list[int | None] = [seed if seeded else None for seed in request.seeds]  # those that are sent
-        self.owed = set(range(len(request.eids)))
+        self.pending = set(range(len(request.eids)))
         self.done = request.done
         self.retries = [0 for _ in request.eids]
         self._prompt_made = False
-        self._said: str | None = None
+        self._decoded_prompt: str | None = None
         self._emit = emit
         self._start = time.monotonic()
 
-    def tried_again(self, ks: Iterable[int] | None = None) -> None:
+    def count_retry(self, ks: Iterable[int] | None = None) -> None:
         """Count a further try, on behalf of samples `ks`, or of all."""
         for k in range(len(self.retries)) if ks is None else ks:
             self.retries[k] += 1
@@ -162,7 +162,7 @@ class PromptJob:
     def finish(self, k: int, aborted: bool = False) -> None:
         """Give sample k as far as it came, or say what is wrong with it."""
         try:
-            self._give(k, self._sample(k, aborted))
+            self._emit_sample(k, self._sample(k, aborted))
         except (ServerError, ValueError) as error:
             self.fail(error, [k])
 
@@ -170,15 +170,15 @@ class PromptJob:
         """Give samples that have no response, and why."""
         text = str(error) if isinstance(error, ServerError) else f"{type(error).__name__}: {error}"
         fields: dict[str, Any] = {}
-        if self.request.started is None and self.opening.prompt_ids is not None:
-            fields["prompt_ids"] = self.opening.prompt_ids
+        if self.request.started is None and self.form.prompt_ids is not None:
+            fields["prompt_ids"] = self.form.prompt_ids
         for k in ks:
             fields |= {"metrics": self._metrics(k), "sampling": self._options(k)}
-            self._give(k, self.request.failed(k, self.terms.clean(text), self.terms.run_id, **fields))
+            self._emit_sample(k, self.request.failed(k, self.context.redact(text), self.context.run_id, **fields))
 
-    def _give(self, k: int, sample: Sample) -> None:
-        if k in self.owed:
-            self.owed.remove(k)
+    def _emit_sample(self, k: int, sample: Sample) -> None:
+        if k in self.pending:
+            self.pending.remove(k)
             self._emit((self.request.position + k, sample))
 
     def _metrics(self, k: int) -> dict[str, float]:
@@ -193,38 +193,38 @@ class PromptJob:
 
     def prompt_ids(self) -> list[int]:
         """The prompt's ids: the server's word, which must not contradict what it was sent."""
-        opening, firsts = self.opening, [parts[0] for parts in self.parts if parts]
+        form, firsts = self.form, [parts[0] for parts in self.parts if parts]
         reported = next((piece.prompt_ids for piece in firsts if piece.prompt_ids is not None), None)
         counted = next((piece.prompt_count for piece in firsts if piece.prompt_count is not None), None)
-        if opening.ids is not None and opening.prompt_ids is not None:
-            if reported is not None and reported != opening.ids:
+        if form.ids is not None and form.prompt_ids is not None:
+            if reported is not None and reported != form.ids:
                 raise BadReplyError(
-                    f"prompt_token_ids: got {len(reported)}, other ids than the {len(opening.ids)} that were sent"
+                    f"prompt_token_ids: got {len(reported)}, other ids than the {len(form.ids)} that were sent"
                 )
-            return opening.prompt_ids
+            return form.prompt_ids
         if reported is not None:
             return reported
-        if opening.prompt_ids is not None:
-            if counted is not None and counted != len(opening.prompt_ids):
-                whose = "the tokenizer's" if opening.made_here else "the server's"
-                raise BadReplyError(f"prompt_tokens: got {counted}, but {whose} template has {len(opening.prompt_ids)}")
-            self._prompt_made = opening.made_here
-            return opening.prompt_ids
-        if self.terms.retokenize:
+        if form.prompt_ids is not None:
+            if counted is not None and counted != len(form.prompt_ids):
+                whose = "the tokenizer's" if form.made_here else "the server's"
+                raise BadReplyError(f"prompt_tokens: got {counted}, but {whose} template has {len(form.prompt_ids)}")
+            self._prompt_made = form.made_here
+            return form.prompt_ids
+        if self.context.retokenize:
             self._prompt_made = True
-            return render_prompt(self.terms, self.request.prompt)
+            return render_prompt(self.context, self.request.prompt)
         raise BadReplyError(self._no_ids("prompt's token ids"))
 
     def ids(self, piece: PartialSample) -> list[int]:
         """A piece's ids, made from its texts only where that is allowed and needed."""
         if piece.ids is None:
-            if not self.terms.retokenize:
+            if not self.context.retokenize:
                 raise BadReplyError(self._no_ids("token ids of the response"))
             piece.retokenized = True
             piece.ids = self._encoded(piece.text)
             if piece.tokens:
                 piece.ids = [encoded for token in piece.tokens for encoded in self._encoded(token)]
-                texts = [self.terms.tokenizer.decode([token]) for token in piece.ids]
+                texts = [self.context.tokenizer.decode([token]) for token in piece.ids]
                 if texts != piece.tokens:
                     odd = next((i for i, text in enumerate(texts) if piece.tokens[i] != text), len(texts))
                     raise BadReplyError(
@@ -233,10 +233,10 @@ class PromptJob:
         return piece.ids
 
     def _encoded(self, text: str) -> list[int]:
-        return list(self.terms.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.context.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _no_ids(self, missing: str) -> str:
-        dialect, also = self.terms.dialect, "" if self.terms.tokenizer is not None else "a tokenizer and "
+        dialect, also = self.context.dialect, "" if self.context.tokenizer is not None else "a tokenizer and "
         return (
             f"{dialect.name} did not give the {missing}: {dialect.ids_from}; or give the engine {also}retokenize=True, "
             "which makes them from texts"
@@ -255,7 +255,7 @@ class PromptJob:
             new = self.ids(piece)
             if sampling.logprobs is not None:
                 if piece.logprobs is None and new:
-                    name, hint = self.terms.dialect.name, self.terms.dialect.logprobs_from
+                    name, hint = self.context.dialect.name, self.context.dialect.logprobs_from
                     raise BadReplyError(f"{name} did not give the log-probs (logprobs=None asks for none): {hint}")
                 if len(piece.logprobs or ()) != len(new):
                     raise BadReplyError(
@@ -280,18 +280,18 @@ class PromptJob:
         if before is not None:
             prompt_ids = list(before.prompt_ids) if before.prompt_ids else self.prompt_ids() if pieces else []
         else:
-            prompt_ids = self.prompt_ids() if pieces else self.opening.prompt_ids or []
+            prompt_ids = self.prompt_ids() if pieces else self.form.prompt_ids or []
         most = sampling.max_prompt_tokens
         if most is not None and before is None and len(prompt_ids) > most:  # of one with images it is known only now
             raise ValueError(
-                f"prompt: got {len(prompt_ids)} tokens, expected at most max_prompt_tokens ({most}){self.opening.uncut}"
+                f"prompt: got {len(prompt_ids)} tokens, expected at most max_prompt_tokens ({most}){self.form.uncut}"
             )
         text = self._text(k, ids)
         info: dict[str, Any] = dict(before.info) if before is not None else {}
         if self._prompt_made or any(piece.retokenized for piece in pieces):
             info["retokenized"] = True
-        if self.opening.truncated_from is not None:
-            info["prompt_truncated_from"] = self.opening.truncated_from
+        if self.form.truncated_from is not None:
+            info["prompt_truncated_from"] = self.form.truncated_from
         message = None
         if last.message is not None and len(pieces) == 1 and not self.done:
             message = {key: value for key, value in last.message.items() if key == "content" or value is not None}
@@ -299,7 +299,9 @@ class PromptJob:
             message = {"role": "assistant", "content": text}
         has_logprobs = len(logprobs) == len(ids) and sampling.logprobs is not None
         kind = resolve_logprobs_kind(
-            self.terms.logprobs_kind or self.terms.dialect.kind, sampling, self.terms.dialect.constrained(sampling)
+            self.context.logprobs_kind or self.context.dialect.logprobs_kind,
+            sampling,
+            self.context.dialect.constrained(sampling),
         )
         if has_logprobs and before is not None and before.logprobs and before.logprobs_kind != kind:
             raise ValueError(f"logprobs: the sample began with {before.logprobs_kind!r} ones, and these are {kind!r}")
@@ -316,7 +318,7 @@ class PromptJob:
             text=text,
             prompt_text=self._prompt_text(prompt_ids),
             sampling=self._options(k),
-            run_id=self.terms.run_id,
+            run_id=self.context.run_id,
             group_size=before.group_size if before is not None else sampling.n,
             message=message if reason != "abort" else None,
             metrics=self._metrics(k),
@@ -327,34 +329,40 @@ class PromptJob:
         """A chat's text, where it can be told; the same for all samples, and so told once."""
         if self.request.started is not None:
             return self.request.started.prompt_text
-        if self._said is None and self.request.prompt.messages is not None and self.terms.tokenizer is not None:
-            self._said = str(self.terms.tokenizer.decode(list(prompt_ids)))
-        return self._said
+        if (
+            self._decoded_prompt is None
+            and self.request.prompt.messages is not None
+            and self.context.tokenizer is not None
+        ):
+            self._decoded_prompt = str(self.context.tokenizer.decode(list(prompt_ids)))
+        return self._decoded_prompt
 
     def _text(self, k: int, ids: list[int]) -> str:
         """The response's text: the server's, whose parts a tokenizer joins where a character may lie across them."""
         pieces, before = self.parts[k], self.request.started
-        if self.terms.tokenizer is not None and (len(pieces) > 1 or self.done):
-            return str(self.terms.tokenizer.decode(ids, skip_special_tokens=True))
+        if self.context.tokenizer is not None and (len(pieces) > 1 or self.done):
+            return str(self.context.tokenizer.decode(ids, skip_special_tokens=True))
         text = "".join([(before.text or "") if before is not None else "", *(piece.text for piece in pieces)])
         stop = pieces[-1].stop if pieces else None
-        trimmed = self.terms.dialect.trims_stop and self.request.sampling.include_stop
+        trimmed = self.context.dialect.trims_stop and self.request.sampling.include_stop
         return text + stop if trimmed and isinstance(stop, str) else text
 
 
-def render_prompt(terms: EngineContext, prompt: Prompt) -> list[int]:
+def render_prompt(context: EngineContext, prompt: Prompt) -> list[int]:
     """A text's or a chat's ids by the tokenizer here."""
-    if terms.tokenizer is None:
-        raise ValueError(f"tokenizer: got None, expected one: {terms.dialect.name} does not say which ids a prompt has")
+    if context.tokenizer is None:
+        raise ValueError(
+            f"tokenizer: got None, expected one: {context.dialect.name} does not say which ids a prompt has"
+        )
     text = prompt.text
     if prompt.messages is not None:
-        text = terms.tokenizer.apply_chat_template(
+        text = context.tokenizer.apply_chat_template(
             [dict(message) for message in prompt.messages],
             tools=None if prompt.tools is None else [dict(tool) for tool in prompt.tools],
             add_generation_prompt=True,
             tokenize=False,
         )
-    return list(terms.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(context.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 CANCEL_GRACE = 0.1
@@ -362,31 +370,39 @@ CANCEL_GRACE = 0.1
 
 
 class OpenAIEngine(BaseEngine):
-    """Samples from a server at `url`, such as `http://127.0.0.1:8000` (with or without a `/v1`).
+    """Rollout engine over an OpenAI-compatible server.
 
-    - Which kind of server it is, it finds out at first use; `dialect` (`vllm`, `sglang`, `llama.cpp`,
-      `transformers-serve`, `openai`) says it instead. `model` defaults to the first that the server lists.
-    - `render`: who turns texts and chats into ids: the `server` (and the ids that it says it used are recorded), or we
-      (`local`, with `tokenizer`), and ids are sent. No special tokens are added to a text.
-    - `max_prompt_tokens` is counted by `tokenizer` if there is one (a text then goes as those ids), else by the
-      server's `/tokenize`; where that is missing too, only by the reply, and a prompt that is too long is an error.
-    - n samples of a prompt are one request where the server seeds each of them (vLLM), so that images go over once;
-      else n requests. With a seed each sample's own is sent and recorded; without one none is, which is faster.
-    - `generate` asks for whole replies. With a `Cancel` of one's own, and in `stream`, replies are streamed: a cancel
-      then closes the connections, and what came in comes back unfinished, to go on with from its ids. (A stop text
-      that begins before such a pause and ends after it is not seen; the texts on both sides are joined by `tokenizer`
-      if there is one, else put together, and may then lack a character that lay across.)
-    - Log-probs are of the kind that the server gives, which each sample says; `logprobs_kind` states it where a server
-      was started otherwise (vLLM: `--logprobs-mode processed_logprobs`).
-    - `backoff`: refusals that may pass (429, 503 ...), lost connections and time-outs are tried again. `timeout`:
-      seconds without a byte, and so for a whole reply. `concurrency` bounds the requests under way, over all calls.
-    - `retokenize=True` lets ids be made from texts where a server gives none; `info["retokenized"]` then says so.
-    - `allow_urls=True` lets image URLs through, for the server to fetch.
-    - `Sampling.extra` goes into the request as it is, over all else; a `None` there takes a word out.
+    The engine can be used from several threads and from any event loop. Its requests run in an event loop of its own,
+    which ends with `close()`, with a `with` block, with the last reference to the engine or with the program.
 
-    It can be used from threads and from any event loop: requests run in a loop of its own, which `close()` ends, and
-    so does the end of a `with` block, of the last reference to the engine, and of the program. Nothing can be asked of
-    it after that.
+    The n samples of a prompt are one request if the server seeds each of them (vLLM), otherwise n requests. With a
+    seed, the seed of each sample is sent and recorded. `generate` requests complete replies; with a `Cancel` of the
+    caller, and in `stream`, replies are streamed: a cancel closes the connections, and the partial samples can be
+    continued from their ids. A stop text that starts before such a pause and ends after it is not detected; without a
+    tokenizer, a character across the pause may be missing in the text.
+
+    Args:
+        url: Address of the server, such as `http://127.0.0.1:8000`, with or without `/v1`.
+        model: Name of the model; by default the first that the server lists.
+        tokenizer: Tokenizer for `render="local"`, `retokenize` and `max_prompt_tokens`.
+        api_key: Bearer token.
+        backoff: Waits between retries of refusals that may pass (429, 503, ...), lost connections and timeouts.
+        timeout: Seconds without a byte.
+        concurrency: Largest number of requests in flight, over all calls.
+        dialect: Kind of server (`vllm`, `sglang`, `llama.cpp`, `transformers-serve`, `openai`), or `auto` to detect it
+            at first use.
+        headers: HTTP headers.
+        version: Number of the policy.
+        render: Whether the `server` renders and tokenizes prompts (its ids are recorded) or the tokenizer here
+            (`local`), which sends ids. No special tokens are added to text.
+        logprobs_kind: Kind of the server's log-probs, if it was started with another than its default (vLLM:
+            `--logprobs-mode processed_logprobs`).
+        retokenize: Make ids from text if the server returns none; `info["retokenized"]` records it.
+        allow_urls: Send image URLs for the server to fetch.
+
+    `Sampling.extra` is merged into the request; `None` removes a field. `max_prompt_tokens` is counted by the tokenizer
+    if there is one (a text is then sent as ids), otherwise by the server's `/tokenize`; if that is missing, a prompt
+    that is too long is an error.
 
     >>> with OpenAIEngine("http://127.0.0.1:8000/v1", "tiny", api_key="sk-1", concurrency=8) as engine:
     ...     engine  # and engine.generate(["2+2="], max_tokens=8)
@@ -436,12 +452,12 @@ class OpenAIEngine(BaseEngine):
         )
         self.url = self._connection.url
         self._fingerprints = (tokenizer_fingerprint(tokenizer), template_fingerprint(tokenizer))
-        self._known: Server | None = None
-        self._finding: asyncio.Lock | None = None
-        self._untold: ServerError | None = None  # why /tokenize cannot be asked, once that is known
+        self._server_info: Server | None = None
+        self._detection_lock: asyncio.Lock | None = None
+        self._tokenize_error: ServerError | None = None  # why /tokenize cannot be asked, once that is known
 
     def __repr__(self) -> str:
-        server = self._known
+        server = self._server_info
         model, dialect = (self.model, self.dialect) if server is None else (server.model, server.dialect.name)
         return f"{type(self).__name__}({self.url!r}, model={model!r}, dialect={dialect!r})"
 
@@ -450,13 +466,13 @@ class OpenAIEngine(BaseEngine):
     @property
     def run(self) -> RunInfo:
         """The server's make-up; one that cannot be reached has the version `unknown`."""
-        if self._known is None:
+        if self._server_info is None:
             with suppress(ServerError):
                 self._connection.submit(self._server()).result()
         return self._info()
 
     def _info(self) -> RunInfo:
-        server = self._known
+        server = self._server_info
         if server is None:
             return RunInfo(
                 engine="openai",
@@ -477,7 +493,7 @@ class OpenAIEngine(BaseEngine):
     def describe(self) -> dict[str, Any]:
         """The run, where it is, and which log-probs its samples have."""
         run = self.run
-        kind = self.logprobs_kind or (None if self._known is None else self._known.dialect.kind)
+        kind = self.logprobs_kind or (None if self._server_info is None else self._server_info.dialect.logprobs_kind)
         return {**run.to_dict(), "url": self.url, "logprobs_kind": kind, "render": self.render}
 
     def health(self, timeout: float = 120.0) -> None:
@@ -487,16 +503,16 @@ class OpenAIEngine(BaseEngine):
 
     async def _healthy(self, timeout: float) -> None:
         async def asked(path: str) -> None:
-            async with self._connection.opened(path, timeout=10.0) as response:
+            async with self._connection.open(path, timeout=10.0) as response:
                 await response.aread()
 
         until, wait = time.monotonic() + timeout, 0.1
         while True:
             try:
                 try:
-                    return await self._connection.tried(lambda: asked("/health"), once=True)
+                    return await self._connection.retry(lambda: asked("/health"), once=True)
                 except ServerError:  # which plain OpenAI servers do not have
-                    return await self._connection.tried(lambda: asked("/v1/models"), once=True)
+                    return await self._connection.retry(lambda: asked("/v1/models"), once=True)
             except ServerError as error:
                 if time.monotonic() + wait > until:
                     raise TimeoutError(f"not ready after {timeout:g} s: {error}") from None
@@ -505,12 +521,12 @@ class OpenAIEngine(BaseEngine):
 
     async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
         """Which server this is: asked once, and kept; `again` is called before each further try."""
-        if self._finding is None:
-            self._finding = asyncio.Lock()
-        async with self._finding:
-            if self._known is None:
-                self._known = await detect_server(self._connection, self.dialect, self.model, again)
-        return self._known
+        if self._detection_lock is None:
+            self._detection_lock = asyncio.Lock()
+        async with self._detection_lock:
+            if self._server_info is None:
+                self._server_info = await detect_server(self._connection, self.dialect, self.model, again)
+        return self._server_info
 
     def close(self) -> None:
         """Close the connections (the server stops what is under way) and the thread; there is no way back."""
@@ -546,83 +562,87 @@ class OpenAIEngine(BaseEngine):
 
     async def _call(self, requests: Sequence[Request], cancel: Cancel, emit: Callable[[Any], Any]) -> None:
         """Answer all requests; each (place, sample) is emitted as it finishes."""
-        jobs = [PromptJob(request, self._terms(), emit, cancel.shared) for request in requests]
+        jobs = [PromptJob(request, self._context(), emit, cancel.shared) for request in requests]
 
         def again() -> None:
             for job in jobs:
-                job.tried_again()
+                job.count_retry()
 
         server = asyncio.ensure_future(self._server(again))  # found once, or not, for all
-        tasks = [asyncio.ensure_future(self._one(job, server)) for job in jobs]
+        tasks = [asyncio.ensure_future(self._run_job(job, server)) for job in jobs]
         watch = asyncio.ensure_future(_watch_cancel(cancel, tasks))
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             await _cancel_all([*tasks, watch, server])
 
-    def _terms(self) -> EngineContext:
-        dialect = self._known.dialect if self._known is not None else Dialect()
+    def _context(self) -> EngineContext:
+        dialect = self._server_info.dialect if self._server_info is not None else Dialect()
         run_id = self._info().id
         return EngineContext(
-            dialect, run_id, self.tokenizer, self.retokenize, self.logprobs_kind, self._connection.clean
+            dialect, run_id, self.tokenizer, self.retokenize, self.logprobs_kind, self._connection.redact
         )
 
-    async def _one(self, job: PromptJob, finding: asyncio.Future[Server]) -> None:
+    async def _run_job(self, job: PromptJob, finding: asyncio.Future[Server]) -> None:
         """All samples of a prompt, whatever becomes of them."""
         try:
             server = await asyncio.shield(finding)
-            job.terms = self._terms()
+            job.context = self._context()
             await self._answer(server, job)
         except asyncio.CancelledError:
-            for k in sorted(job.owed):
+            for k in sorted(job.pending):
                 job.finish(k, aborted=True)
             raise
         except Exception as error:  # of a reply of a shape that nobody thought of, too
-            job.fail(error, sorted(job.owed))
+            job.fail(error, sorted(job.pending))
 
     async def _answer(self, server: Server, job: PromptJob) -> None:
         request, dialect, sampling = job.request, server.dialect, job.request.sampling
         dialect.check(sampling)
         count = len(request.eids)
-        together = dialect.together(sampling) and count > 1
+        together = dialect.shares_request(sampling) and count > 1
         if sampling.seed is not None:
             base = min(request.seeds[0], dialect.largest_seed - count)
             seeds = [seed % (dialect.largest_seed + 1) for seed in request.seeds]
             job.seeds = [dialect.seed_of(base, k) for k in range(count)] if together else list(seeds)
-        job.opening = await self._opening(server, job)
-        work = self._warm if sampling.first_temperature is not None and not job.done else self._plain
+        job.form = await self._prompt_form(server, job)
+        work = (
+            self._sample_in_two_steps
+            if sampling.first_temperature is not None and not job.done
+            else self._sample_at_once
+        )
         strands = [list(range(count))] if together else [[k] for k in range(count)]
         await _gather(_run_guarded(job, ks, partial(work, server, job, ks)) for ks in strands)
 
-    async def _plain(self, server: Server, job: PromptJob, ks: list[int]) -> None:
+    async def _sample_at_once(self, server: Server, job: PromptJob, ks: list[int]) -> None:
         sampling = job.request.sampling
-        ask = self._ask(server, job, ks, job.opening, job.request.budget, sampling.temperature, job.done)
+        ask = self._make_request(server, job, ks, job.form, job.request.budget, sampling.temperature, job.done)
         await self._exchange(server, job, ks, ask, job.finish)
 
-    async def _warm(self, server: Server, job: PromptJob, ks: list[int]) -> None:
+    async def _sample_in_two_steps(self, server: Server, job: PromptJob, ks: list[int]) -> None:
         """A first token at a temperature of its own, and then, unless that was the last, the others."""
         sampling, budget = job.request.sampling, job.request.budget
-        self._sends_ids(server.dialect, "first_temperature")
+        self._check_takes_ids(server.dialect, "first_temperature")
 
         async def follow(k: int) -> None:
             first = job.parts[k][0]
             if first.finish == "length" and budget > 1:
                 first.finish = None
                 so_far = PromptForm(ids=[*job.prompt_ids(), *job.ids(first)])
-                ask = self._ask(server, job, [k], so_far, budget - 1, sampling.temperature, 1)
+                ask = self._make_request(server, job, [k], so_far, budget - 1, sampling.temperature, 1)
                 await self._exchange(server, job, [k], ask, lambda k: None)
             job.finish(k)
 
-        ask = self._ask(server, job, ks, job.opening, 1, sampling.first_temperature or 0.0, 0)
+        ask = self._make_request(server, job, ks, job.form, 1, sampling.first_temperature or 0.0, 0)
         await self._exchange(server, job, ks, ask, lambda k: None)
         await _gather(_run_guarded(job, [k], partial(follow, k)) for k in ks)
 
-    def _ask(
+    def _make_request(
         self,
         server: Server,
         job: PromptJob,
         ks: list[int],
-        opening: PromptForm,
+        form: PromptForm,
         length: int,
         temperature: float,
         at: int,
@@ -640,10 +660,10 @@ class OpenAIEngine(BaseEngine):
             n=len(ks),
             seed=seed,
             stream=job.stream,
-            text=opening.text,
-            ids=opening.ids,
-            messages=opening.messages,
-            tools=job.request.prompt.tools if opening.messages is not None else None,
+            text=form.text,
+            ids=form.ids,
+            messages=form.messages,
+            tools=job.request.prompt.tools if form.messages is not None else None,
         )
 
     async def _exchange(
@@ -666,24 +686,24 @@ class OpenAIEngine(BaseEngine):
                         finished_ks.add(k)
                         finished(k)
 
-            async with self._connection.opened(dialect.path(ask), body) as response:
+            async with self._connection.open(dialect.path(ask), body) as response:
                 # Some servers, and proxies, answer in whole whatever was asked.
                 is_json = response.headers.get("content-type", "").startswith("application/json")
                 if body.get("stream") and not is_json:
                     async for event in read_events(response):
-                        dialect.fold(event, pieces)
+                        dialect.read_event(event, pieces)
                         tell()
                 else:
-                    dialect.read(parse_json(await response.aread()), pieces)
+                    dialect.read_reply(parse_json(await response.aread()), pieces)
                     tell()
                 if any(piece.finish is None for piece in pieces):
                     raise RetryableError("the reply broke off before its end")
 
-        await self._connection.tried(attempt, lambda: job.tried_again(ks))
+        await self._connection.retry(attempt, lambda: job.count_retry(ks))
 
     # --- from a prompt to what is sent --------------------------------------------------------------------------------
 
-    async def _opening(self, server: Server, job: PromptJob) -> PromptForm:
+    async def _prompt_form(self, server: Server, job: PromptJob) -> PromptForm:
         prompt, sampling, dialect, before = (
             job.request.prompt,
             job.request.sampling,
@@ -694,7 +714,7 @@ class OpenAIEngine(BaseEngine):
         if before is not None and job.done:
             if pictured:
                 raise ValueError("prompt.images: got an unfinished sample with images, of which only ids can be sent")
-            self._sends_ids(dialect, "an unfinished sample")
+            self._check_takes_ids(dialect, "an unfinished sample")
             return PromptForm(ids=[*before.prompt_ids, *before.response_ids], prompt_ids=list(before.prompt_ids))
         if pictured:
             if prompt.messages is None:
@@ -705,24 +725,25 @@ class OpenAIEngine(BaseEngine):
         chat = prompt.messages is not None
         ids = None if prompt.token_ids is None else list(prompt.token_ids)
         if ids is None and (self.render == "local" or (chat and dialect.chats == "local")):
-            ids = render_prompt(job.terms, prompt)
+            ids = render_prompt(job.context, prompt)
         ours = ids is not None
         made_here, uncut = False, ""
         if ours:
-            self._sends_ids(dialect, "prompt.token_ids" if prompt.token_ids is not None else "render='local'")
+            self._check_takes_ids(dialect, "prompt.token_ids" if prompt.token_ids is not None else "render='local'")
         elif sampling.max_prompt_tokens is not None or dialect.tokenizes:
             # Where it goes as ids in any case, they are the server's.
             made_here = not dialect.tokenizes and self._renders(chat)
-            ids = render_prompt(job.terms, prompt) if made_here else await self._tokenized(server, job)
+            ids = render_prompt(job.context, prompt) if made_here else await self._tokenized(server, job)
             ours = made_here and not chat and dialect.takes_ids
             if ids is None:
-                uncut = f": to cut it, max_prompt_tokens needs a tokenizer or a server with /tokenize ({self._untold})"
+                reason = self._tokenize_error
+                uncut = f": to cut it, max_prompt_tokens needs a tokenizer or a server with /tokenize ({reason})"
         cut = None
         if ids is not None and sampling.max_prompt_tokens is not None and len(ids) > sampling.max_prompt_tokens:
             most, side = sampling.max_prompt_tokens, sampling.prompt_overflow
             if side == "error":
                 raise ValueError(f"prompt: got {len(ids)} tokens, expected at most max_prompt_tokens ({most})")
-            self._sends_ids(dialect, f"prompt_overflow={side!r}")
+            self._check_takes_ids(dialect, f"prompt_overflow={side!r}")
             cut = len(ids)
             ids = ids[-most:] if side == "left" else ids[:most]
         by_chat = dialect.chats == "server" or (dialect.chats == "template" and prompt.tools is not None)
@@ -734,7 +755,7 @@ class OpenAIEngine(BaseEngine):
             return PromptForm(text=prompt.text, uncut=uncut)
         return PromptForm(ids=ids, prompt_ids=ids, truncated_from=cut)
 
-    def _sends_ids(self, dialect: Dialect, option: str) -> None:
+    def _check_takes_ids(self, dialect: Dialect, option: str) -> None:
         if not dialect.takes_ids:
             raise ValueError(f"{option}: {dialect.name} servers take no token ids; {dialect.ids_from}")
 
@@ -756,20 +777,20 @@ class OpenAIEngine(BaseEngine):
             chat |= {} if prompt.tools is None else {"tools": list(prompt.tools)}
 
         async def ask(path: str, body: Mapping[str, Any]) -> Any:
-            return await self._connection.json(path, body, again=job.tried_again)
+            return await self._connection.json(path, body, again=job.count_retry)
 
         try:
-            if self._untold is not None:
-                raise self._untold
-            tokens = await dialect.tokenized(server.model, prompt.text, chat, ask)
+            if self._tokenize_error is not None:
+                raise self._tokenize_error
+            tokens = await dialect.tokenize(server.model, prompt.text, chat, ask)
         except ServerError as error:
             if error.status not in (404, 405):
                 raise
-            self._untold = error
+            self._tokenize_error = error
             if not dialect.tokenizes:
                 return None
             if self._renders(bool(chat)):
-                return render_prompt(job.terms, prompt)
+                return render_prompt(job.context, prompt)
             raise ServerError(f"{error}; {dialect.name} takes ids: a tokenizer can make them here") from None
         if not isinstance(tokens, list) or any(not isinstance(token, int) for token in tokens):
             raise BadReplyError(f"/tokenize: got {str(tokens)[:80]}, expected a list of token ids")

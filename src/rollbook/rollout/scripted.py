@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One scripted answer: its token ids (or a text for the tokenizer), and what else a sample has.
+    """A scripted response.
+
+    Args:
+        ids: Token ids.
+        text: Text for the tokenizer, instead of `ids`.
+        logprobs: One per token; -1 each by default.
+        finish_reason: Finish reason of the sample.
+        error: Error of the sample, instead of a response.
 
     >>> Line(ids=(4, 5)).logprobs is None
     True
@@ -40,12 +47,14 @@ Script = Callable[[Prompt, int], Any] | Sequence[Any] | Mapping[Any, Any]
 
 
 class ScriptedEngine(BaseEngine):
-    """Plays a script: answers by prompt text or task, in turn, or from a function `(prompt, run) -> answer`.
+    """Engine that returns scripted responses, for tests and for replaying records.
 
-    An answer is a text, token ids, a `Line` or an exception (which becomes that sample's error). A mapping is looked up
-    by the prompt's text, else by its task id; each of its values is a list with an answer for each run (taken round
-    and round) or a single one. A list answers the calls' samples in turn, and begins again at its end. The log-prob
-    of each token is -1 unless the line has others.
+    Args:
+        script: A function `(prompt, run) -> response`, a list that is used in turn and starts over at its end, or a
+            mapping from prompt text or task id to a response or a list of them (one per run, starting over at its end).
+            A response is a text, token ids, a `Line`, or an exception, which becomes the error of the sample.
+        tokenizer: Tokenizer of texts.
+        version: Number of the policy.
 
     >>> engine = ScriptedEngine({"2+2=": [[4], [5, 6]]}, tokenizer=None)
     >>> [one.response_ids for one in engine.generate([Prompt(text="2+2=", info={})], n=3, batch=0)]

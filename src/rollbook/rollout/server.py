@@ -59,7 +59,7 @@ class Connection:
     reference to this, or with the program, whichever is first.
 
     >>> connection = Connection("http://user:word@127.0.0.1:8000/v1/", concurrency=2)
-    >>> connection.url, connection.clean("a word for user")
+    >>> connection.url, connection.redact("a word for user")
     ('http://127.0.0.1:8000', 'a [secret] for user')
     >>> connection.close()
     """
@@ -125,7 +125,7 @@ class Connection:
 
     # --- requests, in the loop ----------------------------------------------------------------------------------------
 
-    def clean(self, text: str) -> str:
+    def redact(self, text: str) -> str:
         """Words that may be recorded."""
         return redact_secrets(text, self._secrets)
 
@@ -136,16 +136,16 @@ class Connection:
         once: bool = False,
         again: Callable[[], None] = lambda: None,
     ) -> Any:
-        """A small question's answer: a GET, or a POST of `body`; `once` and `again`: see `tried`."""
+        """A small question's answer: a GET, or a POST of `body`; `once` and `again`: see `retry`."""
 
         async def attempt() -> Any:
-            async with self.opened(path, body) as response:
+            async with self.open(path, body) as response:
                 return parse_json(await response.aread())
 
-        return await self.tried(attempt, again, once)
+        return await self.retry(attempt, again, once)
 
     @contextlib.asynccontextmanager
-    async def opened(
+    async def open(
         self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> AsyncIterator[httpx.Response]:
         """A reply of status 200, to be read in whole or as it comes; another status is raised.
@@ -174,7 +174,7 @@ class Connection:
             error.args = (f"{where}: {error}",)
             raise
 
-    async def tried(
+    async def retry(
         self, attempt: Callable[[], Awaitable[T]], again: Callable[[], None] = lambda: None, once: bool = False
     ) -> T:
         """What `attempt` gives, if need be after several tries; `again` is called before each further one. `once`:
@@ -192,7 +192,7 @@ class Connection:
             wait = next(waits, None)
             if wait is None:
                 times = f" (tried {tries} times)" if tries > 1 else ""
-                raise ServerError(f"{self.clean(str(passing))}{times}", passing.status)
+                raise ServerError(f"{self.redact(str(passing))}{times}", passing.status)
             again()
             await asyncio.sleep(max(wait, passing.wait))
 
@@ -394,8 +394,8 @@ class Dialect:
     media: ClassVar[bool] = True
     trims_stop: ClassVar[bool] = False
     """Whether its texts never have the text that stopped them, but it says which it was."""
-    kind: ClassVar[LogprobsKind | None] = None
-    words: ClassVar[frozenset[str]] = frozenset({"suppress"})
+    logprobs_kind: ClassVar[LogprobsKind | None] = None
+    supported: ClassVar[frozenset[str]] = frozenset({"suppress"})
     """The options it knows, of those that not every server does."""
     largest_seed: ClassVar[int] = 2**63 - 1
     cannot: ClassVar[tuple[str, ...]] = (
@@ -411,10 +411,10 @@ class Dialect:
         plain = Sampling()
         for option in ("min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"):
             value = getattr(sampling, option)
-            if value != getattr(plain, option) and option not in self.words:
+            if value != getattr(plain, option) and option not in self.supported:
                 raise ValueError(f"{option}: got {value!r}, but {self.name} servers have no such option")
 
-    def together(self, sampling: Sampling) -> bool:
+    def shares_request(self, sampling: Sampling) -> bool:
         """Whether n samples go in one request: only without a seed, which all n would share."""
         return sampling.seed is None
 
@@ -422,7 +422,7 @@ class Dialect:
         """The seed that sample k of a request for several has."""
         return seed
 
-    async def tokenized(self, model: str, text: str | None, chat: Mapping[str, Any], json: Json) -> Any:
+    async def tokenize(self, model: str, text: str | None, chat: Mapping[str, Any], json: Json) -> Any:
         """The ids that the server makes of a text or a chat (`messages`, `tools`), by asking it."""
         content = chat or {"prompt": text}
         return (await json("/tokenize", {"model": model, "add_special_tokens": False, **content})).get("tokens")
@@ -436,44 +436,44 @@ class Dialect:
             if value is not None
         ) or (sampling.extra.get("tool_choice") not in free)
 
-    def path(self, ask: ServerRequest) -> str:
+    def path(self, request: ServerRequest) -> str:
         """Where a request goes."""
-        return "/v1/completions" if ask.messages is None else "/v1/chat/completions"
+        return "/v1/completions" if request.messages is None else "/v1/chat/completions"
 
-    def body(self, ask: ServerRequest) -> dict[str, Any]:
+    def body(self, request: ServerRequest) -> dict[str, Any]:
         """A request's JSON."""
-        request = self._shared(ask)
-        if ask.sampling.logprobs is not None:
-            request |= {"logprobs": 1} if ask.messages is None else {"logprobs": True}
-        return request
+        body = self._common_body(request)
+        if request.sampling.logprobs is not None:
+            body |= {"logprobs": 1} if request.messages is None else {"logprobs": True}
+        return body
 
-    def _shared(self, ask: ServerRequest) -> dict[str, Any]:
-        sampling = ask.sampling
-        request: dict[str, Any] = {
-            "model": ask.model,
-            "n": ask.n,
-            "max_tokens": ask.max_tokens,
-            "temperature": ask.temperature,
+    def _common_body(self, request: ServerRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": request.model,
+            "n": request.n,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
             "top_p": sampling.top_p,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "stream": ask.stream,
+            "stream": request.stream,
         }
-        if ask.messages is not None:
-            request["messages"] = list(ask.messages)
-            if ask.tools is not None:
-                request["tools"] = list(ask.tools)
+        if request.messages is not None:
+            body["messages"] = list(request.messages)
+            if request.tools is not None:
+                body["tools"] = list(request.tools)
         else:
-            request["prompt"] = ask.text if ask.ids is None else list(ask.ids)
-        if ask.seed is not None:
-            request["seed"] = ask.seed
+            body["prompt"] = request.text if request.ids is None else list(request.ids)
+        if request.seed is not None:
+            body["seed"] = request.seed
         if sampling.stop:
-            request["stop"] = list(sampling.stop)
+            body["stop"] = list(sampling.stop)
         if sampling.suppress:
-            request["logit_bias"] = {str(token): -100 for token in sampling.suppress}
-        return request
+            body["logit_bias"] = {str(token): -100 for token in sampling.suppress}
+        return body
 
-    def read(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
+    def read_reply(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
         """Take in a whole reply."""
         choices = reply.get("choices") if isinstance(reply, dict) else None
         if not isinstance(choices, list):
@@ -487,7 +487,7 @@ class Dialect:
                 "choices: got some without a finish_reason or with the same index, expected one of each"
             )
 
-    def fold(self, event: Any, pieces: Sequence[PartialSample]) -> None:
+    def read_event(self, event: Any, pieces: Sequence[PartialSample]) -> None:
         """Take in one event of a streamed reply."""
         choices = event.get("choices") if isinstance(event, dict) else None
         if not isinstance(choices, list):
@@ -562,7 +562,7 @@ class TransformersServe(Dialect):
 
     name = "transformers-serve"
     takes_ids = False
-    words = frozenset()
+    supported = frozenset()
     cannot = (
         "token ids, and log-probs: replies have none, and requests for them are ignored",
         "prompts as token ids: they are refused, so that nothing unfinished can go on",
@@ -570,13 +570,13 @@ class TransformersServe(Dialect):
     ids_from = "serve the model with vLLM or SGLang, which do, or use TransformersEngine in this process"
     logprobs_from = ids_from
 
-    def together(self, sampling: Sampling) -> bool:
+    def shares_request(self, sampling: Sampling) -> bool:
         return False
 
-    def body(self, ask: ServerRequest) -> dict[str, Any]:
+    def body(self, request: ServerRequest) -> dict[str, Any]:
         # It refuses words that it does not know, and ignores a few that it does.
         left_out = {"n", "presence_penalty", "frequency_penalty"}
-        return {name: value for name, value in self._shared(ask).items() if name not in left_out}
+        return {name: value for name, value in self._common_body(request).items() if name not in left_out}
 
 
 def resolve_logprobs_kind(

@@ -24,8 +24,8 @@ class SGLang(Dialect):
     chats = "local"
     tokenizes = True
     media = False
-    kind: ClassVar[LogprobsKind | None] = "tempered"
-    words = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
+    logprobs_kind: ClassVar[LogprobsKind | None] = "tempered"
+    supported = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
     largest_seed = 2**31 - 1
     cannot = (
         "the prompt ids of a chat: give a tokenizer, which renders it here",
@@ -37,18 +37,18 @@ class SGLang(Dialect):
     ids_from = "SGLang gives them by /generate, which a server or a proxy of another kind may lack"
     logprobs_from = "SGLang gives them by /generate (return_logprob)"
 
-    def together(self, sampling: Sampling) -> bool:
+    def shares_request(self, sampling: Sampling) -> bool:
         return False
 
-    def path(self, ask: ServerRequest) -> str:
+    def path(self, request: ServerRequest) -> str:
         return "/generate"
 
-    def body(self, ask: ServerRequest) -> dict[str, Any]:
-        options = ask.sampling
+    def body(self, request: ServerRequest) -> dict[str, Any]:
+        options = request.sampling
         sampling: dict[str, Any] = {
-            "max_new_tokens": ask.max_tokens,
-            "min_new_tokens": ask.min_tokens,
-            "temperature": ask.temperature,
+            "max_new_tokens": request.max_tokens,
+            "min_new_tokens": request.min_tokens,
+            "temperature": request.temperature,
             "top_p": options.top_p,
             "top_k": options.top_k,
             "min_p": options.min_p,
@@ -60,23 +60,23 @@ class SGLang(Dialect):
             "ignore_eos": options.ignore_eos,
             "no_stop_trim": options.include_stop,
         }
-        if ask.seed is not None:
-            sampling["sampling_seed"] = ask.seed
+        if request.seed is not None:
+            sampling["sampling_seed"] = request.seed
         if options.suppress:
             sampling["logit_bias"] = {str(token): -100 for token in options.suppress}
         return {
-            "input_ids": list(ask.ids or ()),
+            "input_ids": list(request.ids or ()),
             "sampling_params": sampling,
             "return_logprob": options.logprobs is not None,
-            "stream": ask.stream,
+            "stream": request.stream,
         }
 
-    def read(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
-        self.fold(reply, pieces)
+    def read_reply(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
+        self.read_event(reply, pieces)
         if pieces[0].finish is None:
             raise BadReplyError("finish_reason: got none, expected one")
 
-    def fold(self, event: Any, pieces: Sequence[PartialSample]) -> None:
+    def read_event(self, event: Any, pieces: Sequence[PartialSample]) -> None:
         (piece,) = pieces
         meta = event.get("meta_info") if isinstance(event, dict) else None
         if not isinstance(meta, dict):

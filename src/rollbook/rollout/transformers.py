@@ -367,9 +367,9 @@ class TransformersEngine(BaseEngine):
         self._turns = threading.Lock()
 
     @property
-    def work(self) -> DecodingStats:
+    def stats(self) -> DecodingStats:
         """What it has done so far, in numbers."""
-        return self.runner.work
+        return self.runner.stats
 
     @property
     def run(self) -> RunInfo:
@@ -436,7 +436,7 @@ class TransformersEngine(BaseEngine):
             if len(left) == 1:
                 yield left[0].place, self._sample(left[0], "error", failure)
             else:
-                self.runner.work.splits += 1
+                self.runner.stats.splits += 1
                 half = len(left) // 2
                 waiting.extendleft((left[half:], left[:half]))
             return

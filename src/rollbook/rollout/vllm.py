@@ -17,8 +17,8 @@ class VLLM(Dialect):
 
     name = "vllm"
     gives_ids = True
-    kind: ClassVar[LogprobsKind | None] = "raw"
-    words = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
+    logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
+    supported = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
     cannot = (
         "log-probs of another kind than the server's --logprobs-mode (raw unless logprobs_kind= says otherwise)",
         "go on with a prompt that has images: only token ids are sent again",
@@ -29,19 +29,19 @@ class VLLM(Dialect):
     """Tokens of one event of a stream: fewer cost both sides more than they are worth, since a cancel loses less than
     this; servers that do not know the option send each token."""
 
-    def together(self, sampling: Sampling) -> bool:
+    def shares_request(self, sampling: Sampling) -> bool:
         return True
 
     def seed_of(self, seed: int, k: int) -> int:
         return seed + k
 
-    def body(self, ask: ServerRequest) -> dict[str, Any]:
-        sampling = ask.sampling
-        request = self._shared(ask) | {
+    def body(self, request: ServerRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        body = self._common_body(request) | {
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "repetition_penalty": 1.0,
-            "min_tokens": ask.min_tokens,
+            "min_tokens": request.min_tokens,
             "stop_token_ids": list(sampling.stop_token_ids),
             "include_stop_str_in_output": sampling.include_stop,
             "ignore_eos": sampling.ignore_eos,
@@ -49,7 +49,7 @@ class VLLM(Dialect):
             "return_token_ids": True,
         }
         if sampling.logprobs is not None:
-            request |= {"logprobs": 0} if ask.messages is None else {"logprobs": True, "top_logprobs": 0}
-        if ask.stream:
-            request["stream_interval"] = self.interval
-        return request
+            body |= {"logprobs": 0} if request.messages is None else {"logprobs": True, "top_logprobs": 0}
+        if request.stream:
+            body["stream_interval"] = self.interval
+        return body
