@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu test-vllm lint bench trials fuzz soak compat pages clean
+.PHONY: demo test test-gpu test-vllm lint bench trials fuzz soak compat wheel-check pages clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rollbook needs Python 3.11 or later; set PYTHON")'
@@ -77,6 +77,9 @@ compat:  ## the tests on another Python and torch (downloads that torch from the
 	@test -x .compat/bin/python || $(COMPAT_PYTHON) -m venv .compat
 	.compat/bin/python -m pip install --quiet --disable-pip-version-check 'torch==$(COMPAT_TORCH)' -e '.[dev]'
 	.compat/bin/python -m pytest
+
+wheel-check: $(STAMP)  ## the wheel in a clean environment: its files, a short run of the demo, the viewer (takes minutes)
+	$(BIN)/python -m tests.wheel_check
 
 clean:
 	rm -rf $(VENV) .compat .bench .vllm .postgres build dist src/*.egg-info

@@ -14,7 +14,7 @@ from rollbook.book.attachments import may_hold_media
 from rollbook.book.digests import digests
 from rollbook.book.kinds import kinds_of
 from rollbook.book.tags import numbers, tags
-from rollbook.core.row_layout import RowLayout
+from rollbook.core.ipc import RowLayout
 from rollbook.core.wire import encode
 from tests.strategies import record_lists
 

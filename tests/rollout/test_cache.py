@@ -21,27 +21,27 @@ MOVES = st.lists(
 
 @given(MOVES, st.integers(0, 30), st.sampled_from([1, 4]))
 def test_as_a_concatenating_cache(moves: list[Any], most: int, step: int) -> None:
-    plain, preallocated = (DynamicCache(config=LlamaConfig(num_hidden_layers=2)) for _ in range(2))
-    preallocate(preallocated, most, step)
+    plain, larger = (DynamicCache(config=LlamaConfig(num_hidden_layers=2)) for _ in range(2))
+    preallocate(larger, most, step)
     rows, draw = 3, torch.Generator().manual_seed(0)
     for move in moves:
         if isinstance(move, list):
             if plain.get_seq_length() and max(move) < rows:
                 chosen = torch.tensor(move)
                 plain.reorder_cache(chosen)
-                preallocated.reorder_cache(chosen)
+                larger.reorder_cache(chosen)
                 rows = len(move)
             continue
         for layer in range(2):
             keys, values = torch.randn(2, rows, 2, move[1], 4, generator=draw)
-            told, _ = preallocated.get_mask_sizes(move[1], layer)
-            for want, got in zip(plain.update(keys, values, layer), preallocated.update(keys, values, layer), strict=True):
+            told, _ = larger.get_mask_sizes(move[1], layer)
+            for want, got in zip(plain.update(keys, values, layer), larger.update(keys, values, layer), strict=True):
                 length = want.shape[-2]
                 assert torch.equal(want, got[..., :length, :]) and not got[..., length:, :].any()
                 assert got.shape[-2] == told and length <= told < length + step
-    assert plain.get_seq_length() == preallocated.get_seq_length()
-    preallocated.reset()
-    assert preallocated.get_seq_length() == 0
+    assert plain.get_seq_length() == larger.get_seq_length()
+    larger.reset()
+    assert larger.get_seq_length() == 0
 
 
 def test_it_is_copied_a_few_times_only_and_is_never_larger_than_it_may_become() -> None:

@@ -34,7 +34,7 @@ from rollbook.book.errors import BackPressure, BookError, Conflict, ConnectionLo
 from rollbook.book.ledger import RETRY_SECONDS, ConcurrentChange, Transaction, took_effect
 from rollbook.book.shelves import Place
 from rollbook.core.experiences import Experiences, from_rows, uncollected
-from rollbook.core.row_layout import RowLayout
+from rollbook.core.ipc import RowLayout
 from rollbook.core.wire import decode, encode
 
 if TYPE_CHECKING:

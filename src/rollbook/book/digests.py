@@ -50,7 +50,8 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_digest as H
 
 from rollbook.book.identities import Ids, ids
-from rollbook.core import arrow, freeform
+from rollbook.core import columns as arrow
+from rollbook.core import freeform
 from rollbook.core.columns import Column, Values, numbers, texts
 from rollbook.core.errors import WireError
 from rollbook.core.fields import BY_CODE, DTYPES, Field, owner
@@ -58,7 +59,7 @@ from rollbook.core.ragged import Ragged, check_shape
 
 if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
-    from rollbook.core.row_layout import RowLayout
+    from rollbook.core.ipc import RowLayout
 
 FORMAT = 1
 """Of the digests; a ledger that holds others compares records, not digests."""

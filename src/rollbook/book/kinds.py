@@ -12,12 +12,12 @@ from collections.abc import Iterable
 import pyarrow as pa
 
 from rollbook.book.sql_columns import superset
-from rollbook.core import arrow
+from rollbook.core import columns
 from rollbook.core.columns import PLAIN_TYPES
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import BY_CODE, DTYPES, FIELDS
+from rollbook.core.ipc import RowLayout
 from rollbook.core.ragged import Ragged
-from rollbook.core.row_layout import RowLayout
 
 _TENSOR = re.compile(r"([a-z0-9]{3,8})((?:x[0-9]{1,9}){0,32})")
 _PORTABLE = {d.name: pa.from_numpy_dtype(d.portable) for d in BY_CODE.values()}
@@ -51,7 +51,7 @@ def schema_of(noted: Iterable[tuple[str, str]]) -> dict[str, pa.DataType]:
         elif name in found:
             types[name] = superset([pa.schema([(name, kind)]) for kind in found[name]]).field(name).type
         else:
-            types[name] = arrow.empty_type(field)
+            types[name] = columns.empty_type(field)
     return types
 
 

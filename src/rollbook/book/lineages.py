@@ -26,7 +26,7 @@ from rollbook.core.columns import texts
 
 if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
-    from rollbook.core.row_layout import RowLayout
+    from rollbook.core.ipc import RowLayout
 
 KEY = "policy_lineage"
 """The entry of `info` in which a record names its lineage."""

@@ -22,8 +22,7 @@ from rollbook.book.shelves import MissingSegment, Place, check_place
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences, uncollected
 from rollbook.core.fields import owner
-from rollbook.core.sparse import Reader, Span, read_rows
-from rollbook.core.stack import Stack, read_stack
+from rollbook.core.frame_reader import Reader, Span, Stack, read_rows, read_stack
 from rollbook.core.wire import decode, decode_arrays, read_header
 
 if TYPE_CHECKING:

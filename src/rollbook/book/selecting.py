@@ -19,7 +19,7 @@ import pyarrow as pa
 from rollbook.book import reading, tags
 from rollbook.book.ledger import Transaction
 from rollbook.book.shelves import MissingSegment, Place
-from rollbook.core import arrow
+from rollbook.core import columns as arrow
 from rollbook.core.checks import check_float, check_int, suggest
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import FIELDS

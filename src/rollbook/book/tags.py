@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from rollbook.book.digests import boxes, clean
 from rollbook.book.identities import Ids, ids
-from rollbook.core import arrow, freeform
+from rollbook.core import columns as arrow
 from rollbook.core import columns as physical
+from rollbook.core import freeform
 from rollbook.core.checks import suggest
 from rollbook.core.columns import Column
 from rollbook.core.errors import WireError
@@ -28,7 +29,7 @@ from rollbook.core.ragged import Ragged
 
 if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
-    from rollbook.core.row_layout import RowLayout
+    from rollbook.core.ipc import RowLayout
 
 UNSCORED, SCORED, NOT_A_NUMBER = 0, 1, 2
 """What `Tags.scored` says: no reward, a number (infinities too), NaN (could not be scored)."""

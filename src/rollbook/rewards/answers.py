@@ -1,7 +1,7 @@
 """Built-in reward functions: compare answers (exact, numeric, boxed, symbolic, JSON) or check a response's form.
 
 Invariant: they look at the response alone. A response without a readable answer scores 0; a missing or unreadable
-reference is an error. Length and repetition are those of `rollbook.algorithms.penalties`.
+reference is an error. Length and repetition are those of `rollbook.algorithms.shaping`.
 """
 
 from __future__ import annotations
@@ -576,7 +576,7 @@ def length(
     >>> length(["a b c", "a"], [[], []], target=1, per_unit=0.25, unit="words")
     [-0.5, 0.0]
     """
-    from rollbook.algorithms.penalties import length_penalty
+    from rollbook.algorithms.shaping import length_penalty
 
     sizes = [len(row) for row in _units(responses, response_ids, unit)]
     if not sizes:
@@ -599,7 +599,7 @@ def repetition(
     >>> repetition(["a b a b a", "a b c d"], [[], []], n=2, unit="words")
     [-0.5, 0.0]
     """
-    from rollbook.algorithms.penalties import repetition_penalty
+    from rollbook.algorithms.shaping import repetition_penalty
 
     rows = _units(responses, response_ids, unit)
     penalties: list[float] = repetition_penalty(rows, n=n, max_penalty=max_penalty).tolist() if rows else []
