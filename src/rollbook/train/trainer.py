@@ -31,6 +31,8 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import Stages, advise
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
+from rollbook.models import Actor
+from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train import saving
 from rollbook.train.algorithm import Algorithm
 from rollbook.train.completing import check_maker, complete
@@ -363,8 +365,8 @@ class Trainer:
             self.book.announce(self.done)
 
     def _own_engine(self) -> Any:
-        """Who samples with the weights that are trained; `None` of an actor that has no engine."""
-        return getattr(self.actor, "engine", None)
+        """The engine over the weights that are trained; `None` if the policy is not an `Actor`."""
+        return TransformersEngine(self.actor) if isinstance(self.actor, Actor) else None
 
     # --- what there is to say -------------------------------------------------------------------------------------
 
