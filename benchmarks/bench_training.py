@@ -29,6 +29,7 @@ from torch import nn
 import rollbook
 from benchmarks.bench_making import GIB, model
 from rollbook.models import Actor
+from rollbook.rollout import TransformersEngine
 from rollbook.train import AlgorithmConfig, Batching, Optimizing, Prompts, Trainer
 
 GROUP, LONGEST, ENDS = 8, 512, 200
@@ -119,7 +120,7 @@ class Ours:
         self.actor = Actor(network, attn_implementation=attention)
         how = AlgorithmConfig.preset("grpo", n=GROUP, kl_coef=0.001)
         reference = self.actor.reference()
-        self.actor.engine.max_batch_rows = options.prompts * GROUP
+        TransformersEngine(self.actor).max_batch_rows = options.prompts * GROUP
         self.trainer = Trainer(
             self.actor,
             how,

@@ -26,7 +26,7 @@ import torch
 import rollbook
 from rollbook import Experience, Experiences
 from rollbook.models import Actor
-from rollbook.rollout import EnvironmentConfig, Episode, Prompt, Reply, Sampling
+from rollbook.rollout import EnvironmentConfig, Episode, Prompt, Reply, Sampling, TransformersEngine
 from rollbook.train import AlgorithmConfig, Batching, Learner, Optimizing, Prompts, Trainer, pipeline
 from rollbook.train.recipes import letters
 
@@ -103,7 +103,9 @@ def demonstration(prompt: Prompt, tokenizer: Any, guess: str | None = None) -> E
 def success(actor: Actor, tasks: Prompts, name: str, seed: int = 0, book: Any = None) -> float:
     """The share of episodes, sampled as in training, that end with the right answer; a book keeps them, if given."""
     environment = EnvironmentConfig(factory=Calculator, max_turns=3)
-    records = pipeline.generate(actor.engine, tasks.every(batch=name), Sampling(seed=seed, **TURN), environment)
+    records = pipeline.generate(
+        TransformersEngine(actor), tasks.every(batch=name), Sampling(seed=seed, **TURN), environment
+    )
     if book is not None:
         book.append(records, evaluation=True)
     return sum(row.reward == 1.0 for row in records) / len(records)

@@ -39,6 +39,7 @@ from transformers import (
 import rollbook
 from rollbook import EID
 from rollbook.models import Actor
+from rollbook.rollout import TransformersEngine
 from rollbook.train import (
     AlgorithmConfig,
     Batching,
@@ -150,7 +151,8 @@ def warm_up(actor: Actor, checked: Prompts, *, seed: int, until: float, pictures
     for step in range(1, most + 1):
         learner.update(records.take(rng.choice(len(records), 64, replace=False)), step=step)
         if step % 5 == 0 and right < until:
-            right = evaluate(actor.engine, checked, reward, sampling=SAMPLING, seed=seed, success="exact").success
+            engine = TransformersEngine(actor)
+            right = evaluate(engine, checked, reward, sampling=SAMPLING, seed=seed, success="exact").success
         if right >= until:
             print(f"warm-up: {step} steps, then {right:.2f} of the sampled answers are right")
             return right

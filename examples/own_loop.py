@@ -10,6 +10,7 @@ import torch
 
 import rollbook
 from rollbook.models import Actor
+from rollbook.rollout import TransformersEngine
 from rollbook.train import AlgorithmConfig, Batching, Learner, Models, Optimizing, Prompts, evaluate, pipeline
 from rollbook.train.recipes import letters
 from rollbook.train.saving import name_of, save
@@ -19,7 +20,7 @@ def main(out: Path, steps: int = 60, prompts_per_step: int = 64, held: int = 500
     torch.set_num_threads(1)  # at this size two threads are slower
     model, tokenizer = letters.taught(seed, until=until)  # a model that is never right has nothing to reinforce
     actor = Actor(model, tokenizer=tokenizer)
-    engine = actor.engine  # samples from the actor's own weights
+    engine = TransformersEngine(actor)  # samples from the actor's own weights
     prompts, held_out = Prompts(letters.rows(seed=seed), seed=seed).split(held)
     algorithm = AlgorithmConfig.preset("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
     sampling, models = algorithm.sampling(max_tokens=7, seed=seed), Models(policy=actor)

@@ -190,7 +190,7 @@ def test_episodes_page() -> None:
     scope: dict[str, Any] = {}
     for code in blocks(ROOT / "docs" / "episodes.md"):
         exec(code, scope)
-    assert scope["asked"] == "6 * 7" and scope["record"].reward == 1.0
+    assert scope["expression"] == "6 * 7" and scope["record"].reward == 1.0
     assert [row.reward for row in scope["rows"]] == [1.0, 0.0]
     assert len(scope["records"]) == 8 and scope["loss"].value.isfinite()
     assert scope["batch"].advantages.values.abs().max() > 0

@@ -27,7 +27,7 @@ from rollbook.core.rows import Rows
 from rollbook.core.wire import decode, encode
 from rollbook.models import Actor, Critic
 from rollbook.rollout import Line, Prompt, ScriptedEngine
-from rollbook.rollout.local import TransformersEngine
+from rollbook.rollout.transformers import TransformersEngine
 from tests import tiny
 
 PROMPTS = ["the quick fox", "what is two plus three", "yes"]
@@ -191,7 +191,7 @@ def test_what_only_some_estimators_ask_for(actor: Actor) -> None:
 def test_remax_compares_with_the_likeliest_response(actor: Actor) -> None:
     made = maker(actor, advantage_estimator="remax", n_samples_per_prompt=2)
     (batch,) = made.make_experience_list(PROMPTS, **OPTIONS)
-    greedy = actor.engine.generate(PROMPTS, temperature=0.0, max_tokens=6)
+    greedy = TransformersEngine(actor).generate(PROMPTS, temperature=0.0, max_tokens=6)
     expected = [vowels(one.text or "") for one in greedy for _ in range(2)]
     assert batch.info["reward_baseline"].tolist() == expected
     scores = (batch.info["reward"] - batch.info["reward_baseline"]).tolist()
@@ -816,7 +816,7 @@ def test_records_hold_everything(actor: Actor, reference: Actor, critic: Critic)
 
 
 def test_what_is_missing_is_said_before_anything_is_sampled(actor: Actor) -> None:
-    before = actor.engine.work.tokens
+    before = TransformersEngine(actor).stats.tokens
     for made, said in (
         (maker(actor, advantage_estimator="gae"), "give the maker a critic"),
         (maker(actor, reward=None), "reward: got no source"),
@@ -826,4 +826,4 @@ def test_what_is_missing_is_said_before_anything_is_sampled(actor: Actor) -> Non
             made.make_experience_list(PROMPTS, all_labels=["y"] * 3, **OPTIONS)
     with pytest.raises(ValueError, match="all_reference: there is no such column; did you mean 'all_references'"):
         maker(actor).make_experience_list(PROMPTS, all_reference=["a"] * 3, **OPTIONS)
-    assert actor.engine.work.tokens == before
+    assert TransformersEngine(actor).stats.tokens == before

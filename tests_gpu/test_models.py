@@ -12,6 +12,7 @@ import torch
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.compat.lightrft.batch_passes import forward_batch, native_batch
 from rollbook.models import Actor, Critic, policy_log_probs, reference_log_probs, values
+from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import test_vision_models, zoo
 
@@ -65,7 +66,7 @@ def test_sampled_and_scored(
     actor = Actor(zoo.TEXTS[name](dtype=dtype), device=DEVICE, tokenizer=tiny.words())
     largest, mean = 0.0, 0.0
     for temperature in (0.5, 1.0, 1.5):
-        found = actor.engine.generate(
+        found = TransformersEngine(actor).generate(
             [[5, 6, 7, 9], [8], [10, 11]], n=8, max_tokens=64, temperature=temperature, logprobs="tempered", seed=1
         )
         records = [one.to_experience() for one in found]

@@ -14,6 +14,7 @@ from torch.nn import functional
 from rollbook.models import Actor, Critic, policy_log_probs
 from rollbook.models import varlen as module
 from rollbook.models.varlen import NAME, attend, best_attention
+from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo
 
@@ -154,9 +155,9 @@ def test_the_same_is_sampled_as_with_sdpa(dtype: torch.dtype) -> None:
         for one in ("varlen", "sdpa")
     )
     # Beside a mask the engine shows SDPA keys in multiples of a length; the same for both, or rounding differs.
-    ours.engine.runner.stride = plain.engine.runner.stride
+    TransformersEngine(ours).runner.stride = TransformersEngine(plain).runner.stride
     options = {"n": 4, "max_tokens": 32, "temperature": 0.8, "logprobs": "tempered", "seed": 3}
-    mine, theirs = (one.engine.generate([[5, 6, 7, 9], [8], [10, 11]], **options) for one in (ours, plain))
+    mine, theirs = (TransformersEngine(one).generate([[5, 6, 7, 9], [8], [10, 11]], **options) for one in (ours, plain))
     assert [one.response_ids for one in mine] == [one.response_ids for one in theirs]
     records = [one.to_experience() for one in mine]
     said = torch.cat([one.logprobs for one in records])

@@ -18,7 +18,7 @@ from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperie
 from rollbook.compat.lightrft.samples import prompts_of, samples_of
 from rollbook.models import Actor
 from rollbook.rewards import RewardInput, as_reward, think_boxed_format
-from rollbook.rollout import Prompt, ScriptedEngine
+from rollbook.rollout import Prompt, ScriptedEngine, TransformersEngine
 from tests import tiny
 from tests.conformance.algorithms import decoded
 from tests.rewards.server import serve
@@ -247,7 +247,7 @@ def test_a_surplus_placeholder_is_its_own_samples_error() -> None:
         Prompt(token_ids=[image] * (4 + surplus) + [70], images=[{"pixel_values": pixels}], eid=EID(0, i))
         for i, surplus in enumerate((1, 0))
     ]
-    wrong, right = actor.engine.generate(prompts, max_tokens=2, seed=0)
+    wrong, right = TransformersEngine(actor).generate(prompts, max_tokens=2, seed=0)
     assert wrong.failed and "tokens: 5" in (wrong.error or "")
     assert not right.failed and list(right.prompt_ids) == [image] * 4 + [70]
 

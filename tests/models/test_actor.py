@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rollbook.models import Actor, policy_log_probs
 from rollbook.models.sequences import process_sequences, sampling_of
+from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo
 
@@ -258,7 +259,7 @@ def test_generation_with_images_made_ready() -> None:
 def test_what_is_suppressed_is_never_sampled_whoever_asks() -> None:
     model = tiny.llama(vocab=20)
     actor = Actor(model, suppress=tuple(range(4, 20)))
-    found = actor.engine.generate([[5, 6]], n=8, max_tokens=8, ignore_eos=True, seed=0)
+    found = TransformersEngine(actor).generate([[5, 6]], n=8, max_tokens=8, ignore_eos=True, seed=0)
     assert {token for sample in found for token in sample.response_ids} <= {0, 1, 2, 3}
 
 

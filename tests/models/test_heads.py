@@ -14,6 +14,7 @@ from rollbook import Experience
 from rollbook.batch import Batch
 from rollbook.models import Actor, policy_log_probs, scoring
 from rollbook.models.heads import Head
+from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo
 
@@ -284,7 +285,7 @@ def test_a_copy_of_an_actor_is_an_actor() -> None:
     actor = Actor(tiny.llama(), temperature=0.5)
     records = zoo.records([(2, 3)])
     want = policy_log_probs(actor, records).log_probs[0]
-    assert actor.engine.generate([[5, 6]], max_tokens=2)[0].error is None  # which has a lock
+    assert TransformersEngine(actor).generate([[5, 6]], max_tokens=2)[0].error is None  # which has a lock
     other = copy.deepcopy(actor)
     with torch.no_grad():
         actor.model.lm_head.weight.zero_()

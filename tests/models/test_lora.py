@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rollbook.models import Actor, Critic, Reference, policy_log_probs, reference_log_probs, values
+from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo
 
@@ -119,7 +120,7 @@ def test_an_adapter_on_the_head_is_seen_before_it_does_anything() -> None:
 
 def test_sampling_is_with_adapters() -> None:
     actor = adapted()
-    found = [one.to_experience() for one in actor.engine.generate([[5, 6], [7]], n=2, max_tokens=6, seed=0, temperature=0.9, logprobs="tempered")]  # fmt: skip  # noqa: E501
+    found = [one.to_experience() for one in TransformersEngine(actor).generate([[5, 6], [7]], n=2, max_tokens=6, seed=0, temperature=0.9, logprobs="tempered")]  # fmt: skip  # noqa: E501
     want = torch.cat([one.logprobs for one in found])
     torch.testing.assert_close(rows(policy_log_probs(actor, found)), want, rtol=1e-4, atol=1e-4)
     assert float((rows(reference_log_probs(actor, found)) - want).abs().max()) > 0.1

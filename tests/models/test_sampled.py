@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rollbook.models import Actor, policy_log_probs
+from rollbook.rollout import TransformersEngine
 from tests import tiny
 
 PROMPTS = [[5, 6, 7, 9, 10, 11, 12, 13], [8], [10, 11], [20, 21, 22, 23, 24]]
@@ -26,7 +27,7 @@ HOW: list[tuple[float, dict[str, Any]]] = [
 
 
 def differences(actor: Actor, temperature: float, packed: bool | None, **how: Any) -> torch.Tensor:
-    found = actor.engine.generate(
+    found = TransformersEngine(actor).generate(
         PROMPTS, n=2, max_tokens=24, temperature=temperature, logprobs="tempered", seed=1, **how
     )
     records = [one.to_experience() for one in found]
@@ -59,7 +60,8 @@ def test_sampled_and_scored(
 
 def test_another_temperature_is_another_distribution() -> None:
     actor = Actor(tiny.llama(), tokenizer=tiny.words())
-    found = [one.to_experience() for one in actor.engine.generate(PROMPTS, max_tokens=8, temperature=0.5, seed=1)]
+    samples = TransformersEngine(actor).generate(PROMPTS, max_tokens=8, temperature=0.5, seed=1)
+    found = [one.to_experience() for one in samples]
     scored = policy_log_probs(actor, found, temperature=1.0).log_probs.tensor_of_values()
     assert float((scored - torch.cat([one.logprobs for one in found])).abs().max()) > 0.1
 
@@ -75,7 +77,7 @@ def test_images(record_property: Callable[[str, object], None]) -> None:
     largest = 0.0
     # Nothing is cut off here, so that what was sampled from is what is scored: all tokens but the image's.
     for temperature in (0.7, 1.2):
-        found = actor.engine.generate(
+        found = TransformersEngine(actor).generate(
             prompts, n=3, max_tokens=12, temperature=temperature, logprobs="tempered", seed=2, ignore_eos=True
         )
         records = [one.to_experience() for one in found]

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.models import Actor, Critic, policy_log_probs, reference_log_probs, values
 from rollbook.models.varlen import NAME, PackedMask, attend, best_attention, bounds_of, register, use_varlen, why_not
+from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import test_vision_models, zoo
 
@@ -192,7 +193,7 @@ def test_the_same_is_sampled(name: str) -> None:
     ours, plain = pair(name, tokenizer=tiny.words())
     prompts = [[5, 6, 7, 9], [8], [10, 11]]
     options = {"n": 3, "max_tokens": 24, "temperature": 0.8, "logprobs": "tempered", "seed": 3}
-    mine, theirs = (one.engine.generate(prompts, **options) for one in (ours, plain))
+    mine, theirs = (TransformersEngine(one).generate(prompts, **options) for one in (ours, plain))
     assert [one.response_ids for one in mine] == [one.response_ids for one in theirs]
     assert len({tuple(one.response_ids) for one in mine}) > 3
     records = [[one.to_experience() for one in found] for found in (mine, theirs)]

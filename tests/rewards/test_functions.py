@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from rollbook import EID
 from rollbook.rewards import FunctionReward, Limits, RewardError, RewardInput, as_reward, batched
-from rollbook.rewards.functions import FIELDS, FileFunction, parts_of
+from rollbook.rewards.functions import FIELDS, FileFunction, read_scores
 from tests.rewards import helpers
 from tests.rewards.helpers import as_told, doubled, later, process_id, sample, samples, two_at_most
 
@@ -209,17 +209,17 @@ def test_a_wrong_number_of_scores_is_raised(pool: Any) -> None:
     ],
 )
 def test_the_forms_of_a_batch(value: Any) -> None:
-    assert [part[0] for part in parts_of(value, 2)] == [1.0, 2.0]
+    assert [part[0] for part in read_scores(value, 2)] == [1.0, 2.0]
 
 
 def test_metrics_of_a_batch() -> None:
-    parts = parts_of({"rewards": [1, 2], "extra_logs": {"a": torch.tensor([3, 4])}, "b": [5, None]}, 2)
+    parts = read_scores({"rewards": [1, 2], "extra_logs": {"a": torch.tensor([3, 4])}, "b": [5, None]}, 2)
     assert parts[0] == (1.0, {"a": 3.0, "b": 5.0}, None)
     assert parts[1][1]["a"] == 4.0 and parts[1][2] == "b: gave NoneType (None), expected a number"
     with pytest.raises(ValueError, match="gave 1 entries of 'a', expected 2"):
-        parts_of(([1, 2], {"a": [1]}), 2)
+        read_scores(([1, 2], {"a": [1]}), 2)
     with pytest.raises(ValueError, match="gave float, expected a list of 2 scores"):
-        parts_of(1.0, 2)
+        read_scores(1.0, 2)
 
 
 # --- pools ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.rewards import FunctionReward, as_reward
-from rollbook.rewards.pools import PoolError, Processes
+from rollbook.rewards.functions import PoolError, ProcessPool
 from tests.rewards.helpers import samples
 
 HEAD = """
@@ -178,7 +178,7 @@ def abs_of(response: str) -> float:
 
 def with_one_of_its_own(response: str) -> float:
     """Waits for a process of this process, which says who it is and never ends."""
-    Processes(spins, 1).call((response,), None)
+    ProcessPool(spins, 1).call((response,), None)
     return 1.0
 
 

@@ -101,9 +101,9 @@ def test_mathematics_inside_a_process_pool() -> None:
 
 
 def test_a_missing_package_is_everybodys_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollbook.rewards import texts
+    from rollbook.rewards import answers
 
-    texts._validator.cache_clear()
+    answers._validator.cache_clear()
     monkeypatch.setitem(sys.modules, "jsonschema", None)
     with pytest.raises(ImportError, match=r"rollbook\[json\]"):
         as_reward("json_schema")

@@ -12,7 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.rewards import Combined, FunctionReward, Recipe, Reward, RewardInput, Scores, as_reward, lightrft_reward
+from rollbook.rewards import (
+    CombinedReward,
+    FunctionReward,
+    Recipe,
+    Reward,
+    RewardInput,
+    RewardResult,
+    as_reward,
+    lightrft_reward,
+)
 from tests.rewards import helpers
 from tests.rewards.helpers import as_told, sample, samples
 
@@ -77,7 +86,7 @@ def test_names_and_weights_are_checked() -> None:
         ({"weights": [1.0], "combine": sum}, "beside combine"),
     ]:
         with pytest.raises(ValueError, match=said):
-            Combined({"a": one}, **options)  # type: ignore[arg-type]
+            CombinedReward({"a": one}, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="names: got"):
         as_reward([as_told, as_told], names=["a", "a"])
     assert list(as_reward([as_told, as_told, one])(samples("1")).metrics) == ["as_told0", "as_told1", "FunctionReward"]
@@ -98,12 +107,12 @@ def test_parts_that_wait_run_side_by_side() -> None:
     class Waits(Reward):
         waits = True
 
-        def __call__(self, inputs: Any) -> Scores:
+        def __call__(self, inputs: Any) -> RewardResult:
             together.wait()
-            return Scores(rewards=[1.0] * len(inputs))
+            return RewardResult(rewards=[1.0] * len(inputs))
 
     together = threading.Barrier(8, timeout=30)  # breaks unless all are there at once
-    assert Combined({str(i): Waits() for i in range(8)})(samples("a")).rewards == [8.0]
+    assert CombinedReward({str(i): Waits() for i in range(8)})(samples("a")).rewards == [8.0]
 
 
 def test_what_is_no_reward_is_refused() -> None:

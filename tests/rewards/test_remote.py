@@ -18,7 +18,7 @@ from PIL import Image
 from rollbook import EID, Experience
 from rollbook.core.retry import Backoff
 from rollbook.rewards import RemoteReward, RewardError, RewardInput, as_reward
-from rollbook.rewards.images import Encoder
+from rollbook.rewards.remote import ImageEncoder
 from rollbook.rollout import Prompt, Sample
 from tests.rewards.helpers import sample, samples
 from tests.rewards.server import nobody, serve
@@ -284,20 +284,20 @@ def test_every_image_is_its_own() -> None:
 @pytest.mark.parametrize("image_format", ["jpeg", "png"])
 def test_every_kind_of_pixels_can_be_sent(mode: str, image_format: Any) -> None:
     image = Image.new("L", (8, 6), 77).convert("I").convert("I;16") if mode == "I;16" else picture(8, 6, mode)
-    sent = decoded(Encoder(image_format).text(image))
+    sent = decoded(ImageEncoder(image_format).text(image))
     assert sent.size == (8, 6) and sent.format == image_format.upper()
 
 
 def test_png_loses_nothing() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
-    sent = decoded(Encoder("png").text(Image.fromarray(noise)))
+    sent = decoded(ImageEncoder("png").text(Image.fromarray(noise)))
     assert np.array_equal(np.asarray(sent), noise)
-    assert np.array_equal(np.asarray(decoded(Encoder("png").text(noise))), noise)
+    assert np.array_equal(np.asarray(decoded(ImageEncoder("png").text(noise))), noise)
 
 
 def test_an_image_is_encoded_once() -> None:
     image = picture(16, 16)
-    encoder = Encoder()
+    encoder = ImageEncoder()
     texts = [encoder.text(image), encoder.text(image), encoder.text(image.copy()), encoder.text(picture(8, 8))]
     assert texts[0] == texts[1] == texts[2] != texts[3]
     assert encoder.encoded == 2
@@ -306,7 +306,7 @@ def test_an_image_is_encoded_once() -> None:
 def test_two_palettes_with_the_same_indices_are_two_images() -> None:
     first, second = picture(4, 4, "P", (255, 0, 0)), picture(4, 4, "P", (255, 0, 0))
     second.putpalette([0, 0, 255] * 256)
-    encoder = Encoder("png")
+    encoder = ImageEncoder("png")
     pixels = [decoded(encoder.text(image)).convert("RGB").getpixel((0, 0)) for image in (first, second)]
     assert pixels[0] != pixels[1] and encoder.encoded == 2
 
@@ -318,7 +318,7 @@ def test_bytes_files_and_data_go_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "a picture.webp"
     path.write_bytes(raw)
     data = "data:image/webp;base64," + base64.b64encode(raw).decode()
-    encoder = Encoder()
+    encoder = ImageEncoder()
     for given in (raw, bytearray(raw), path, data, {"bytes": raw, "path": "gone.webp"}, {"path": path}, {"image": raw},
                   {"image_url": {"url": data}}):  # fmt: skip
         assert base64.b64decode(encoder.text(given)) == raw

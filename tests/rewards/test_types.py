@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from rollbook import EID, Experience, Experiences
-from rollbook.rewards import Reward, RewardInput, Scores, as_reward
+from rollbook.core.images import encode_message, load_image
+from rollbook.rewards import Reward, RewardInput, RewardResult, as_reward
 from rollbook.rewards.types import as_float, check_on_error, run_sync
 from rollbook.rollout import Prompt, Sample
 from tests.rewards.server import serve
@@ -78,6 +84,83 @@ def test_a_sample_and_its_record_are_the_same_to_a_reward() -> None:
     assert list(first.response_ids) == list(second.response_ids)
 
 
+def as_values(scored: RewardInput) -> dict[str, Any]:
+    """All fields as plain values, images as pixels."""
+    values = {field.name: getattr(scored, field.name) for field in dataclasses.fields(scored)}
+    messages = [encode_message(message) for message in scored.messages] if scored.messages is not None else None
+    pixels = [load_image("image", image).tobytes() for image in scored.images]
+    return values | {"messages": messages, "images": pixels, "info": dict(scored.info)}
+
+
+@pytest.mark.parametrize("tokenizer", [None, words()], ids=["none", "words"])
+@pytest.mark.parametrize("text", [None, "brown fox"])
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("images", [False, True])
+def test_the_input_of_a_record_equals_that_of_its_sample(
+    tokenizer: Any, text: str | None, chat: bool, images: bool, tmp_path: Path
+) -> None:
+    picture = Image.new("RGB", (3, 2), (200, 10, 60))
+    picture.save(tmp_path / "a.png")
+    content: Any = [{"type": "image", "image": picture}, {"type": "text", "text": "what?"}] if images else "what?"
+    prompt = Prompt(
+        messages=[{"role": "user", "content": content}] if chat else None,
+        text=None if chat else "what?",
+        images=[picture, str(tmp_path / "a.png"), np.full((2, 3), 7, np.uint8)] if images else (),
+        reference=["fox", 3],
+        label="animals",
+        info={"level": 2},
+    )
+    reply = {"role": "assistant", "content": "brown fox"} if chat else None
+    sample = made(prompt=prompt, text=text, message=reply, info={"retokenized": True})
+    for record in (sample.to_experience(), Experiences([sample.to_experience()])[0]):
+        scored = RewardInput.from_record(record, tokenizer)
+        readable = sample.replace(text="") if text is None and tokenizer is None else sample
+        assert as_values(scored) == as_values(RewardInput.of(readable, tokenizer))
+
+
+def test_a_record_without_text_needs_no_tokenizer_for_a_reward_of_ids() -> None:
+    record = made().to_experience()
+    assert RewardInput.from_record(record).response == ""
+    with pytest.raises(ValueError, match="got no response text and no tokenizer"):
+        RewardInput.of(record)
+
+
+def test_a_sample_becomes_a_record_with_all_its_columns() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    prompt = Prompt(messages=[{"role": "user", "content": "hi"}], tools=[tool], reference="r", label="l", info={"a": 1})
+    sample = made(
+        prompt=prompt,
+        logprobs=[-0.5, -0.25, -1.0],
+        logprobs_kind="raw",
+        versions=[3, 4, 4],
+        finish_reason="length",
+        text="brown fox",
+        prompt_text="user: hi",
+        message={"role": "assistant", "content": "brown fox"},
+        media={"pixel_values": torch.ones(1, 2)},
+        sampling={"temperature": 0.5, "seed": 9},
+        run_id="run",
+        group_size=4,
+        metrics={"seconds": 0.5},
+        info={"b": 2},
+    )
+    record = sample.to_experience()
+    assert record.eid == sample.eid and record.tokens.tolist() == [*sample.prompt_ids, *sample.response_ids]
+    assert record.prompt_length == len(sample.prompt_ids) and record.logprobs.tolist() == [-0.5, -0.25, -1]
+    assert record.action_mask is None or record.action_mask.tolist() == [True] * 3
+    assert record.policy_versions.tolist() == [3, 4, 4] and record.group_size == 4
+    assert (record.finish_reason, record.truncate_status) == ("length", "response_truncated")
+    assert (record.prompt_text, record.response_text) == ("user: hi", "brown fox")
+    assert record.messages == [*prompt.messages, sample.message] and record.tools == [tool]
+    assert list(record.multi_modal_inputs) == ["pixel_values"]
+    assert record.sampling == {"temperature": 0.5, "seed": 9, "logprobs": "raw", "run": "run"}
+    assert record.info == {"a": 1, "b": 2, "reference": "r", "label": "l"} and record.metrics == {"seconds": 0.5}
+    assert record.reward is None
+
+    failed = made(logprobs=None, finish_reason="error", error="lost").to_experience()
+    assert failed.info["error"] == "lost" and not any(failed.action_mask.tolist())
+
+
 def test_other_things_are_refused() -> None:
     with pytest.raises(ValueError, match="got str, expected a Sample"):
         RewardInput.of("text")  # type: ignore[arg-type]
@@ -118,14 +201,14 @@ def test_rewards_take_samples_and_records_and_inputs_alike() -> None:
 
 
 def test_scores_are_float32_tensors() -> None:
-    rewards, metrics = Scores(rewards=[1, True], metrics={"n": [2, 3]}).to_tensors()
+    rewards, metrics = RewardResult(rewards=[1, True], metrics={"n": [2, 3]}).to_tensors()
     assert rewards.dtype == metrics["n"].dtype == torch.float32
     assert rewards.tolist() == [1.0, 1.0]
 
 
 def test_scores_of_a_wrong_length_are_refused() -> None:
     with pytest.raises(ValueError, match="n: got 1 entries, expected 2"):
-        Scores(rewards=[1.0, 2.0], metrics={"n": [1.0]})
+        RewardResult(rewards=[1.0, 2.0], metrics={"n": [1.0]})
 
 
 @pytest.mark.parametrize(
@@ -171,7 +254,7 @@ def test_a_coroutine_runs_in_and_out_of_a_loop() -> None:
 def test_a_reward_of_ones_own_has_the_rest() -> None:
     class Mine(Reward):
         def __call__(self, inputs):  # type: ignore[no-untyped-def]
-            return Scores(rewards=[math.pi] * len(inputs))
+            return RewardResult(rewards=[math.pi] * len(inputs))
 
     mine = Mine()
     assert isinstance(mine, Reward)

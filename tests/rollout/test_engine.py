@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from rollbook import EID, Experience
 from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
 from rollbook.core.retry import Backoff, asked_wait
-from rollbook.rollout import Cancel, Engine, Line, Prompt, RunInfo, Sample, Sampling, ScriptedEngine
+from rollbook.rollout import BaseEngine, Cancel, Line, Prompt, RunInfo, Sample, Sampling, ScriptedEngine
 from tests import tiny
 
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-class Odd(Engine):
+class Odd(BaseEngine):
     """An engine that does what its function says: for the protocol's own sake."""
 
     def __init__(self, work):

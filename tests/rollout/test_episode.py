@@ -19,7 +19,7 @@ from rollbook.core.images import load_image
 from rollbook.core.wire import decode, encode
 from rollbook.rollout import Cancel, Line, Prompt, Sample, Sampling, ScriptedEngine
 from rollbook.rollout.episode import Episode, act_all
-from rollbook.rollout.local import TransformersEngine
+from rollbook.rollout.transformers import TransformersEngine
 from tests import tiny
 from tests.rollout import templates
 from tests.rollout.templates import END, ids, merging, with_template
@@ -947,7 +947,7 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="option 'temprature' is not known"):
         chat(tokenizer, "a").act(temprature=1)
     episode = chat(tokenizer, "a")
-    with pytest.raises(ValueError, match="what: got 'text', expected a message"):
+    with pytest.raises(ValueError, match="observation: got 'text', expected a message"):
         episode.observe("text")
     with pytest.raises(ValueError, match=r"ids\[1\]: got -1"):
         episode.observe_tokens([1, -1])

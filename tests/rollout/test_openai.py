@@ -26,10 +26,9 @@ from PIL import Image
 from rollbook import EID
 from rollbook.core.retry import Backoff
 from rollbook.rollout import Cancel, Prompt, Sampling
-from rollbook.rollout.connection import events
-from rollbook.rollout.content import chat_messages, scrubbed
-from rollbook.rollout.dialects import kind_of
+from rollbook.rollout.chat import chat_messages, redact_secrets
 from rollbook.rollout.openai import OpenAIEngine
+from rollbook.rollout.server import read_events, resolve_logprobs_kind
 from tests import tiny
 from tests.rollout.server import CALL, Fault, serve
 
@@ -305,13 +304,13 @@ def test_a_server_without_tokenize_counts_by_its_reply(server, engine):
     ],
 )
 def test_the_kind_is_what_was_asked_for_only_where_that_is_the_same_thing(true, how, kind):
-    assert kind_of(true, Sampling(**how)) == kind
+    assert resolve_logprobs_kind(true, Sampling(**how)) == kind
 
 
 def test_a_grammar_makes_log_probs_of_what_it_leaves():
-    assert kind_of("raw", Sampling(logprobs="raw"), constrained=True) == "processed"
-    assert kind_of("raw", Sampling(temperature=0.5), constrained=True) is None
-    assert kind_of("processed", Sampling(temperature=0.5), constrained=True) == "processed"
+    assert resolve_logprobs_kind("raw", Sampling(logprobs="raw"), constrained=True) == "processed"
+    assert resolve_logprobs_kind("raw", Sampling(temperature=0.5), constrained=True) is None
+    assert resolve_logprobs_kind("processed", Sampling(temperature=0.5), constrained=True) == "processed"
 
 
 def test_a_server_of_another_mode_is_stated_by_its_user():
@@ -517,7 +516,7 @@ def test_events_come_whole_whatever_they_say_and_however_they_are_cut(texts, siz
 
     async def read():
         stream = Chunks(whole.encode("utf-8", "surrogatepass"), sizes)
-        return [event["text"] async for event in events(httpx.Response(200, stream=stream))]
+        return [event["text"] async for event in read_events(httpx.Response(200, stream=stream))]
 
     assert asyncio.run(read()) == texts
 
@@ -700,7 +699,7 @@ def test_secrets_and_payloads_stay_out_of_errors(server):
         assert "sk-secret-1" not in json.dumps(engine.describe()) and "pass-word-1" not in engine.url
     with OpenAIEngine(server.url, api_key="sk-secret-1") as engine:
         assert not engine.generate(["key"], max_tokens=2)[0].failed and server.keys[-1] == "Bearer sk-secret-1"
-    assert len(scrubbed("x y " * 1000)) == 500
+    assert len(redact_secrets("x y " * 1000)) == 500
 
 
 def test_nothing_is_left_open(server):

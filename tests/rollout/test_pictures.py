@@ -16,7 +16,7 @@ from PIL import Image
 
 from rollbook import EID, Experiences
 from rollbook.core import images as under_test
-from rollbook.core.images import load_image, recorded, told
+from rollbook.core.images import encode_for_record, encode_message, load_image
 from rollbook.rewards.types import RewardInput
 from rollbook.rollout import Prompt, Sample
 
@@ -53,8 +53,8 @@ def test_a_file_is_kept_byte_for_byte(tmp_path: Path, kind: str) -> None:
     address = "data:image/x;base64," + base64.b64encode(raw).decode()
     forms: list[Any] = [path, str(path), path.as_uri(), raw, bytearray(raw), memoryview(raw), address]
     forms += [{"bytes": raw, "path": "gone"}, {"image": path}, {"type": "image_url", "image_url": {"url": address}}]
-    assert recorded(forms) == [raw] * len(forms)
-    assert all(type(one) is bytes for one in recorded(forms))
+    assert encode_for_record(forms) == [raw] * len(forms)
+    assert all(type(one) is bytes for one in encode_for_record(forms))
 
 
 @given(
@@ -66,7 +66,7 @@ def test_a_file_is_kept_byte_for_byte(tmp_path: Path, kind: str) -> None:
 def test_a_picture_is_a_png_that_a_model_sees_the_same_in(mode: str, size: tuple[int, int], seed: int) -> None:
     image = noise(mode, size, seed)
     before = image.tobytes()
-    (made,) = recorded([image])
+    (made,) = encode_for_record([image])
     assert isinstance(made, bytes) and made.startswith(b"\x89PNG") and image.tobytes() == before
     if mode != "I;16":  # which PIL makes of the file again depends on its version
         assert load_image("image", made).tobytes() == load_image("image", image).tobytes()
@@ -75,7 +75,7 @@ def test_a_picture_is_a_png_that_a_model_sees_the_same_in(mode: str, size: tuple
 def test_arrays_tensors_and_files_that_no_browser_shows() -> None:
     image = noise()
     array = np.asarray(image)
-    found = recorded([array, torch.from_numpy(array.copy()).permute(2, 0, 1), file_of(image, "BMP"), image])
+    found = encode_for_record([array, torch.from_numpy(array.copy()).permute(2, 0, 1), file_of(image, "BMP"), image])
     assert found == [found[-1]] * 4 and found[-1] is not None and found[-1][:4] == b"\x89PNG"
 
 
@@ -84,15 +84,15 @@ def test_colours_of_a_palette_are_part_of_a_picture() -> None:
     one.putpalette([0, 0, 0, 255, 0, 0])
     other = one.copy()
     other.putpalette([0, 0, 0, 0, 0, 255])
-    found = [load_image("image", made).getpixel((0, 0)) for made in recorded([one, other])]
+    found = [load_image("image", made).getpixel((0, 0)) for made in encode_for_record([one, other])]
     assert found == [(255, 0, 0), (0, 0, 255)]
 
 
 def test_what_was_drawn_on_since_is_another_picture() -> None:
     image = Image.new("RGB", (3, 3), "white")
-    (before,) = recorded([image])
+    (before,) = encode_for_record([image])
     image.putpixel((1, 1), (255, 0, 0))
-    (after,) = recorded([image])
+    (after,) = encode_for_record([image])
     assert load_image("image", before).getpixel((1, 1)) == (255, 255, 255)
     assert load_image("image", after).getpixel((1, 1)) == (255, 0, 0)
 
@@ -101,11 +101,11 @@ def test_the_runs_of_a_prompt_share_what_was_encoded() -> None:
     prompt = Prompt(text="<image>", images=[noise(size=(40, 30), seed=3)])
     rows = [sample(prompt, run).to_experience() for run in range(4)]
     assert len({id(row.info["images"][0]) for row in rows}) == 1
-    assert recorded([noise(size=(40, 30), seed=3)])[0] is rows[0].info["images"][0]
+    assert encode_for_record([noise(size=(40, 30), seed=3)])[0] is rows[0].info["images"][0]
 
 
 def test_no_more_is_remembered_than_is_worth_it() -> None:
-    recorded([Image.new("L", (1, 1 + i)) for i in range(300)])
+    encode_for_record([Image.new("L", (1, 1 + i)) for i in range(300)])
     assert 0 < len(under_test._pngs) <= 256
 
 
@@ -114,11 +114,11 @@ def test_what_cannot_be_had_costs_no_record(tmp_path: Path, monkeypatch: pytest.
     processed = {"pixel_values": torch.zeros(1, 3, 2, 2)}
     given: list[Any] = [missing, str(missing), folder, b"no picture", 7, "https://host/a.png", processed]
     expected = [str(missing), str(missing), str(folder), None, None, "https://host/a.png"]
-    assert recorded(given) == expected
-    monkeypatch.setattr(under_test, "MOST", 50)
+    assert encode_for_record(given) == expected
+    monkeypatch.setattr(under_test, "MAX_IMAGE_BYTES", 50)
     large = tmp_path / "large.png"
     large.write_bytes(file_of(noise(size=(30, 30))))
-    assert recorded([large, large.read_bytes(), noise(size=(30, 30))]) == [str(large), None, None]
+    assert encode_for_record([large, large.read_bytes(), noise(size=(30, 30))]) == [str(large), None, None]
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -175,11 +175,11 @@ def test_pictures_inside_of_messages(tmp_path: Path) -> None:
     ]
     assert record.messages[0] == {"role": "system", "content": "see"}
     assert parts == given and prompt.messages is not None and prompt.messages[1]["content"] is parts
-    assert told({"role": "tool", "content": None}) == {"role": "tool", "content": None}
+    assert encode_message({"role": "tool", "content": None}) == {"role": "tool", "content": None}
 
 
 def test_an_eps_file_is_not_run() -> None:
     program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n%%EndComments\nshowpage\n%%EOF\n"
     with pytest.raises(ValueError, match="image: got an EPS file, expected an image of pixels"):
         load_image("image", program)
-    assert recorded([program]) == [None]
+    assert encode_for_record([program]) == [None]

@@ -8,7 +8,7 @@ from typing import Any
 from rollbook import EID, Experiences
 from rollbook.core.experiences import as_experiences
 from rollbook.core.metrics import StepMetrics
-from rollbook.rollout import Engine, EnvironmentConfig, Prompt, Sampling
+from rollbook.rollout import Engine, EnvironmentConfig, Prompt, Sampling, TransformersEngine
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.metrics import rollout_metrics
 from rollbook.train.pipeline import Models, add_greedy_baseline, annotate, estimate, generate, score
@@ -50,7 +50,7 @@ class Player:
         given = {"estimator": "grpo", "kl_coef": 0.0, **(algorithm or {})}
         self.algorithm = AlgorithmConfig.preset("grpo", n=n, **given)
         self.environment = EnvironmentConfig(factory=environment, **options)
-        self.engine = engine if engine is not None else actor.engine
+        self.engine = engine if engine is not None else TransformersEngine(actor)
         self.models = models if models is not None else Models(actor)
         self.reward, self.seed, self.token_budget = reward, seed, token_budget
         self.metrics: dict[str, float] = {}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rollbook.compat.trinity import split_dpo_experience_to_single_turn
 from rollbook.core.metrics import StepMetrics
 from rollbook.rollout import Prompt, ScriptedEngine, TransformersEngine
-from rollbook.rollout.processing import Preparer
+from rollbook.rollout.transformers import PromptPreparer
 from rollbook.train.data import Prompts, permutation
 from rollbook.train.naming import resolve
 from rollbook.train.rows import Reader, digest
@@ -436,7 +436,7 @@ def test_pictures_of_a_saved_dataset(tmp_path: Path) -> None:
     made = datasets.Dataset.from_list([{"prompt": "<image>", "images": [picture()]}], features=features)
     made.save_to_disk(str(tmp_path))
     prompt = Prompts.from_file(tmp_path).every()[0]
-    prepared = Preparer(llava()[1]).prepare(prompt)
+    prepared = PromptPreparer(llava()[1]).prepare(prompt)
     assert prepared.media is not None and list(prepared.media["pixel_values"].shape) == [1, 3, 16, 16]
 
 

@@ -13,8 +13,8 @@ import torch
 
 from rollbook import EID, Experience
 from rollbook.models import Actor, Critic
-from rollbook.rollout import Line, Prompt, Reply, ScriptedEngine
-from rollbook.rollout.engine import Engine
+from rollbook.rollout import Line, Prompt, Reply, ScriptedEngine, TransformersEngine
+from rollbook.rollout.engine import BaseEngine
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.pipeline import Models
 from tests import tiny
@@ -54,7 +54,7 @@ class Game:
         self.closed = True
 
 
-class Counting(Engine):
+class Counting(BaseEngine):
     """A scripted engine that says how many samples each call asked for."""
 
     def __init__(self, script: Any) -> None:
@@ -74,7 +74,7 @@ class Counting(Engine):
 
 
 def scripted(script: Any, environment: Any = Game, **options: Any) -> Player:
-    engine = script if isinstance(script, Engine) else ScriptedEngine(script, TOKENIZER)
+    engine = script if isinstance(script, BaseEngine) else ScriptedEngine(script, TOKENIZER)
     return Player(environment, engine=engine, **options)
 
 
@@ -121,7 +121,7 @@ def test_ids_are_those_of_single_turns(actor: Actor) -> None:
     prompts = [Prompt(text="the fox", eid=EID(batch=7, task="x", suffix="")), Prompt(text="yes")]
     ours = Player(Game, actor=actor, n=3, seed=11, max_turns=2).make_records(prompts, max_tokens=4)
     prompts[1] = prompts[1].replace(eid=EID(batch=0, task=1, suffix=""))
-    theirs = actor.engine.generate(prompts, max_tokens=4, n=3, seed=11)
+    theirs = TransformersEngine(actor).generate(prompts, max_tokens=4, n=3, seed=11)
     assert [eid.uid for eid in ours.eids()] == [sample.eid.uid for sample in theirs]
     assert ours.values("group_size") == [3] * 6
 

@@ -11,9 +11,19 @@ import torch
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.rewards import RewardInput, Scores
+from rollbook.rewards import RewardInput, RewardResult
 from rollbook.rewards.types import Reward
-from rollbook.rollout import Cancel, Engine, Line, Prompt, Request, RunInfo, Sample, ScriptedEngine, TransformersEngine
+from rollbook.rollout import (
+    BaseEngine,
+    Cancel,
+    Line,
+    Prompt,
+    Request,
+    RunInfo,
+    Sample,
+    ScriptedEngine,
+    TransformersEngine,
+)
 from rollbook.train.evaluating import Evaluation, difference, evaluate, evaluated
 from rollbook.train.statistics import share
 from tests.tiny import bytes_, llama
@@ -78,9 +88,9 @@ def test_a_vote_is_by_the_marked_answer_or_by_ones_own() -> None:
 @pytest.mark.parametrize(("success", "expected"), [(None, 1 / 3), (0.5, 2 / 3), (0, 1.0), (2.0, 0.0), ("close", 2 / 3)])
 def test_what_counts_as_success(success: Any, expected: float) -> None:
     class Parts(Reward):
-        def __call__(self, inputs: Sequence[Any]) -> Scores:
+        def __call__(self, inputs: Sequence[Any]) -> RewardResult:
             rewards = [{"2": 0.1 + 0.2 + 0.7 - 1e-9, "5": 0.5}.get(one.response, 0.0) for one in inputs]
-            return Scores(rewards=rewards, metrics={"close": [float(one >= 0.5) for one in rewards]})
+            return RewardResult(rewards=rewards, metrics={"close": [float(one >= 0.5) for one in rewards]})
 
     found = evaluate(answering(["2"], ["5"], ["9"]), prompts(), Parts(), success=success)
     assert found.success == pytest.approx(expected)
@@ -137,7 +147,7 @@ def test_samples_that_fail_or_have_no_reward_count_as_not_successful() -> None:
 
 
 def test_an_engine_that_breaks_off_loses_only_what_it_owed() -> None:
-    class Breaking(Engine):
+    class Breaking(BaseEngine):
         run = RunInfo(engine="breaking", engine_version="1", model="none")
 
         def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
@@ -178,8 +188,8 @@ def test_mistakes_are_refused(options: dict[str, Any], said: str) -> None:
 
 def test_a_reward_that_gives_too_few_scores_is_an_error() -> None:
     class Short(Reward):
-        def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
-            return Scores(rewards=[1.0])
+        def __call__(self, inputs: Sequence[RewardInput]) -> RewardResult:
+            return RewardResult(rewards=[1.0])
 
     with pytest.raises(ValueError, match="reward: got 1 scores back, expected 3"):
         evaluate(answering(["2"], ["4"], ["6"]), prompts(), Short())

@@ -14,7 +14,7 @@ from rollbook import EID, Experience, Experiences
 from rollbook.core.metrics import StepMetrics
 from rollbook.models import Actor
 from rollbook.rewards import RewardInput
-from rollbook.rewards.types import Reward, Scores
+from rollbook.rewards.types import Reward, RewardResult
 from rollbook.rollout import Line, Prompt, Sampling, ScriptedEngine
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.pipeline import Models, annotate, estimate, generate, score
@@ -29,9 +29,9 @@ class Watching(Reward):
     def __init__(self) -> None:
         self.inputs: list[RewardInput] = []
 
-    def __call__(self, inputs: Any) -> Scores:
+    def __call__(self, inputs: Any) -> RewardResult:
         self.inputs = list(inputs)
-        return Scores(rewards=[1.0] * len(self.inputs))
+        return RewardResult(rewards=[1.0] * len(self.inputs))
 
 
 def prompts(folder: Path) -> list[Prompt]:
@@ -93,8 +93,8 @@ def test_failed_samples_and_failed_scores_have_no_reward() -> None:
 
 def test_a_reward_must_score_every_sample() -> None:
     class Short(Watching):
-        def __call__(self, inputs: Any) -> Scores:
-            return Scores(rewards=[1.0])
+        def __call__(self, inputs: Any) -> RewardResult:
+            return RewardResult(rewards=[1.0])
 
     records = generate(ScriptedEngine([[4], [5]]), [Prompt(token_ids=[1])], Sampling(n=2))
     with pytest.raises(ValueError, match="reward: got 1 scores back, expected 2"):

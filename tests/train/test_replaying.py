@@ -389,7 +389,7 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
     named = {
         "model.builder": "os:system",
         "data.function": "rollbook.cli.parser:os.system",
-        "evaluation.function": "rollbook.core.modules:module_of_file",
+        "evaluation.function": "rollbook.core.fingerprints:module_of_file",
         "environment.function": f"{evil}:leave",
         "rewards.0.function": f"{evil}:leave",
         "rewards.1.options.functions.sly": f"{evil}:leave",

@@ -48,10 +48,10 @@ class Pool:
         key = content_key(value)
         if key is None:
             return value
-        found = self._watched.get(key)
+        known_object = self._watched.get(key)
         # Compared, not trusted: somebody may have written into the tensor since it was hashed.
-        if found is not None and same(found, value):
-            return found
+        if known_object is not None and same(known_object, value):
+            return known_object
         if isinstance(value, torch.Tensor):
             value = value.detach().clone(memory_format=torch.contiguous_format)
         else:
@@ -158,13 +158,13 @@ def divided(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
     rows: dict[str, list[int]] = {}
     for pixels, grids, number in _COUNTED:
         shapes, data = getattr(batch, grids), getattr(batch, pixels)
-        known = batch.origin.media_rows
+        media_rows = batch.origin.media_rows
         counts = _counts(batch, number)
         if isinstance(shapes, torch.Tensor):
             if shapes.dim() != 2:
                 raise ValueError(f"{grids}: got shape {list(shapes.shape)}, expected two dimensions")
             alike = [len(shapes) // count] * count if count and len(shapes) in (0, count) else []
-            rows[grids] = list(known.get(grids) or counts or alike)
+            rows[grids] = list(media_rows.get(grids) or counts or alike)
             if not rows[grids] and count:
                 raise ValueError(
                     f"{grids}: got {len(shapes)} rows for {count} samples, expected info[{number!r}] to say how many "
@@ -172,7 +172,7 @@ def divided(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
                 )
         result[grids] = _divided(grids, shapes, rows.get(grids), count, batch.origin.absent.get(grids), empty=None)
         if isinstance(data, torch.Tensor):
-            rows[pixels] = list(known.get(pixels) or _pixel_rows(pixels, data, result[grids], counts, count))
+            rows[pixels] = list(media_rows.get(pixels) or _pixel_rows(pixels, data, result[grids], counts, count))
         result[pixels] = _divided(pixels, data, rows.get(pixels), count, batch.origin.absent.get(pixels), empty=0)
     if not isinstance(batch.media, (dict, type(None))):
         raise ValueError(f"media: got {type(batch.media).__name__}, expected a dict of lists")
@@ -183,10 +183,10 @@ def divided(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
 
 def _counts(batch: ExperienceBatch, number: str) -> list[int] | None:
     """How many images each sample has, if `info` says so."""
-    given = (batch.info or {}).get(number)
-    if given is None:
+    entry = (batch.info or {}).get(number)
+    if entry is None:
         return None
-    counts = given.tolist() if isinstance(given, (torch.Tensor, np.ndarray)) else given
+    counts = entry.tolist() if isinstance(entry, (torch.Tensor, np.ndarray)) else entry
     good = isinstance(counts, (list, tuple)) and len(counts) == len(batch)
     if not good or not all(isinstance(c, (int, float)) and float(c).is_integer() and c >= 0 for c in counts):
         raise ValueError(f"info[{number!r}]: got {counts!r}, expected {len(batch)} whole numbers")
@@ -197,8 +197,8 @@ def _pixel_rows(name: str, data: torch.Tensor, grids: Any, counts: list[int] | N
     if grids is not None:
         return [0 if grid is None else int(grid.reshape(-1, grid.shape[-1]).prod(-1).sum()) for grid in grids]
     if counts and sum(counts) and len(data) % sum(counts) == 0:
-        each = len(data) // sum(counts)  # without grids every image has as many rows
-        return [each * number for number in counts]
+        rows_per_image = len(data) // sum(counts)  # without grids every image has as many rows
+        return [rows_per_image * number for number in counts]
     if count and len(data) % count == 0:
         return [len(data) // count] * count
     raise ValueError(f"{name}: got {len(data)} rows for {count} samples, expected grids that say how many each has")

@@ -38,10 +38,19 @@ Overflow = Literal["error", "left", "right"]
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What is asked of a model: exactly one of `text`, `messages` (a chat) and `token_ids`, with its media.
+    """A prompt: exactly one of `text`, `messages` and `token_ids`, with its media.
 
-    `images` and `videos` belong to this prompt alone. `eid` says which batch and task it is of: its samples are the
-    runs of that task, and form one group. `reference`, `label` and `info` go along to rewards and records.
+    Args:
+        text: Plain text.
+        messages: Chat messages.
+        token_ids: Token ids.
+        images: Images of this prompt.
+        videos: Videos of this prompt.
+        tools: Tools offered to the model, with `messages`.
+        eid: Batch and task. The samples of the prompt are the runs of that task and form one group.
+        reference: Reference answer, passed on to rewards and records.
+        label: Label of the task, passed on to rewards and records.
+        info: Other data, passed on to rewards and records.
 
     >>> Prompt.of("2 + 2 =").text, Prompt.of([5, 6]).token_ids, Prompt.of([{"role": "user", "content": "hi"}]).messages
     ('2 + 2 =', (5, 6), ({'role': 'user', 'content': 'hi'},))
@@ -63,10 +72,10 @@ class Prompt:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = [name for name in ("text", "messages", "token_ids") if getattr(self, name) is not None]
-        if len(given) != 1:
+        forms = [name for name in ("text", "messages", "token_ids") if getattr(self, name) is not None]
+        if len(forms) != 1:
             raise ValueError(
-                f"prompt: got {' and '.join(given) or 'nothing'}, expected one of text, messages, token_ids"
+                f"prompt: got {' and '.join(forms) or 'nothing'}, expected one of text, messages, token_ids"
             )
         if self.text is not None and not isinstance(self.text, str):
             raise ValueError(f"prompt.text: got {type(self.text).__name__}, expected a str")
@@ -83,48 +92,48 @@ class Prompt:
             object.__setattr__(self, name, as_media(f"prompt.{name}", getattr(self, name)))
 
     @classmethod
-    def of(cls, given: Any) -> Prompt:
+    def of(cls, source: Any) -> Prompt:
         """A prompt from what users write: text, messages, token ids (a list, an array or a tensor), or itself."""
-        if isinstance(given, Prompt):
-            return given
-        if isinstance(given, str):
-            return cls(text=given)
-        if hasattr(given, "tolist"):
-            return cls(token_ids=given.tolist())
-        if isinstance(given, Sequence) and given and isinstance(given[0], Mapping):
-            return cls(messages=given)
-        if isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray)):
-            return cls(token_ids=given)
-        what = f"{type(given).__name__} ({given!r})"
-        raise ValueError(f"prompt: got {what}, expected text, chat messages, token ids or a Prompt")
+        if isinstance(source, Prompt):
+            return source
+        if isinstance(source, str):
+            return cls(text=source)
+        if hasattr(source, "tolist"):
+            return cls(token_ids=source.tolist())
+        if isinstance(source, Sequence) and source and isinstance(source[0], Mapping):
+            return cls(messages=source)
+        if isinstance(source, Sequence) and not isinstance(source, (bytes, bytearray)):
+            return cls(token_ids=source)
+        description = f"{type(source).__name__} ({source!r})"
+        raise ValueError(f"prompt: got {description}, expected text, chat messages, token ids or a Prompt")
 
     def replace(self, **changes: Any) -> Prompt:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
-def token_ids(name: str, given: Any) -> tuple[int, ...]:
+def token_ids(name: str, ids: Any) -> tuple[int, ...]:
     """Token ids as a tuple, or an error that names the first that is none."""
-    if hasattr(given, "tolist"):
-        given = given.tolist()
-    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
-        raise ValueError(f"{name}: got {type(given).__name__}, expected a list of token ids")
-    for i, one in enumerate(given):
-        if isinstance(one, bool) or not isinstance(one, Integral) or int(one) < 0:
-            raise ValueError(f"{name}[{i}]: got {one!r}, expected a token id")
-    return tuple(int(one) for one in given)
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+        raise ValueError(f"{name}: got {type(ids).__name__}, expected a list of token ids")
+    for i, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, Integral) or int(token) < 0:
+            raise ValueError(f"{name}[{i}]: got {token!r}, expected a token id")
+    return tuple(int(token) for token in ids)
 
 
-def as_media(name: str, given: Any) -> tuple[Any, ...]:
+def as_media(name: str, media: Any) -> tuple[Any, ...]:
     """A prompt's images or videos as a tuple: none, one bare one, or several."""
-    if given is None:
+    if media is None:
         return ()
-    if isinstance(given, (list, tuple)):
-        for i, one in enumerate(given):
-            if one is None:
+    if isinstance(media, (list, tuple)):
+        for i, medium in enumerate(media):
+            if medium is None:
                 raise ValueError(f"{name}[{i}]: got None, expected an image or a video")
-        return tuple(given)
-    return (given,)
+        return tuple(media)
+    return (media,)
 
 
 ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
@@ -137,27 +146,35 @@ _RECORDED = ("asked_seed", "earlier", "run", "stop_reason")
 
 def _asked(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a mapping; of a sample's record, those that were asked for: the call's seed, not the stream's."""
-    made = {name: value for name, value in recorded.items() if name not in _RECORDED}
-    return made | {"seed": recorded["asked_seed"]} if "asked_seed" in recorded else made
+    options = {name: value for name, value in recorded.items() if name not in _RECORDED}
+    return options | {"seed": recorded["asked_seed"]} if "asked_seed" in recorded else options
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to sample: the options that every engine knows, checked when they are given.
+    """Sampling options that every engine supports, validated on construction.
 
-    - `n`: how many samples of each prompt. `max_tokens`, `min_tokens`: of each response.
-    - `temperature`: 0 takes the likeliest token. `top_p`, `top_k` (-1 or 0: all), `min_p` truncate.
-    - `first_temperature`: of the first token alone (FIRE); the rest, and all else, as ever.
-    - `stop`: texts, `stop_token_ids`: ids that end a response, beside the model's own; `ignore_eos` goes on past those.
-      The sampled tokens are kept whole; `include_stop` says whether `text` keeps the text that stopped it (special
-      tokens are in no `text`).
-    - `seed`: each sample has a stream of random numbers of its own, made from this and its id, so that what is sampled
-      does not depend on what else is in the batch. `None`: another one with each call.
-    - `suppress`: ids that are never sampled, such as an image's placeholder.
-    - `max_prompt_tokens`, and what becomes of a longer prompt: an `error` for that prompt, or cut on the `left` or
-      `right`, which is recorded.
-    - `logprobs`: which log-probs to record (see `LogprobsKind`); `None` asks for none.
-    - `extra`: options of one server that the others do not know, passed on as they are.
+    Args:
+        n: Samples per prompt.
+        max_tokens: Largest number of tokens of a response.
+        min_tokens: Smallest number of tokens of a response.
+        temperature: 0 takes the most likely token.
+        top_p: Nucleus sampling.
+        top_k: Number of most likely tokens to sample from; -1 or 0 for all.
+        min_p: Smallest probability relative to that of the most likely token.
+        first_temperature: Temperature of the first token (FIRE).
+        stop: Texts that end a response, in addition to the model's end tokens. Sampled tokens are never cut.
+        stop_token_ids: Token ids that end a response.
+        include_stop: Whether `Sample.text` keeps the stop text. Special tokens are never in `text`.
+        ignore_eos: Continue past the model's end tokens.
+        seed: Seed of the random streams. Each sample has its own, derived from the seed and its id, so that it does not
+            depend on the rest of the batch. `None`: another one for each call.
+        suppress: Token ids that are never sampled, such as image placeholders.
+        max_prompt_tokens: Largest number of prompt tokens.
+        prompt_overflow: What happens to longer prompts: `error` fails the prompt, `left` and `right` truncate it on
+            that side and record it.
+        logprobs: Log-probs to record (see `LogprobsKind`), or `None`.
+        extra: Options of one server, sent unchanged.
 
     >>> Sampling(temperature=0.7, top_p=0.9).to_dict()["top_p"]
     0.9
@@ -231,19 +248,19 @@ class Sampling:
         put(self, "extra", dict(self.extra or {}))
 
     @classmethod
-    def of(cls, given: Sampling | Mapping[str, Any] | None = None, **options: Any) -> Sampling:
+    def of(cls, source: Sampling | Mapping[str, Any] | None = None, **options: Any) -> Sampling:
         """Options from a mapping or another `Sampling`, with changes; unknown ones are refused with the nearest."""
-        base = cls() if given is None else given
+        base = cls() if source is None else source
         changes = dict(options)
         if not isinstance(base, Sampling):
             if not isinstance(base, Mapping):
                 raise ValueError(f"sampling: got {type(base).__name__}, expected Sampling or a mapping of its options")
             changes, base = {**_asked(base), **changes}, cls()
-        known = [f.name for f in dataclasses.fields(cls)]
+        names = [f.name for f in dataclasses.fields(cls)]
         named = {}
         for name, value in changes.items():
-            if ALIASES.get(name, name) not in known:
-                raise ValueError(f"sampling: option {name!r} is not known{suggest(name, known)}")
+            if ALIASES.get(name, name) not in names:
+                raise ValueError(f"sampling: option {name!r} is not known{suggest(name, names)}")
             named[ALIASES.get(name, name)] = value
         return dataclasses.replace(base, **named)
 
@@ -259,7 +276,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What all samples of an engine have in common: which engine, model, tokenizer and chat template made them.
+    """What all samples of an engine have in common: engine, model, tokenizer and chat template.
 
     >>> run = RunInfo(engine="scripted", engine_version="1", model="none")
     >>> run.to_dict()["engine"], len(run.id)
@@ -290,12 +307,29 @@ class RunInfo:
 
 @dataclass(kw_only=True)
 class Sample:
-    """One response of an engine to one prompt, as the engine gave it.
+    """One response of an engine to a prompt, with P prompt ids and R response ids.
 
-    P prompt ids, R response ids. `logprobs` [R] are of the distribution that `logprobs_kind` names. `versions` [R]:
-    the policy that sampled each token. `finish_reason`: `stop`, `length`, `tool_calls`, `abort` (give it back to the
-    engine to go on with it) or `error` (then `error` says what happened). `media`: what the processor made of the
-    prompt's images, one object for all samples of a prompt. `message`: a chat server's reply, tool calls and all.
+    Args:
+        prompt: The prompt.
+        eid: Id of the sample; samples of one prompt have the same task.
+        prompt_ids: [P] Token ids that the model was given.
+        response_ids: [R] Sampled token ids.
+        logprobs: [R] Log-probs of the distribution that `logprobs_kind` names.
+        logprobs_kind: Kind of the log-probs.
+        finish_reason: `stop`, `length`, `tool_calls`, `abort` (an engine can continue it) or `error`.
+        stop_reason: The requested stop text or id that ended the response, if any.
+        versions: [R] Version of the policy that sampled each token.
+        text: Text of the response, without special tokens.
+        prompt_text: Text of the prompt.
+        sampling: Sampling options, as recorded.
+        run_id: `RunInfo.id` of the engine.
+        group_size: Number of samples of the prompt.
+        error: What went wrong, with finish reason `error`.
+        message: Reply of a chat server, with its tool calls.
+        media: Processed media of the prompt, one object for all of its samples.
+        routed_experts: [R, layers, k] Experts that were selected.
+        metrics: Numbers to record.
+        info: Other data to record.
 
     >>> sample = Sample(
     ...     prompt=Prompt(text="2+2="), eid=EID(batch=0, task=7, run=1, suffix="a"), prompt_ids=[5, 6],
@@ -362,17 +396,20 @@ class Sample:
         return dataclasses.replace(self, **changes)
 
     def to_experience(self) -> Experience:
-        """The record of this sample. Of a failed one too: it has the response as far as it got, maybe none, a mask
-        that is all False, and `info["error"]`. `info["images"]` has the prompt's images (see `pictures.recorded`),
-        unless the prompt's own `info` has something under that name."""
-        from rollbook.core.experience import Experience
-        from rollbook.core.images import recorded, told
+        """Convert the sample to a record.
 
-        whole = not self.failed
+        The record of a failed sample has the response as far as it was sampled, an all-False mask and
+        `info["error"]`. `info["images"]` holds the encoded images of the prompt (see `encode_for_record`), unless the
+        prompt's own `info` has that key.
+        """
+        from rollbook.core.experience import Experience
+        from rollbook.core.images import encode_for_record, encode_message
+
+        succeeded = not self.failed
         info = {**self.prompt.info, **self.info}
-        given: dict[str, Any] = {"reference": self.prompt.reference, "label": self.prompt.label, "error": self.error}
-        info |= {name: value for name, value in given.items() if value is not None}
-        if self.prompt.images and "images" not in info and (images := recorded(self.prompt.images)):
+        fields: dict[str, Any] = {"reference": self.prompt.reference, "label": self.prompt.label, "error": self.error}
+        info |= {name: value for name, value in fields.items() if value is not None}
+        if self.prompt.images and "images" not in info and (images := encode_for_record(self.prompt.images)):
             info["images"] = images
         sampling = {**self.sampling, "logprobs": self.logprobs_kind if self.logprobs is not None else None}
         if self.run_id is not None:
@@ -380,8 +417,8 @@ class Sample:
         if self.stop_reason is not None:
             sampling["stop_reason"] = self.stop_reason
         mask: dict[str, Any] = {}
-        if not whole or not self.response_ids or not self.prompt_ids:
-            mask = {"action_mask": [whole] * len(self.response_ids), "experience_type": "multi_turn"}
+        if not succeeded or not self.response_ids or not self.prompt_ids:
+            mask = {"action_mask": [succeeded] * len(self.response_ids), "experience_type": "multi_turn"}
         messages = self.prompt.messages
         if messages is not None and self.message is not None:
             messages = [*messages, self.message]
@@ -395,7 +432,7 @@ class Sample:
             truncate_status="response_truncated" if self.finish_reason == "length" else None,
             response_text=self.text,
             prompt_text=self.prompt_text if self.prompt_text is not None else self.prompt.text,
-            messages=None if messages is None else [told(message) for message in messages],
+            messages=None if messages is None else [encode_message(message) for message in messages],
             tools=None if self.prompt.tools is None else [dict(tool) for tool in self.prompt.tools],
             multi_modal_inputs=self.media,
             routed_experts=self.routed_experts,

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from rollbook.core.experience import Experience
 from rollbook.core.fields import BATCH_FIELDS, FIELDS, tensor_fields
 from rollbook.core.ids import EID
-from rollbook.core.images import names_file, source
+from rollbook.core.images import names_file, source_key
 from rollbook.core.media import is_picture
 from rollbook.io.response_text import Decoder, reflections, repeat_score
 from rollbook.io.trajectory_files import EncodedImage, ImageEncoder, flatten_images, is_remote, message_images
@@ -168,7 +168,7 @@ class JsonSafe:
 
     def _convert(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, Mapping):
-            image_key = source(value) if id(value) in self.references else None
+            image_key = source_key(value) if id(value) in self.references else None
             converted = {}
             for key, element in value.items():
                 name = self.text(key if isinstance(key, str) else str(key))
@@ -410,7 +410,7 @@ def reward_parts(metrics: Any, safe: JsonSafe) -> dict[str, Any]:
 
 
 def recorded_images(info: Mapping[Any, Any]) -> list[bytes]:
-    """Return the images in a record's `info["images"]`; see `rollbook.core.images.recorded`."""
+    """Return the images in a record's `info["images"]`; see `rollbook.core.images.encode_for_record`."""
     images = info.get("images")
     return [image for image in images if isinstance(image, bytes)] if isinstance(images, (list, tuple)) else []
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.core.files import make_folder, private_opener
-from rollbook.core.images import encoded, inner, load_picture, pixels_key, source
+from rollbook.core.images import load_picture, pixels_key, read_encoded, source_key, unwrap
 
 _PNG_MODES = frozenset(("1", "L", "LA", "RGB", "RGBA"))
 """Pixel modes that PNG has and that can be resized; others become RGB or RGBA."""
@@ -64,7 +64,7 @@ class ImageEncoder:
 
     def encode(self, image: Any) -> EncodedImage:
         """Encode an image; `ValueError` if it is none, or cannot be read."""
-        raw = encoded("image", image)
+        raw = read_encoded("image", image)
         image = None if raw is not None else load_picture("image", image)
         key: Any = hashlib.sha256(raw).digest() if raw is not None else _content(image)
         if key not in self._by_content:
@@ -135,13 +135,13 @@ def message_images(messages: Iterable[Any] | None) -> list[Mapping[str, Any]]:
         part
         for content in contents
         for part in (content if isinstance(content, (list, tuple)) else ())
-        if isinstance(part, Mapping) and "image" in str(part.get("type", "")) and source(part) is not None
+        if isinstance(part, Mapping) and "image" in str(part.get("type", "")) and source_key(part) is not None
     ]
 
 
 def is_remote(image: Any) -> bool:
     """Whether an image is a URL, which is never fetched."""
-    image = inner(image)
+    image = unwrap(image)
     return isinstance(image, str) and image.startswith(("http://", "https://"))
 
 

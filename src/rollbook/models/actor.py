@@ -81,7 +81,6 @@ class Actor(Wrapper):
         self.processor = processor
         self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
         self._head: Head | None = None
-        self._engine: Any = None
         if not self.trainable:
             self.requires_grad_(False).eval()
 
@@ -161,25 +160,12 @@ class Actor(Wrapper):
         return self.head.stats(on_device, temperature=self._tempered(temperature), entropy=entropy)[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        # An engine has locks, which a copy or another process cannot have; both are made again when they are needed.
-        return {**self.__dict__, "_engine": None, "_head": None}
+        return {**self.__dict__, "_head": None}  # made again when it is needed
 
     def _tempered(self, temperature: float | None) -> float:
         return self.temperature if temperature is None else positive("temperature", temperature, torch.float32)
 
     # --- generating ---------------------------------------------------------------------------------------------------
-
-    @property
-    def engine(self) -> Any:
-        """The rollout engine over this actor's own weights; one for each actor."""
-        if self._engine is None:
-            from rollbook.rollout.local import TransformersEngine
-
-            engine = TransformersEngine(self.model, self.tokenizer, self.processor)
-            # Whoever asks it, and for what: what has no probability in training is not sampled.
-            engine.runner.suppressed = tuple(sorted({*engine.runner.suppressed, *self.suppress}))
-            self._engine = engine
-        return self._engine
 
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
@@ -191,8 +177,8 @@ class Actor(Wrapper):
         are transformers' (`max_new_tokens`, `max_length`, `min_new_tokens`, `do_sample`, `temperature`, `top_p`,
         `top_k`, `eos_token_id`, `pad_token_id`, `num_return_sequences`, ...), those of `rollbook.rollout.Sampling`, and
         what a processor made of media, all prompts together (`pixel_values`, `image_grid_thw`, ...); what would change
-        nothing is taken (`num_beams=1`), what is not known refused. `engine` gives log-probs, versions and finish
-        reasons, too.
+        nothing is taken (`num_beams=1`), what is not known refused. `TransformersEngine(actor)` gives log-probs,
+        versions and finish reasons, too.
         """
         check_matrix("input_ids", input_ids, "(B, P)")
         pad = kwargs.pop("pad_token_id", None)
@@ -211,7 +197,9 @@ class Actor(Wrapper):
             for row, images in zip(rows, media_by_row, strict=True)
         ]
         # One batch id for all calls: with a seed, the same is sampled another time.
-        return laid_out(self.engine.generate(prompts, sampling, batch="generate"), pad, self.device)
+        from rollbook.rollout.transformers import TransformersEngine
+
+        return laid_out(TransformersEngine(self).generate(prompts, sampling, batch="generate"), pad, self.device)
 
     def process_sequences(
         self, sequences: torch.Tensor, input_len: int, eos_token_id: Any, pad_token_id: int

@@ -1,14 +1,14 @@
-"""Rewards: functions, models, servers and recipes that score samples, and ready functions to begin with.
+"""Rewards: functions, models, servers and recipes that score samples, and built-in reward functions.
 
-| module | what it holds |
+| module | contents |
 |---|---|
-| `types` | `RewardInput`, `Scores`, the `Reward` protocol |
-| `choose` | `as_reward`: a reward from whatever a user has; `READY`, the ready functions by name |
-| `functions`, `pools` | reward functions, in threads or processes, with a time limit for each call |
+| `types` | `RewardInput`, `RewardResult`, the `Reward` protocol |
+| `functions` | reward functions, in threads or processes, with a time limit for each call |
 | `models` | torch modules and sequence classifiers |
-| `remote`, `images` | servers, and what they are sent |
-| `recipes` | weighted sums, recipes by label, LightRFT's `reward_fn` |
-| `answers`, `equivalence`, `texts`, `programs`, `sandbox` | the ready functions |
+| `remote` | reward models behind HTTP |
+| `recipes` | `as_reward`, weighted sums, recipes by label, LightRFT's `reward_fn` |
+| `answers`, `code` | built-in reward functions (`READY` has them by name) |
+| `sandbox` | limits for untrusted programs |
 
 Names load when they are first used: neither torch nor httpx is needed before.
 
@@ -31,64 +31,64 @@ if TYPE_CHECKING:
     from rollbook.rewards.answers import exact_match as exact_match
     from rollbook.rewards.answers import final_answer as final_answer
     from rollbook.rewards.answers import gsm8k as gsm8k
+    from rollbook.rewards.answers import json_errors as json_errors
+    from rollbook.rewards.answers import json_match as json_match
+    from rollbook.rewards.answers import json_schema as json_schema
     from rollbook.rewards.answers import last_number as last_number
+    from rollbook.rewards.answers import length as length
+    from rollbook.rewards.answers import math_match as math_match
     from rollbook.rewards.answers import numeric_match as numeric_match
+    from rollbook.rewards.answers import repetition as repetition
     from rollbook.rewards.answers import think_answer_format as think_answer_format
     from rollbook.rewards.answers import think_boxed_format as think_boxed_format
-    from rollbook.rewards.choose import READY as READY
-    from rollbook.rewards.choose import as_reward as as_reward
-    from rollbook.rewards.equivalence import math_match as math_match
+    from rollbook.rewards.code import code_match as code_match
     from rollbook.rewards.functions import FunctionReward as FunctionReward
     from rollbook.rewards.functions import batched as batched
     from rollbook.rewards.models import ModelReward as ModelReward
-    from rollbook.rewards.programs import code_match as code_match
-    from rollbook.rewards.recipes import Combined as Combined
+    from rollbook.rewards.recipes import READY as READY
+    from rollbook.rewards.recipes import CombinedReward as CombinedReward
     from rollbook.rewards.recipes import Recipe as Recipe
+    from rollbook.rewards.recipes import as_reward as as_reward
     from rollbook.rewards.recipes import lightrft_reward as lightrft_reward
     from rollbook.rewards.remote import RemoteReward as RemoteReward
     from rollbook.rewards.sandbox import Limits as Limits
-    from rollbook.rewards.sandbox import sandboxed as sandboxed
-    from rollbook.rewards.texts import json_errors as json_errors
-    from rollbook.rewards.texts import json_match as json_match
-    from rollbook.rewards.texts import json_schema as json_schema
-    from rollbook.rewards.texts import length as length
-    from rollbook.rewards.texts import repetition as repetition
+    from rollbook.rewards.sandbox import run_sandboxed as run_sandboxed
     from rollbook.rewards.types import Reward as Reward
     from rollbook.rewards.types import RewardError as RewardError
     from rollbook.rewards.types import RewardInput as RewardInput
-    from rollbook.rewards.types import Scores as Scores
+    from rollbook.rewards.types import RewardResult as RewardResult
 
 _HOMES = {
-    "Combined": "rollbook.rewards.recipes",
+    "CombinedReward": "rollbook.rewards.recipes",
     "FunctionReward": "rollbook.rewards.functions",
     "Limits": "rollbook.rewards.sandbox",
     "ModelReward": "rollbook.rewards.models",
-    "READY": "rollbook.rewards.choose",
+    "READY": "rollbook.rewards.recipes",
     "Recipe": "rollbook.rewards.recipes",
     "RemoteReward": "rollbook.rewards.remote",
     "Reward": "rollbook.rewards.types",
     "RewardError": "rollbook.rewards.types",
     "RewardInput": "rollbook.rewards.types",
-    "Scores": "rollbook.rewards.types",
+    "RewardResult": "rollbook.rewards.types",
     "as_number": "rollbook.rewards.answers",
-    "as_reward": "rollbook.rewards.choose",
+    "as_reward": "rollbook.rewards.recipes",
     "batched": "rollbook.rewards.functions",
     "boxed": "rollbook.rewards.answers",
     "boxed_match": "rollbook.rewards.answers",
-    "code_match": "rollbook.rewards.programs",
+    "code_match": "rollbook.rewards.code",
     "exact_match": "rollbook.rewards.answers",
     "final_answer": "rollbook.rewards.answers",
     "gsm8k": "rollbook.rewards.answers",
-    "json_errors": "rollbook.rewards.texts",
-    "json_match": "rollbook.rewards.texts",
-    "json_schema": "rollbook.rewards.texts",
+    "json_errors": "rollbook.rewards.answers",
+    "json_match": "rollbook.rewards.answers",
+    "json_schema": "rollbook.rewards.answers",
     "last_number": "rollbook.rewards.answers",
-    "length": "rollbook.rewards.texts",
+    "length": "rollbook.rewards.answers",
     "lightrft_reward": "rollbook.rewards.recipes",
-    "math_match": "rollbook.rewards.equivalence",
+    "math_match": "rollbook.rewards.answers",
     "numeric_match": "rollbook.rewards.answers",
-    "repetition": "rollbook.rewards.texts",
-    "sandboxed": "rollbook.rewards.sandbox",
+    "repetition": "rollbook.rewards.answers",
+    "run_sandboxed": "rollbook.rewards.sandbox",
     "think_answer_format": "rollbook.rewards.answers",
     "think_boxed_format": "rollbook.rewards.answers",
 }

@@ -91,9 +91,9 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 def pivot_root(new: str) -> bool:
     """Make a mount the root of the namespace and detach the old one; whether that worked."""
-    known = NUMBERS.get(os.uname().machine)
+    number = NUMBERS.get(os.uname().machine)
     os.chdir(new)
-    if known is None or libc.syscall(known[4], b".", b".") != 0:
+    if number is None or libc.syscall(number[4], b".", b".") != 0:
         return False
     return bool(libc.umount2(b".", DETACH) == 0)
 
@@ -230,14 +230,14 @@ def set_limits(settings: dict[str, Any], others: int) -> None:
 
 def children() -> list[int]:
     """The processes whose parent this one is."""
-    found = []
+    processes = []
     for name in os.listdir("/proc") if linux else []:
         with contextlib.suppress(OSError, ValueError, IndexError):
             if name.isdigit():
                 with open(f"/proc/{name}/stat", "rb") as file:
                     if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                        found.append(int(name))
-    return found
+                        processes.append(int(name))
+    return processes
 
 
 def kill_the_rest(child: int) -> None:

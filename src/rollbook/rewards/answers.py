@@ -1,17 +1,25 @@
-r"""Ready functions that look for an answer in a response and compare it (exact, numeric, boxed), or look at its form.
+"""Built-in reward functions: compare answers (exact, numeric, boxed, symbolic, JSON) or check a response's form.
 
-Invariant: they look at the response alone; what cannot be read as an answer is wrong (0), while a missing or unreadable
-reference is an error.
+Invariant: they look at the response alone. A response without a readable answer scores 0; a missing or unreadable
+reference is an error. Length and repetition are those of `rollbook.algorithms.shaping`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
+import logging
+import os
 import re
+import threading
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, Literal
 
 from rollbook.core.checks import check_choice, check_float
+from rollbook.rewards.functions import MissingExtraError, ProcessPool, batched
 
 Percent = Literal["either", "hundredth", "ignored"]
 
@@ -34,10 +42,10 @@ def boxed(text: str) -> str | None:
 
 def _boxes(text: str) -> list[tuple[int, int, int]]:
     """Where each closed box begins, and the bounds of what is in it; in one pass, however many are open or nested."""
-    found: list[tuple[int, int, int]] = []
+    boxes: list[tuple[int, int, int]] = []
     openings = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
     if not openings:
-        return found
+        return boxes
     stack: list[int] = []
     for match in _BRACE.finditer(text):
         if match[0] == "{":
@@ -45,8 +53,8 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
         elif match[0] == "}" and stack:
             start = stack.pop()
             if start in openings:
-                found.append((openings[start], start + 1, match.start()))
-    return sorted(found)
+                boxes.append((openings[start], start + 1, match.start()))
+    return sorted(boxes)
 
 
 def final_answer(text: str) -> str | None:
@@ -101,7 +109,7 @@ def as_number(text: str) -> Fraction | None:
     >>> as_number("1,234.50"), as_number("-3/4"), as_number("50%"), as_number(r"\frac{1}{2}"), as_number("1,2")
     (Fraction(2469, 2), Fraction(-3, 4), Fraction(1, 2), Fraction(1, 2), None)
     """
-    read = _read(_WHOLE.fullmatch(_undressed(text)))
+    read = _parse_number(_WHOLE.fullmatch(_strip_latex(text)))
     return None if read is None else read[0] / (100 if read[1] else 1)
 
 
@@ -111,24 +119,24 @@ def last_number(text: str) -> Fraction | None:
     >>> last_number("She has 3 apples, and 1,200.5 pears."), last_number("none")
     (Fraction(2401, 2), None)
     """
-    read = _last(text)
+    read = _last_number(text)
     return None if read is None else read[0] / (100 if read[1] else 1)
 
 
-def _undressed(text: str) -> str:
+def _strip_latex(text: str) -> str:
     text = _FRAC.sub(r" \1\3/\2\4", text[: 8 * _MOST_DIGITS])  # the space: 3\frac{1}{2} is three and a half
     return _DRESS.sub("", text).strip()
 
 
-def _last(text: str) -> tuple[Fraction, bool] | None:
-    tail = _undressed(text[-8 * _MOST_DIGITS :])
-    found = None
+def _last_number(text: str) -> tuple[Fraction, bool] | None:
+    tail = _strip_latex(text[-8 * _MOST_DIGITS :])
+    number = None
     for match in _INSIDE.finditer(tail):
-        found = _read(match) or found
-    return found
+        number = _parse_number(match) or number
+    return number
 
 
-def _read(match: re.Match[str] | None) -> tuple[Fraction, bool] | None:
+def _parse_number(match: re.Match[str] | None) -> tuple[Fraction, bool] | None:
     """(value without percent, whether there was a percent sign)."""
     if match is None or len(match.group()) > _MOST_DIGITS:
         return None
@@ -148,25 +156,25 @@ def _read(match: re.Match[str] | None) -> tuple[Fraction, bool] | None:
 # --- functions --------------------------------------------------------------------------------------------------------
 
 
-def references(given: Any) -> list[str]:
+def as_references(reference: Any) -> list[str]:
     """The answers that count as right: one, or a list of them, as texts.
 
-    >>> references(["a", 5]), references("b")
+    >>> as_references(["a", 5]), as_references("b")
     (['a', '5'], ['b'])
     """
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, Sequence) and given:
-        return [text for one in given for text in references(one)]
-    if given is None or isinstance(given, (Sequence, dict)):
-        raise ValueError(f"reference: got {given!r}, expected an answer or a list of answers")
-    return [str(given)]
+    if isinstance(reference, str):
+        return [reference]
+    if isinstance(reference, Sequence) and reference:
+        return [text for entry in reference for text in as_references(entry)]
+    if reference is None or isinstance(reference, (Sequence, dict)):
+        raise ValueError(f"reference: got {reference!r}, expected an answer or a list of answers")
+    return [str(reference)]
 
 
-def plain(text: str) -> str:
+def normalize_text(text: str) -> str:
     """A text as answers are compared: no outer space, inner space single, case folded, no final full stop.
 
-    >>> plain("  The  Answer. ")
+    >>> normalize_text("  The  Answer. ")
     'the answer'
     """
     return " ".join(text.split()).casefold().rstrip(".").rstrip()
@@ -175,23 +183,23 @@ def plain(text: str) -> str:
 def exact_match(response: str, reference: Any, *, strict: bool = False) -> float:
     r"""1 if the answer is (one of) the reference(s), else 0.
 
-    The answer is what the response marks as such (`final_answer`), else all of it; both are compared as `plain` texts.
-    `strict`: the whole response, character by character.
+    The answer is what the response marks as such (`final_answer`), else all of it; both are compared after
+    `normalize_text`. `strict`: the whole response, character by character.
 
     >>> exact_match("The capital is \\boxed{Paris}.", "paris"), exact_match("Paris, I think", "Paris")
     (1.0, 0.0)
     >>> exact_match("B", ["A", "B"]), exact_match("Paris ", "Paris", strict=True)
     (1.0, 0.0)
     """
-    right = references(reference)
+    right = as_references(reference)
     if strict:
         return float(response in right)
     answer = final_answer(response)
-    found = plain(response if answer is None else answer)
-    return float(any(found == plain(_own(one)) for one in right))
+    text = normalize_text(response if answer is None else answer)
+    return float(any(text == normalize_text(_marked_answer(expected)) for expected in right))
 
 
-def _own(reference: str) -> str:
+def _marked_answer(reference: str) -> str:
     """A reference that marks its answer (a whole solution of GSM8K) stands for that answer."""
     marked = final_answer(reference)
     return reference if marked is None else marked
@@ -211,21 +219,25 @@ def numeric_match(response: str, reference: Any, *, tolerance: float = 1e-6, per
     """
     check_float("tolerance", tolerance, 0, 1)
     check_choice("percent", percent, ("either", "hundredth", "ignored"))
-    rights = [_reference_number(one) for one in references(reference)]
+    rights = [_reference_number(text) for text in as_references(reference)]
     answer = final_answer(response)
-    found = _last(response) if answer is None else _read(_WHOLE.fullmatch(_undressed(answer))) or _last(answer)
-    return float(found is not None and any(_equal(found, right, tolerance, percent) for right in rights))
+    number = (
+        _last_number(response)
+        if answer is None
+        else _parse_number(_WHOLE.fullmatch(_strip_latex(answer))) or _last_number(answer)
+    )
+    return float(number is not None and any(_equal_numbers(number, right, tolerance, percent) for right in rights))
 
 
 def _reference_number(text: str) -> tuple[Fraction, bool]:
-    own = _own(text)
-    found = _read(_WHOLE.fullmatch(_undressed(own))) or _last(own)
-    if found is None:
+    answer = _marked_answer(text)
+    number = _parse_number(_WHOLE.fullmatch(_strip_latex(answer))) or _last_number(answer)
+    if number is None:
         raise ValueError(f"reference: got {text[:80]!r}, expected a number")
-    return found
+    return number
 
 
-def _equal(a: tuple[Fraction, bool], b: tuple[Fraction, bool], tolerance: float, percent: Percent) -> bool:
+def _equal_numbers(a: tuple[Fraction, bool], b: tuple[Fraction, bool], tolerance: float, percent: Percent) -> bool:
     pairs = []
     if percent != "ignored":
         pairs.append((a[0] / (100 if a[1] else 1), b[0] / (100 if b[1] else 1)))
@@ -240,19 +252,19 @@ def boxed_match(response: str, reference: Any, *, tolerance: float = 1e-6) -> fl
     >>> boxed_match(r"so \boxed{x + 1}", "x+1"), boxed_match(r"\boxed{72}", "#### 72"), boxed_match("72", "72")
     (1.0, 1.0, 0.0)
     """
-    right = references(reference)
+    right = as_references(reference)
     answer = boxed(response)
     if answer is None:
         return 0.0
-    bare = "".join(plain(answer).split())
-    if any(bare == "".join(plain(_own(one)).split()) for one in right):
+    bare = "".join(normalize_text(answer).split())
+    if any(bare == "".join(normalize_text(_marked_answer(expected)).split()) for expected in right):
         return 1.0
-    found = _read(_WHOLE.fullmatch(_undressed(answer)))
-    if found is None:
+    number = _parse_number(_WHOLE.fullmatch(_strip_latex(answer)))
+    if number is None:
         return 0.0
-    for one in right:
-        value = _read(_WHOLE.fullmatch(_undressed(_own(one))))
-        if value is not None and _equal(found, value, tolerance, "either"):
+    for expected in right:
+        value = _parse_number(_WHOLE.fullmatch(_strip_latex(_marked_answer(expected))))
+        if value is not None and _equal_numbers(number, value, tolerance, "either"):
             return 1.0
     return 0.0
 
@@ -308,3 +320,287 @@ def gsm8k(response: str, reference: Any, *, format_weight: float = 0.1) -> dict[
         response = f"{before}\\boxed{{{answer}}}"
     accuracy, form = boxed_match(response, reference), think_boxed_format(response)
     return {"reward": (1 - share) * accuracy + share * form, "accuracy": accuracy, "format": form}
+
+
+_pool: ProcessPool | None = None
+_pool_lock = threading.Lock()
+
+
+def math_match(response: str, reference: Any, *, time_limit: float = 10.0, precision: int = 6) -> float:
+    r"""1 if the answer equals the reference as mathematics, else 0.
+
+    The answer is what math-verify finds in the response: its last box, else LaTeX or an expression near its end. Sets,
+    intervals, tuples, matrices, equations (`x = 3` for `3`), percent and units are understood. `precision`: decimals
+    that must agree. A reference is an answer, with or without a box or dollar signs, or a list of them.
+
+    Comparisons run in processes of their own (up to 4), started when first needed. One that is not done after
+    `time_limit` seconds is killed, and the answer is wrong. Only a reference that cannot be read is an error. Texts and
+    plain numbers that are equal as they stand are not sent there.
+
+    >>> math_match(r"so it is \boxed{\frac{2}{4}}", "1/2"), math_match(r"$x^2 + 2x + 1$", "(x + 1)^2")
+    (1.0, 1.0)
+    >>> math_match(r"\boxed{(1, 2]}", "[1, 2]"), math_match("I do not know", "7")
+    (0.0, 0.0)
+    """
+    check_float("time_limit", time_limit, 0.01, 1e6)
+    right = as_references(reference)
+    answer = final_answer(response)
+    if answer is not None and any(_same(answer, expected) for expected in right):
+        return 1.0
+    outcome = _processes().call((response, right, precision), time_limit)
+    if outcome.stopped:
+        return 0.0
+    if outcome.fatal is not None:
+        raise outcome.fatal(outcome.error)
+    if outcome.error is not None:
+        raise RuntimeError(f"math equivalence: {outcome.error}")
+    return float(outcome.value)
+
+
+def _same(answer: str, reference: str) -> bool:
+    expected = final_answer(reference) or reference
+    if normalize_text(answer) == normalize_text(expected):
+        return True
+    value = as_number(answer)
+    return value is not None and value == as_number(expected)
+
+
+def _processes() -> ProcessPool:
+    global _pool
+    with _pool_lock:
+        if _pool is None:
+            _pool = ProcessPool(_Verifier(), min(4, os.cpu_count() or 1))
+        return _pool
+
+
+class _Verifier:
+    """`_verified`, which in another process comes with SymPy loaded: that takes longer than most comparisons, and is
+    not to count in anybody's limit."""
+
+    def __reduce__(self) -> Any:
+        return _ready, ()
+
+    def __call__(self, response: str, right: list[str], precision: int) -> float:
+        return _verified(response, right, precision)
+
+
+def _ready() -> _Verifier:
+    with contextlib.suppress(ImportError):  # the call says what is missing
+        importlib.import_module("math_verify")
+    return _Verifier()
+
+
+def _verified(response: str, right: list[str], precision: int) -> float:
+    """The comparison itself, without a limit."""
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise MissingExtraError("math equivalence needs math-verify: pip install 'rollbook[math]'") from None
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of limits that are off: ours is not
+    expressions = []
+    for reference in right:
+        marked = final_answer(reference)
+        # A bare answer is read as a box: outside of one, an interval or a letter is not found.
+        forms = (
+            [reference] if "$" in reference else [f"\\boxed{{{reference if marked is None else marked}}}", reference]
+        )
+        expected = next((parsed for form in forms if (parsed := parse(form, parsing_timeout=None))), None)
+        if expected is None:
+            raise ValueError(f"reference: got {reference[:80]!r}, which math-verify cannot read")
+        expressions.append(expected)
+    try:
+        answers = parse(response, parsing_timeout=None)
+        return float(
+            any(
+                verify(expression, answers, float_rounding=precision, timeout_seconds=None)
+                for expression in expressions
+                if answers
+            )
+        )
+    except Exception:  # SymPy raises whatever it likes of what a model wrote
+        return 0.0
+
+
+_FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def json_errors(text: str, schema: Any = None, *, most: int = 10) -> list[str]:
+    """What is wrong with a text as JSON, or with its value by a schema; nothing, if it is as it should be.
+
+    The text is JSON as a whole, or its last fenced block (three back ticks) is. `NaN`, duplicate keys and nesting that
+    is too deep to read are errors. References in a schema to other documents are never fetched.
+
+    >>> json_errors('{"age": 3}', {"type": "object", "required": ["name"]})
+    ["$: 'name' is a required property"]
+    >>> json_errors('{"age": ')
+    ['not JSON: Expecting value: line 1 column 9 (char 8)']
+    """
+    try:
+        value = _value(text)
+    except (ValueError, RecursionError) as error:
+        return [f"not JSON: {str(error)[:200]}"]
+    if schema is None:
+        return []
+    try:
+        problems = sorted(
+            _validator(json.dumps(schema)).iter_errors(value), key=lambda error: list(map(str, error.path))
+        )
+    except RecursionError:
+        return ["$: nested too deep to be checked"]
+    return [f"{error.json_path}: {error.message[:200]}" for error in problems[:most]]
+
+
+def _value(text: str) -> Any:
+    """The value of a text that is JSON, or whose last fenced block is."""
+    blocks = _FENCE.findall(text)
+    return json.loads(blocks[-1] if blocks else text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        raise ValueError("a key is there twice")
+    return mapping
+
+
+@lru_cache(maxsize=64)
+def _validator(schema: str) -> Any:
+    try:
+        import jsonschema
+        from referencing import Registry
+    except ImportError:
+        raise MissingExtraError("a JSON schema needs jsonschema: pip install 'rollbook[json]'") from None
+    plain = json.loads(schema)
+    kind = jsonschema.validators.validator_for(plain, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(plain)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"schema: got one that is none: {error.message[:200]}") from None
+    if isinstance(plain, dict) and plain and not plain.keys() & kind.VALIDATORS.keys():
+        names = ", ".join(map(repr, list(plain)[:8]))
+        raise ValueError(f"schema: got the keys {names}, expected a JSON schema: none of them checks anything")
+    return kind(plain, registry=Registry())
+
+
+def json_match(response: str, reference: Any) -> float:
+    """1 if the response is JSON of the same value as the reference, else 0.
+
+    reference: a value, or its JSON text (a text that is no JSON stands for itself). Numbers are equal by their value
+    (`1` is `1.0`, `true` is neither), objects whatever the order of their keys. `json_schema` asks for a form instead.
+
+    >>> json_match('{"a": 1.0, "b": [true]}', {"b": [True], "a": 1}), json_match('{"z": 9}', '{"a": 1}')
+    (1.0, 0.0)
+    """
+    if reference is None:
+        raise ValueError("reference: got None, expected a value, or its JSON text ('null' for none)")
+    try:
+        right = json.loads(reference) if isinstance(reference, str) else json.loads(json.dumps(reference))
+    except TypeError as error:
+        raise ValueError(f"reference: got {type(reference).__name__}, expected what JSON can say ({error})") from None
+    except ValueError:
+        right = reference
+    try:
+        return float(_equal_json(_value(response), right))
+    except (ValueError, RecursionError):
+        return 0.0
+
+
+def _equal_json(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal_json(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal_json, a, b))
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
+
+
+def json_schema(response: str, reference: Any = None, *, schema: Any = None) -> dict[str, float]:
+    """1 if the response is JSON that keeps the schema, else 0; `json` (it is JSON at all) and `errors` are metrics.
+
+    schema: given once for all samples (`as_reward("json_schema", schema=...)`), else each sample's reference, a
+    mapping or its JSON text. `json_errors` says what is wrong in words.
+
+    >>> shape = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    >>> json_schema('{"age": 3}', shape), json_schema('{"age": "three"}', shape)["reward"], json_schema("three", shape)
+    ({'reward': 1.0, 'json': 1.0, 'errors': 0.0}, 0.0, {'reward': 0.0, 'json': 0.0, 'errors': 1.0})
+    >>> json_schema('{"z": 9}', {"a": 1})
+    Traceback (most recent call last):
+        ...
+    ValueError: schema: got the keys 'a', expected a JSON schema: none of them checks anything
+    """
+    expected = schema if schema is not None else reference
+    if isinstance(expected, str):
+        try:
+            expected = json.loads(expected)
+        except ValueError as error:
+            raise ValueError(f"schema: got {expected[:80]!r}, expected JSON ({error})") from None
+    if not isinstance(expected, (dict, bool)):
+        raise ValueError(f"schema: got {type(expected).__name__}, expected a JSON schema, or one as the reference")
+    wrong = json_errors(response, expected)
+    parsed = not (wrong and wrong[0].startswith("not JSON"))
+    return {"reward": float(not wrong), "json": float(parsed), "errors": float(len(wrong))}
+
+
+Unit = Literal["tokens", "words", "characters"]
+
+
+def _units(responses: Sequence[str], ids: Sequence[Sequence[int]], unit: Unit) -> list[list[int]]:
+    """Each response as numbers that are equal where its units are."""
+    check_choice("unit", unit, ("tokens", "words", "characters"))
+    if unit == "tokens":
+        for i, (text, row) in enumerate(zip(responses, ids, strict=True)):
+            if text and not len(row):
+                raise ValueError(f"response_ids: got none for sample {i}, expected them, or unit='words'")
+        return [list(row) for row in ids]
+    if unit == "characters":
+        return [[ord(mark) for mark in text] for text in responses]
+    seen: dict[str, int] = {}
+    return [[seen.setdefault(word, len(seen)) for word in text.split()] for text in responses]
+
+
+@batched
+def length(
+    responses: Sequence[str],
+    response_ids: Sequence[Sequence[int]],
+    *,
+    target: int = 1024,
+    per_unit: float = 0.001,
+    max_penalty: float = 1.0,
+    unit: Unit = "tokens",
+) -> list[float]:
+    """[B] What each response loses for its length over `target`: `penalties.length_penalty`.
+
+    >>> length(["a b c", "a"], [[], []], target=1, per_unit=0.25, unit="words")
+    [-0.5, 0.0]
+    """
+    from rollbook.algorithms.shaping import length_penalty
+
+    sizes = [len(row) for row in _units(responses, response_ids, unit)]
+    if not sizes:
+        return []
+    penalties: list[float] = length_penalty(sizes, target=target, per_token=per_unit, max_penalty=max_penalty).tolist()
+    return penalties
+
+
+@batched
+def repetition(
+    responses: Sequence[str],
+    response_ids: Sequence[Sequence[int]],
+    *,
+    n: int = 4,
+    max_penalty: float = 1.0,
+    unit: Unit = "tokens",
+) -> list[float]:
+    """[B] What each response loses for repeating itself, by its n-grams: `penalties.repetition_penalty`.
+
+    >>> repetition(["a b a b a", "a b c d"], [[], []], n=2, unit="words")
+    [-0.5, 0.0]
+    """
+    from rollbook.algorithms.shaping import repetition_penalty
+
+    rows = _units(responses, response_ids, unit)
+    penalties: list[float] = repetition_penalty(rows, n=n, max_penalty=max_penalty).tolist() if rows else []
+    return penalties

@@ -1,39 +1,437 @@
-"""Reward functions: plain Python, called for each sample or for many, by the names of their parameters, in a pool.
+"""Reward functions: plain Python, called per sample or per batch by parameter name, in threads or processes.
 
-Invariant: a function sees the response alone unless it names more; what goes wrong in it (an exception, a hang, a
-crash, a result that is no number) is recorded on its sample and changes no other.
+Invariant: a function sees only the response unless its parameters name more. There is one outcome per call, in order;
+a call that raises, hangs or kills its process affects only its own samples.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import contextlib
 import difflib
 import functools
 import inspect
+import io
+import multiprocessing
+import multiprocessing.spawn
 import os
+import pickle
+import pickletools
+import queue
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 from rollbook.core.checks import check_choice, check_float, check_int, suggest
-from rollbook.core.modules import module_of_file, source_fingerprint
-from rollbook.rewards.pools import Outcome, Processes, attempt, in_threads, timed_out
+from rollbook.core.errors import RollbookError
+from rollbook.core.fingerprints import load_module_file, source_fingerprint
 from rollbook.rewards.types import (
     OnError,
     Reward,
     RewardInput,
-    Scores,
-    WrongCount,
+    RewardResult,
+    WrongCountError,
     as_float,
     as_inputs,
     check_on_error,
     failed_score,
+    locate,
+    log_failures,
     run_sync,
-    say_failures,
-    where,
 )
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """What a call gave, or the error that it ended with; `fatal` is set where it is not this call's alone, `stopped`
+    where the call took too long or took its process down."""
+
+    value: Any = None
+    error: str | None = None
+    fatal: type[Exception] | None = None
+    stopped: bool = False
+
+
+class PoolError(RollbookError, RuntimeError):
+    """A process does not start, or cannot load the function it is for."""
+
+
+class MissingExtraError(RollbookError, ImportError):
+    """A ready function needs a package that is not installed."""
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception in a few words: an error is a record's, not a place for all that the exception quotes.
+
+    >>> describe_error(ValueError("no")), describe_error(KeyError())
+    ('ValueError: no', 'KeyError')
+    """
+    text = str(error)
+    text = text if len(text) <= 500 else text[:500] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_LIBRARIES = tuple(os.path.join(place, "") for place in (
+    str(Path(__file__).parents[1]), *filter(None, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+))  # fmt: skip
+
+
+def _user_frame(error: BaseException) -> str:
+    """The file and line of a user's code that an exception comes from, if any."""
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if os.path.isfile(frame.filename) and not frame.filename.startswith(_LIBRARIES):
+            place = f" ({frame.filename}, line {frame.lineno})"
+    return place
+
+
+def call_safely(call: Callable[[], Any]) -> CallOutcome:
+    """Make a call; whatever it raises (a reward function may even call `sys.exit`) is its outcome."""
+    try:
+        return CallOutcome(call())
+    except (PoolError, MissingExtraError, WrongCountError) as error:
+        return CallOutcome(error=str(error), fatal=type(error))
+    except BaseException as error:
+        return CallOutcome(error=describe_error(error) + _user_frame(error))
+
+
+def timeout_outcome(limit: float, more: str = "") -> CallOutcome:
+    """The outcome of a call that took too long."""
+    return CallOutcome(error=f"timed out after {limit:g} s{more}", stopped=True)
+
+
+def run_in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: float | None) -> list[CallOutcome]:
+    """Make calls in at most `workers` threads. The limit counts from when a call begins, not from when it queues.
+
+    A thread cannot be stopped: one that runs over is left alone, its late answer dropped, and another takes its place.
+
+    >>> [outcome.value for outcome in run_in_threads([lambda: 1, lambda: 2], workers=2, limit=5.0)]
+    [1, 2]
+    """
+    outcomes: dict[int, CallOutcome] = {}
+    todo = deque(range(len(calls)))
+    running: dict[object, tuple[int, float]] = {}
+    changed = threading.Condition()
+
+    def lane() -> None:
+        token = object()
+        while True:
+            with changed:
+                if not todo:
+                    return
+                place = todo.popleft()
+                running[token] = (place, time.monotonic())
+                changed.notify()  # whoever waits has a deadline to learn of
+            outcome = call_safely(calls[place])
+            with changed:
+                if running.pop(token, None) is None:
+                    return  # given up, and replaced
+                outcomes[place] = outcome
+                if outcome.fatal is not None:  # it would be the outcome of all that is to come, too
+                    outcomes.update(dict.fromkeys(todo, outcome))
+                    todo.clear()
+                changed.notify()
+
+    def open_lane() -> None:
+        threading.Thread(target=lane, name="rollbook-reward", daemon=True).start()
+
+    with changed:
+        try:
+            for _ in range(min(workers, len(calls))):
+                open_lane()
+            while len(outcomes) < len(calls):
+                wait = None
+                if limit is not None and running:
+                    wait = max(min(start for _, start in running.values()) + limit - time.monotonic(), 0.0)
+                changed.wait(wait)
+                now = time.monotonic()
+                for token, (place, start) in list(running.items()):
+                    if limit is not None and now - start >= limit:
+                        del running[token]
+                        outcomes[place] = timeout_outcome(
+                            limit, "; its thread runs on, which only pool='process' can stop"
+                        )
+                        if todo:
+                            open_lane()
+        finally:
+            todo.clear()  # an interrupt ends the lanes after the calls they are at
+    return [outcomes[place] for place in range(len(calls))]
+
+
+class ProcessPool:
+    """Processes that each hold one function and make one call at a time; `call` may be used from many threads.
+
+    They are started when first needed, as fresh interpreters (a trainer's threads and CUDA context do not survive a
+    fork), and live until `close`. One that runs over its limit is killed with all that it started, and another takes
+    its place. A function travels by its module and name, or by its file: it cannot be a lambda or a local one. The main
+    program is not run again in them, unless the function is one of its own: then its work must stand under
+    `if __name__ == "__main__":`.
+
+    >>> import math
+    >>> with contextlib.closing(ProcessPool(math.factorial, workers=1)) as pool:
+    ...     pool.call((5,), limit=30.0)
+    CallOutcome(value=120, error=None, fatal=None, stopped=False)
+    """
+
+    def __init__(self, function: Callable[..., Any], workers: int) -> None:
+        try:
+            self._function = pickle.dumps(function)
+        except Exception as error:
+            raise ValueError(
+                f"function: got one that cannot be sent to another process ({describe_error(error)}), expected one at "
+                "the top level of a module, or pool='thread'"
+            ) from None
+        if any(argument == "__main__" for _, argument, _ in pickletools.genops(self._function)):
+            problem = MainProgram.here().problem
+            if problem is not None:
+                raise ValueError(f"function: got one of the main program, {problem}")
+        self.workers = workers
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        self._alive: set[_Worker] = set()
+        for _ in range(workers):
+            self._idle.put(None)
+        self._finish = weakref.finalize(self, _kill_all, self._alive)
+
+    def call(self, arguments: tuple[Any, ...], limit: float | None) -> CallOutcome:
+        """Make a call in the next process that is free; the limit counts from when it begins."""
+        worker = self._idle.get()
+        try:
+            if worker is not None and not worker.alive():  # it may have died, or been killed, while it was idle
+                self._drop(worker)
+                worker = None
+            if worker is None:
+                worker = _Worker(self._function)
+                self._alive.add(worker)
+            outcome = worker.call(arguments, limit)
+        finally:
+            if worker is not None and not worker.fit:
+                self._drop(worker)
+                worker = None
+            self._idle.put(worker)
+        return outcome
+
+    def _drop(self, worker: _Worker) -> None:
+        worker.kill()
+        self._alive.discard(worker)
+
+    def close(self) -> None:
+        """Kill the processes; the pool starts others if it is used again."""
+        _kill_all(self._alive)
+
+
+def _kill_all(workers: set[_Worker]) -> None:
+    for worker in list(workers):
+        worker.kill()
+    workers.clear()
+
+
+START_LIMIT = 180.0
+"""Seconds in which a process must have loaded its function: it may import torch."""
+
+_GUARD = "`if __name__ == '__main__':`"
+_ELSE = "move the function into a module of its own, or use pool='thread'"
+
+
+@dataclass(frozen=True)
+class MainProgram:
+    """The main program, for a process that needs a function or a class of it: how to load it, or why that is not to be.
+
+    `loader` is one of the entries of `multiprocessing.spawn.prepare`, which runs a program under another name.
+    """
+
+    loader: tuple[str, str] | None = None
+    problem: str | None = None
+
+    @classmethod
+    def here(cls, starting: bool = False) -> MainProgram:
+        """This process's main program; `starting` a process, it must be at work under its guard."""
+        main = sys.modules["__main__"]
+        names = vars(main)
+        path, name = names.get("__file__"), getattr(names.get("__spec__"), "name", None)
+        if path is None or not Path(path).is_file():
+            return cls(problem=f"which has no file (a notebook, python -c, standard input) to load it from; {_ELSE}")
+        if name is not None and name.rpartition(".")[2] == "__main__":
+            return cls(problem=f"{name}, which another process cannot import; {_ELSE}")
+        try:
+            body = ast.parse(Path(path).read_bytes()).body
+        except (OSError, SyntaxError, ValueError) as error:
+            return cls(problem=f"{path}, which cannot be read ({describe_error(error)}); {_ELSE}")
+        guards = [
+            range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+            for statement in body
+            if _is_guard(statement)
+        ]
+        if not guards:
+            why = f"{path}, which has no {_GUARD} and would do its work again in every process"
+            return cls(problem=f"{why}; put that work there, {_ELSE}")
+        line = _line_of(main) if starting else None
+        if line is not None and not any(line in guard for guard in guards):
+            return cls(problem=f"{path}, whose line {line} is not under its {_GUARD} and would run again; {_ELSE}")
+        return cls(("init_main_from_path", path) if name is None else ("init_main_from_name", name))
+
+
+def _is_guard(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and any(
+        isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test)
+    )
+
+
+def _line_of(main: ModuleType) -> int | None:
+    """The line that a main program is at, unless it has ended."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_globals is vars(main) and frame.f_code.co_name == "<module>":
+            return frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+class _ProcessState:
+    """What a process is: its owner's, or one of a pool; and whether that one is just running the main program."""
+
+    inside = False
+    loading = False
+    main = MainProgram()
+
+
+class _Worker:
+    """One process, its pipe, and whether it can be used again."""
+
+    def __init__(self, function: bytes) -> None:
+        if _ProcessState.loading:
+            raise PoolError(f"the main program scores in processes as it is loaded, expected that under {_GUARD}")
+        self.fit = False
+        self._pipe, theirs = multiprocessing.Pipe()
+        # Not by `multiprocessing`, whose processes begin by running the main program: a training script whose work
+        # stands under no guard would do it again in each of them.
+        program = (
+            "import sys; sys.path[:] = sys.argv[2:]; import rollbook.rewards.functions as p; p.serve(int(sys.argv[1]))"
+        )
+        places = [place for place in sys.path if isinstance(place, str)]
+        try:
+            self._process = subprocess.Popen(
+                [multiprocessing.spawn.get_executable(), "-c", program, str(theirs.fileno()), *places],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # It is killed with what it starts, and an interrupt at the terminal is its owner's to handle. A process
+                # of a process stays in the session of the outer one, to be killed with that.
+                start_new_session=not _ProcessState.inside,
+            )
+        except OSError as error:
+            self._pipe.close()
+            raise PoolError(f"a reward process did not start: {describe_error(error)}") from None
+        finally:
+            theirs.close()
+        try:
+            self._pipe.send((sys.argv, MainProgram.here(starting=True), function))
+            if not self._pipe.poll(START_LIMIT):
+                raise PoolError(f"a reward process did not start within {START_LIMIT:g} s")
+            problem = self._pipe.recv()
+        except (EOFError, OSError):
+            problem = f"it ended with exit code {self._ended()}"
+        except BaseException:
+            self.kill()
+            raise
+        if problem is not None:
+            self.kill()
+            raise PoolError(f"a reward process could not load its function: {problem}")
+        self.fit = True
+
+    def call(self, arguments: tuple[Any, ...], limit: float | None) -> CallOutcome:
+        try:
+            sent = pickle.dumps(arguments)
+        except Exception as error:
+            return CallOutcome(error=f"its arguments cannot be sent to another process ({describe_error(error)})")
+        self.fit = False  # unless it answers
+        try:
+            self._pipe.send_bytes(sent)
+            if not self._pipe.poll(limit):
+                return timeout_outcome(limit or 0.0)
+            outcome: CallOutcome = self._pipe.recv()
+        except (EOFError, OSError):
+            return CallOutcome(error=f"its process ended with exit code {self._ended()}", stopped=True)
+        self.fit = True
+        return outcome
+
+    def alive(self) -> bool:
+        """Whether it can take a call."""
+        return self.fit and self._process.poll() is None
+
+    def _ended(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        return self._process.returncode
+
+    def kill(self) -> None:
+        """Kill the process and what it started."""
+        self.fit = False
+        if self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+        self._ended()
+        self._pipe.close()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what is sent to a process; the main program is loaded when something of it is, and not before."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        main = _ProcessState.main
+        if module in ("__main__", "__mp_main__") and main.problem is not None:
+            raise PoolError(f"got {name} of the main program, {main.problem}")
+        if module in ("__main__", "__mp_main__") and main.loader is not None:
+            _ProcessState.main, _ProcessState.loading = MainProgram(), True
+            try:
+                multiprocessing.spawn.prepare(dict([main.loader]))
+            finally:
+                _ProcessState.loading = False
+        return super().find_class(module, name)
+
+
+def serve(place: int) -> None:
+    """A process's life: load the function, then answer calls until the pipe, a descriptor, closes."""
+    pipe = Connection(place)
+    _ProcessState.inside = True
+    sys.argv[:], _ProcessState.main, function = pipe.recv()
+    loaded = call_safely(lambda: _Unpickler(io.BytesIO(function)).load())
+    pipe.send(loaded.error)
+    if loaded.error is not None:
+        return
+    while True:
+        try:
+            arguments = _Unpickler(io.BytesIO(pipe.recv_bytes())).load()
+        except EOFError:
+            return
+        except PoolError as error:
+            pipe.send(CallOutcome(error=str(error), fatal=PoolError))
+            continue
+        except Exception as error:
+            pipe.send(CallOutcome(error=f"its arguments cannot be read in another process ({describe_error(error)})"))
+            continue
+        outcome = call_safely(lambda: loaded.value(*arguments))  # noqa: B023  called at once
+        try:
+            answer = pickle.dumps(outcome)
+        except Exception as error:
+            answer = pickle.dumps(
+                CallOutcome(error=f"its result cannot be sent from another process ({describe_error(error)})")
+            )
+        pipe.send_bytes(answer)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,7 +456,7 @@ _MANY_ALIASES = {
     "refs": "reference", "data_sources": "label", "extra_infos": "info",
 }  # fmt: skip
 _PLURALS = {name: field for name, field in (_MANY | _MANY_ALIASES).items() if name not in _ONE}
-KNOWN = frozenset({*_ONE, *_PLURALS})
+PARAMETER_NAMES = frozenset({*_ONE, *_PLURALS})
 """Every name that a function may ask for a sample's fields by."""
 
 
@@ -88,7 +486,7 @@ class FileFunction:
     def load(self) -> Callable[..., Any]:
         """The function with its options, to be called by names."""
         function = functools.partial(self.bare(), **self.options) if self.options else self.bare()
-        return _by_place(function) if self.name == "reward_func" else function
+        return _shareable(function) if self.name == "reward_func" else function
 
     def bare(self) -> Callable[..., Any]:
         """The function itself; the file is run once in each process."""
@@ -96,24 +494,24 @@ class FileFunction:
             raise ValueError(
                 f"reward file: got {self.path!r}, expected a .py file; there is no {Path(self.path).resolve()}"
             )
-        module = module_of_file(self.path)
-        found: Any = vars(module).get(self.name)
-        if not callable(found):
-            known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-            raise ValueError(f"reward file {self.path}: it has no function {self.name!r}{suggest(self.name, known)}")
-        bare: Callable[..., Any] = found
+        module = load_module_file(self.path)
+        function: Any = vars(module).get(self.name)
+        if not callable(function):
+            names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+            raise ValueError(f"reward file {self.path}: it has no function {self.name!r}{suggest(self.name, names)}")
+        bare: Callable[..., Any] = function
         return bare
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self.load()(*arguments, **options)
 
 
-def _by_place(function: Callable[..., Any]) -> Callable[..., Any]:
+def _shareable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call a file's `reward_func` as LightRFT does, with (queries, prompts, references), if its parameters have other
     names. A name that is nearly one of a sample's fields is left to be refused."""
-    found = inspect.signature(function).parameters.values()
-    places = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    if not places or len(places) > 3 or any(difflib.get_close_matches(p.name, KNOWN, 1, 0.8) for p in places):
+    arguments = inspect.signature(function).parameters.values()
+    places = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    if not places or len(places) > 3 or any(difflib.get_close_matches(p.name, PARAMETER_NAMES, 1, 0.8) for p in places):
         return function
 
     def called(queries: list[str], prompts: list[str], references: list[Any]) -> Any:
@@ -122,36 +520,36 @@ def _by_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def parameters(function: Callable[..., Any], name: str, lists: bool | None) -> tuple[dict[str, str], bool, bool]:
+def match_parameters(function: Callable[..., Any], name: str, lists: bool | None) -> tuple[dict[str, str], bool, bool]:
     """({parameter: field}, whether it takes all by `**`, whether it takes lists); an unknown one is a `ValueError`."""
-    inner, bound = without_partial(function)
+    inner, bound = unwrap_partial(function)
     try:
-        found = [p for p in inspect.signature(function).parameters.values() if p.name not in bound]
+        arguments = [p for p in inspect.signature(function).parameters.values() if p.name not in bound]
     except (TypeError, ValueError):
         raise ValueError(f"{name}: got a callable without a signature, expected one with named parameters") from None
     if lists is None:
-        lists = any(p.name in _PLURALS for p in found) or bool(getattr(inner, "rollbook_batched", False))
-    known = {**_ONE, **_PLURALS} if lists else _ONE
-    asked: dict[str, str] = {}
+        lists = any(p.name in _PLURALS for p in arguments) or bool(getattr(inner, "rollbook_batched", False))
+    fields = {**_ONE, **_PLURALS} if lists else _ONE
+    requested: dict[str, str] = {}
     everything = False
-    for p in found:
+    for p in arguments:
         if p.kind is p.VAR_KEYWORD:
             everything = True
         elif p.kind is p.VAR_POSITIONAL:
             continue
         elif p.kind is p.POSITIONAL_ONLY:
             raise ValueError(f"{name}: parameter {p.name!r} is positional only, expected parameters that have names")
-        elif p.name in known:
-            asked[p.name] = known[p.name]
+        elif p.name in fields:
+            requested[p.name] = fields[p.name]
         elif p.default is p.empty:
             more = "; batched=True gives lists" if p.name in _PLURALS else ""
             raise ValueError(
-                f"{name}: parameter {p.name!r} is nothing that a sample has{suggest(p.name, [*known])}{more}"
+                f"{name}: parameter {p.name!r} is nothing that a sample has{suggest(p.name, [*fields])}{more}"
             )
-    return asked, everything, lists
+    return requested, everything, lists
 
 
-def without_partial(function: Any) -> tuple[Any, set[str]]:
+def unwrap_partial(function: Any) -> tuple[Any, set[str]]:
     """What is behind `functools.partial`, and the parameters that it has fixed."""
     bound: set[str] = set()
     while isinstance(function, functools.partial):
@@ -162,31 +560,31 @@ def without_partial(function: Any) -> tuple[Any, set[str]]:
 
 def name_of(function: Any) -> str:
     """A function's own name, or that of its class."""
-    inner, _ = without_partial(function)
+    inner, _ = unwrap_partial(function)
     return str(getattr(inner, "__name__", None) or type(inner).__name__)
 
 
-Part = tuple[float, dict[str, float], str | None]
+SampleScore = tuple[float, dict[str, float], str | None]
 """One sample's reward, its metrics, and what was wrong with them."""
 
 _TOTALS = ("reward", "score")
 _BATCH_TOTALS = ("rewards", "reward", "scores", "score")
 
 
-def part_of(value: Any, total: str | None = None) -> Part:
+def read_score(value: Any, total: str | None = None) -> SampleScore:
     """What a function gave for one sample, as floats.
 
     A mapping has its total under `reward` or `score` (or `total="sum"` was asked for); the rest are metrics.
 
-    >>> part_of({"reward": 1, "format": True})
+    >>> read_score({"reward": 1, "format": True})
     (1.0, {'format': 1.0}, None)
-    >>> part_of({"accuracy": 1.0, "format": 0.5})[2]
+    >>> read_score({"accuracy": 1.0, "format": 0.5})[2]
     "gave a dict without 'reward' or 'score' (accuracy, format); total='sum' adds them up"
     """
     try:
         if not isinstance(value, Mapping):
             return as_float(value), {}, None
-        metrics = {str(name): as_float(one) for name, one in value.items()}
+        metrics = {str(name): as_float(metric) for name, metric in value.items()}
     except ValueError as error:
         return nan, {}, str(error)
     if total == "sum":
@@ -198,21 +596,26 @@ def part_of(value: Any, total: str | None = None) -> Part:
     return metrics.pop(key), metrics, None
 
 
-def parts_of(value: Any, n: int, total: str | None = None) -> list[Part]:
+def read_scores(value: Any, n: int, total: str | None = None) -> list[SampleScore]:
     """What a batched function gave for n samples.
 
     A list, an array or a tensor of n scores (or of n dicts); a dict of lists with its totals under `rewards`; or the
     pair (rewards, metrics). A wrong number of them is a `ValueError`: there is no telling whose they are.
 
-    >>> parts_of({"rewards": [1, 0], "format": [1, 1]}, 2)
+    >>> read_scores({"rewards": [1, 0], "format": [1, 1]}, 2)
     [(1.0, {'format': 1.0}, None), (0.0, {'format': 1.0}, None)]
-    >>> parts_of([1.0], 2)
+    >>> read_scores([1.0], 2)
     Traceback (most recent call last):
         ...
-    rollbook.rewards.types.WrongCount: gave 1 scores, expected 2, one for each sample
+    rollbook.rewards.types.WrongCountError: gave 1 scores, expected 2, one for each sample
     """
     columns: dict[str, Any] = {}
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], (Mapping, type(None))) and _many(value[0]):
+    if (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[1], (Mapping, type(None)))
+        and _is_sequence(value[0])
+    ):
         value = {**(value[1] or {}), "rewards": value[0]}
     if isinstance(value, Mapping):
         key = next((name for name in _BATCH_TOTALS if name in value), None)
@@ -226,7 +629,7 @@ def parts_of(value: Any, n: int, total: str | None = None) -> list[Part]:
     extra = {str(name): _rows(f"entries of {name!r}", column, n) for name, column in columns.items()}
     parts = []
     for i, row in enumerate(rows):
-        reward, metrics, error = part_of(row, total)
+        reward, metrics, error = read_score(row, total)
         for name, column in extra.items():
             try:
                 metrics[name] = as_float(column[i])
@@ -237,16 +640,16 @@ def parts_of(value: Any, n: int, total: str | None = None) -> list[Part]:
     return parts
 
 
-def _many(value: Any) -> bool:
+def _is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or hasattr(value, "tolist")
 
 
-def _rows(what: str, value: Any, n: int) -> list[Any]:
+def _rows(name: str, value: Any, n: int) -> list[Any]:
     rows = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(rows, (list, tuple)):
-        raise ValueError(f"gave {type(value).__name__}, expected a list of {n} {what}")
+        raise ValueError(f"gave {type(value).__name__}, expected a list of {n} {name}")
     if len(rows) != n:
-        raise WrongCount(f"gave {len(rows)} {what}, expected {n}, one for each sample")
+        raise WrongCountError(f"gave {len(rows)} {name}, expected {n}, one for each sample")
     return [row[0] if isinstance(row, list) and len(row) == 1 else row for row in rows]
 
 
@@ -258,36 +661,40 @@ class Caller:
     lists: bool
     total: str | None
 
-    def __call__(self, n: int, given: dict[str, Any]) -> list[Part]:
-        value = self.function(**given)
+    def __call__(self, n: int, arguments: dict[str, Any]) -> list[SampleScore]:
+        value = self.function(**arguments)
         if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
+            value = asyncio.run(_await_value(value))
         return self.read(value, n)
 
-    def read(self, value: Any, n: int) -> list[Part]:
+    def read(self, value: Any, n: int) -> list[SampleScore]:
         """The parts of a result."""
-        return parts_of(value, n, self.total) if self.lists else [part_of(value, self.total)]
+        return read_scores(value, n, self.total) if self.lists else [read_score(value, self.total)]
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value
 
 
 class FunctionReward(Reward):
     """A function as a reward, called with the fields of a sample that its parameters name (see `FIELDS`).
 
-    - It gives a number, or a dict with the total under `reward` or `score` and metrics beside it. `total="sum"`: the
-      total is the sum of the dict.
-    - It may be async. With `batched` (or the decorator of that name, or a parameter such as `responses`) it takes lists
-      and gives a list; `batch_size` bounds them.
-    - `time_limit`: seconds for each call, `None` for no limit. `workers`: how many calls at once (default: twice the
-      cores for threads, the cores for processes, 64 for async functions).
-    - `pool`: `thread`, or `process` for functions that compute much or may hang or crash: only there does a time limit
-      stop them. A thread that runs over is left behind and reported; an async function is cancelled, which one that
-      never awaits does not notice.
-    - `on_error`: `exclude` (no reward: NaN), a fixed score, or `raise`. The error stands in `Scores.errors`. A missing
-      package of a ready function is raised in any case: it would fail every sample; and so is a wrong number of
-      scores, which is no sample's fault.
+    The function returns a number, or a dict with the total under `reward` or `score` and metrics beside it. It may be
+    async. A missing package of a built-in function and a wrong number of scores are always raised.
+
+    Args:
+        function: The function.
+        name: Name in errors and metrics.
+        batched: Whether it takes and returns lists; by default if it is decorated with `batched` or has a plural
+            parameter such as `responses`.
+        batch_size: Largest number of samples per call of a batched function.
+        pool: `thread`, or `process` for functions that compute much, hang or crash: only a process can be stopped. A
+            thread that exceeds its limit is left behind and reported; an async function is cancelled.
+        workers: Number of concurrent calls; by default twice the cores for threads, the cores for processes, 64 for
+            async functions.
+        time_limit: Seconds per call, or `None`.
+        on_error: `exclude` (no reward: NaN), a fixed score, or `raise`. The error is in `RewardResult.errors`.
+        total: `"sum"`: the reward is the sum of the returned dict.
 
     >>> def right(response, reference):
     ...     return {"reward": float(response.strip() == reference), "length": len(response)}
@@ -320,7 +727,7 @@ class FunctionReward(Reward):
             raise ValueError(f"function: got {type(function).__name__}, expected a function")
         inner = function.load() if isinstance(function, FileFunction) else function
         self.name = name or name_of(inner)
-        self._asked, self._everything, self.batched = parameters(inner, self.name, batched)
+        self._asked, self._everything, self.batched = match_parameters(inner, self.name, batched)
         if batch_size is not None and not self.batched:
             raise ValueError(f"batch_size: got {batch_size!r}, expected None: {self.name} takes one sample at a time")
         self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
@@ -328,7 +735,7 @@ class FunctionReward(Reward):
         check_choice("total", total, (None, "sum"))
         self.time_limit = None if time_limit is None else check_float("time_limit", time_limit, 1e-3, 1e9)
         self.on_error: OnError = check_on_error(on_error)
-        bare, _ = without_partial(inner)
+        bare, _ = unwrap_partial(inner)
         code = function.bare() if isinstance(function, FileFunction) else bare
         # Now, while the file is what was imported.
         self._source = source_fingerprint(code if hasattr(code, "__code__") else type(code))
@@ -339,10 +746,10 @@ class FunctionReward(Reward):
         usual = 64 if self._async else cores if pool == "process" else 2 * cores
         self.workers = usual if workers is None else check_int("workers", workers, 1)
         self._caller = Caller(function, self.batched, total)
-        self._processes = Processes(self._caller, self.workers) if pool == "process" else None
+        self._processes = ProcessPool(self._caller, self.workers) if pool == "process" else None
         self.waits = self._async or pool == "process"
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples, in their order."""
         if self._async:
             return run_sync(lambda: self.score_async(inputs))
@@ -351,14 +758,14 @@ class FunctionReward(Reward):
         processes, limit = self._processes, self.time_limit
         if processes is None:
             calls = [functools.partial(self._caller, len(c), g) for c, g in chunks]
-            return self._scores(inputs, chunks, in_threads(calls, self.workers, limit))
+            return self._scores(inputs, chunks, run_in_threads(calls, self.workers, limit))
         sent = [functools.partial(processes.call, (len(c), g), limit) for c, g in chunks]
         # The threads only wait for the processes, which keep the limit.
-        waited = _raised(self.name, in_threads(sent, self.workers, None))
-        outcomes = [found if found.value is None else found.value for found in waited]
+        waited = _raise_fatal(self.name, run_in_threads(sent, self.workers, None))
+        outcomes = [outcome if outcome.value is None else outcome.value for outcome in waited]
         return self._scores(inputs, chunks, outcomes)
 
-    async def score_async(self, inputs: Sequence[Any]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """The same for an event loop; an async function runs in that loop."""
         if not self._async:
             return await asyncio.to_thread(self, inputs)
@@ -368,9 +775,9 @@ class FunctionReward(Reward):
         outcomes = await asyncio.gather(*(self._awaited(free, len(c), g) for c, g in chunks))
         return self._scores(inputs, chunks, outcomes)
 
-    async def _awaited(self, free: asyncio.Semaphore, n: int, given: dict[str, Any]) -> Outcome:
+    async def _awaited(self, free: asyncio.Semaphore, n: int, arguments: dict[str, Any]) -> CallOutcome:
         async with free:
-            task = asyncio.ensure_future(_awaited(self._caller.function(**given)))
+            task = asyncio.ensure_future(_await_value(self._caller.function(**arguments)))
             try:
                 done, _ = await asyncio.wait({task}, timeout=self.time_limit)
             except asyncio.CancelledError:
@@ -378,8 +785,8 @@ class FunctionReward(Reward):
                 raise
             if not done:
                 task.cancel()
-                return timed_out(self.time_limit or 0.0)
-            return attempt(lambda: self._caller.read(task.result(), n))
+                return timeout_outcome(self.time_limit or 0.0)
+            return call_safely(lambda: self._caller.read(task.result(), n))
 
     def source(self) -> str | None:
         """Fingerprint the module or file of the function."""
@@ -393,7 +800,10 @@ class FunctionReward(Reward):
     def _chunks(self, inputs: Sequence[RewardInput]) -> list[tuple[range, dict[str, Any]]]:
         """The places and the arguments of each call."""
         if not self.batched:
-            return [(range(i, i + 1), {k: v[0] for k, v in self._given([one]).items()}) for i, one in enumerate(inputs)]
+            return [
+                (range(i, i + 1), {k: v[0] for k, v in self._given([scored]).items()})
+                for i, scored in enumerate(inputs)
+            ]
         size = self.batch_size or max(len(inputs), 1)
         places = [range(start, min(start + size, len(inputs))) for start in range(0, len(inputs), size)]
         return [(chunk, self._given([inputs[i] for i in chunk])) for chunk in places]
@@ -401,28 +811,30 @@ class FunctionReward(Reward):
     def _given(self, some: Sequence[RewardInput]) -> dict[str, list[Any]]:
         every = (_MANY if self.batched else {name: name for name in FIELDS}) if self._everything else {}
         names = {**every, **self._asked}
-        return {name: [getattr(one, field) for one in some] for name, field in names.items()}
+        return {name: [getattr(scored, field) for scored in some] for name, field in names.items()}
 
     def _scores(
-        self, inputs: Sequence[RewardInput], chunks: Sequence[tuple[range, Any]], outcomes: Sequence[Outcome]
-    ) -> Scores:
-        scores = Scores(rewards=[nan] * len(inputs))
-        for (places, _), outcome in zip(chunks, _raised(self.name, outcomes), strict=True):
-            whole: list[Part] = [(nan, {}, outcome.error)] * len(places) if outcome.error else outcome.value
-            for i, (reward, metrics, error) in zip(places, whole, strict=True):
+        self, inputs: Sequence[RewardInput], chunks: Sequence[tuple[range, Any]], outcomes: Sequence[CallOutcome]
+    ) -> RewardResult:
+        scores = RewardResult(rewards=[nan] * len(inputs))
+        for (places, _), outcome in zip(chunks, _raise_fatal(self.name, outcomes), strict=True):
+            scores_of_call: list[SampleScore] = (
+                [(nan, {}, outcome.error)] * len(places) if outcome.error else outcome.value
+            )
+            for i, (reward, metrics, error) in zip(places, scores_of_call, strict=True):
                 for key, value in metrics.items():
                     scores.metrics.setdefault(key, [nan] * len(inputs))[i] = value
                 if error is not None:
                     scores.errors[i] = f"{self.name}: {error}"
-                    reward = failed_score(self.on_error, where(inputs[i], i), f"{self.name}: {error}")
+                    reward = failed_score(self.on_error, locate(inputs[i], i), f"{self.name}: {error}")
                 scores.rewards[i] = reward
         scores.parts = tuple(scores.metrics) if self._caller.total == "sum" else ()
-        return say_failures(self.name, scores)
+        return log_failures(self.name, scores)
 
 
-def _raised(name: str, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+def _raise_fatal(name: str, outcomes: Sequence[CallOutcome]) -> Sequence[CallOutcome]:
     """The outcomes, unless one is of a kind that is every sample's: a package is missing, a process does not start."""
     for outcome in outcomes:
         if outcome.fatal is not None:
-            raise outcome.fatal(outcome.error if outcome.fatal is not WrongCount else f"{name}: {outcome.error}")
+            raise outcome.fatal(outcome.error if outcome.fatal is not WrongCountError else f"{name}: {outcome.error}")
     return outcomes

@@ -23,39 +23,44 @@ from rollbook.rewards.types import (
     OnError,
     Reward,
     RewardInput,
-    Scores,
+    RewardResult,
     as_inputs,
     check_on_error,
     failed_score,
-    say_failures,
-    where,
+    locate,
+    log_failures,
 )
 
 Score = Callable[[Any], torch.Tensor]
 
 
 class ModelReward(Reward):
-    """A model's score of prompt and response.
+    """Score of a model for prompt and response.
 
-    model: an `nn.Module` that is called with (sequences (B, S), attention_mask (B, S)) and gives (B,) or (B, 1), a dict
-    with `score` (or `rewards`), or an output with `logits`; or a transformers sequence classifier: as a module, as a
-    config (fresh weights), or as a local path or hub name. Of a decoder's classifier, the score is the one at the last
-    token that is attended, whatever its pad token is. `score`: a function of the output where it has more than one
-    number for each sample.
+    The model runs in eval mode without gradients. A module written for LightRFT, whose `forward` has a parameter
+    `prompt_and_output`, also gets `raw_images`, `img_num`, `references` and `labels` as it names them. A score that is
+    not finite is the error of its sample; a wrong number of scores is raised.
 
-    - Tokens: without a `tokenizer`, or with one that is the policy's, the ids that the engine sampled are used as they
-      are. A tokenizer that differs from `policy_tokenizer` (or one given alone) means that the texts are tokenized
-      anew: through its chat template if there are messages (`template="auto"`), always (`"chat"`, where a bare prompt
-      is a user's message), or end to end (`"text"`).
-    - Batches: at most `rows` samples and, if given, `tokens` tokens with their padding; samples of a like length go
-      together. `padding_side` matters only to modules that look at a fixed place.
-    - `max_length`: a longer sample is an error of that sample, never cut in silence.
-    - `device`: where the model is moved; where it is, if not given. It runs in eval mode without gradients.
-    - A module written for LightRFT, whose `forward` names `prompt_and_output`, gets that and `raw_images`, `img_num`,
-      `references`, `labels` as it names them.
-
-    A score that is not finite is that sample's error (`on_error`, as in `FunctionReward`); a wrong number of scores is
-    the model's, and raises.
+    Args:
+        model: An `nn.Module` that is called with (sequences (B, S), attention_mask (B, S)) and returns (B,) or (B, 1),
+            a dict with `score` (or `rewards`), or an output with `logits`; or a transformers sequence classifier: a
+            module, a config (fresh weights), a local path or a hub name. The score of a decoder's classifier is that
+            of the last attended token.
+        name: Name in errors and metrics.
+        tokenizer: Tokenizer of the model. Without one, or with that of the policy, the sampled ids are used unchanged;
+            otherwise the texts are tokenized.
+        policy_tokenizer: Tokenizer of the policy.
+        template: How texts are tokenized: through the chat template if there are messages (`auto`), always (`chat`), or
+            concatenated (`text`).
+        score: Function from the model's output to (B,), if it has several numbers per sample.
+        rows: Largest number of samples per batch.
+        tokens: Largest number of tokens per batch, with padding.
+        max_length: A longer sample is an error of that sample.
+        padding_side: Matters only to modules that look at a fixed position.
+        pad_token_id: Fills the padding.
+        device: Device to move the model to.
+        dtype: Data type of the model.
+        on_error: As in `FunctionReward`.
 
     >>> class Longest(torch.nn.Module):
     ...     def forward(self, sequences, attention_mask):
@@ -102,13 +107,13 @@ class ModelReward(Reward):
         self._last = _decoder_classifier(self.model)
         self.on_error: OnError = check_on_error(on_error)
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples."""
         inputs = as_inputs(inputs)
-        scores = Scores(rewards=[nan] * len(inputs))
+        scores = RewardResult(rewards=[nan] * len(inputs))
         if not inputs:
             return scores
-        ids = [self._ids(one) for one in inputs]
+        ids = [self._ids(scored) for scored in inputs]
         fit: list[int] = []
         for i, row in enumerate(ids):
             if not row:
@@ -120,34 +125,34 @@ class ModelReward(Reward):
         with scoring(self.model):
             for places in _batches([len(ids[i]) for i in fit], self.rows, self.tokens):
                 some = [fit[k] for k in places]
-                found = self._scored([ids[i] for i in some], [inputs[i] for i in some])
-                for i, value in zip(some, found, strict=True):
+                values = self._scored([ids[i] for i in some], [inputs[i] for i in some])
+                for i, value in zip(some, values, strict=True):
                     scores.rewards[i] = value
                     if not isfinite(value):
                         scores.errors[i] = f"gave {value}, expected a finite number"
         for i, error in enumerate(scores.errors):
             if error is not None:
                 scores.errors[i] = f"{self.name}: {error}"
-                scores.rewards[i] = failed_score(self.on_error, where(inputs[i], i), f"{self.name}: {error}")
-        return say_failures(self.name, scores)
+                scores.rewards[i] = failed_score(self.on_error, locate(inputs[i], i), f"{self.name}: {error}")
+        return log_failures(self.name, scores)
 
-    def _ids(self, one: RewardInput) -> list[int]:
+    def _ids(self, scored: RewardInput) -> list[int]:
         if self._tokenizer is None:
-            return [*one.prompt_ids, *one.response_ids]
+            return [*scored.prompt_ids, *scored.response_ids]
         tokenizer = self._tokenizer
         chat = self._template == "chat" or (
-            self._template == "auto" and one.messages is not None and getattr(tokenizer, "chat_template", None)
+            self._template == "auto" and scored.messages is not None and getattr(tokenizer, "chat_template", None)
         )
         if not chat:
-            return list(tokenizer(one.query).input_ids)
-        before = one.messages if one.messages is not None else [{"role": "user", "content": one.prompt}]
-        whole = [*(dict(message) for message in before), {"role": "assistant", "content": one.response}]
-        text = tokenizer.apply_chat_template(whole, tokenize=False)
+            return list(tokenizer(scored.query).input_ids)
+        before = scored.messages if scored.messages is not None else [{"role": "user", "content": scored.prompt}]
+        messages = [*(dict(message) for message in before), {"role": "assistant", "content": scored.response}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
     def _scored(self, rows: Sequence[Sequence[int]], inputs: Sequence[RewardInput]) -> list[float]:
-        held = next(chain(self.model.parameters(), self.model.buffers()), None)
-        device = held.device if held is not None else torch.device("cpu")
+        parameter = next(chain(self.model.parameters(), self.model.buffers()), None)
+        device = parameter.device if parameter is not None else torch.device("cpu")
         lengths = [len(row) for row in rows]
         right = self._side == "right" or self._last is not None
         spans = Spans(lengths, [0] * len(rows), max(lengths)) if right else Spans.right_aligned(lengths, max(lengths))
@@ -189,8 +194,8 @@ def _loaded(model: Any, dtype: torch.dtype | None) -> torch.nn.Module:
     if isinstance(model, PretrainedConfig):
         if model.num_labels != 1:
             raise ValueError(f"model: got a config with num_labels {model.num_labels}, expected 1: fresh weights")
-        made: torch.nn.Module = AutoModelForSequenceClassification.from_config(model, trust_remote_code=False)  # type: ignore[no-untyped-call]
-        return made if dtype is None else made.to(dtype)
+        classifier: torch.nn.Module = AutoModelForSequenceClassification.from_config(model, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        return classifier if dtype is None else classifier.to(dtype)
     if isinstance(model, (str, Path)):
         loaded: torch.nn.Module = AutoModelForSequenceClassification.from_pretrained(
             str(model), dtype=dtype or "auto", trust_remote_code=False
@@ -199,14 +204,14 @@ def _loaded(model: Any, dtype: torch.dtype | None) -> torch.nn.Module:
     raise ValueError(f"model: got {type(model).__name__}, expected a torch module, a transformers config or a path")
 
 
-def _pad_id(model: torch.nn.Module, tokenizer: Any, given: int | None) -> int:
+def _pad_id(model: torch.nn.Module, tokenizer: Any, pad_token_id: int | None) -> int:
     """What fills the padding: never looked at, but it must be a row of the embedding."""
-    if given is not None:
-        return check_int("pad_token_id", given)
+    if pad_token_id is not None:
+        return check_int("pad_token_id", pad_token_id)
     for holder in (tokenizer, getattr(model, "config", None)):
-        found = getattr(holder, "pad_token_id", None)
-        if isinstance(found, int) and found >= 0:
-            return found
+        token = getattr(holder, "pad_token_id", None)
+        if isinstance(token, int) and token >= 0:
+            return token
     return 0
 
 
@@ -220,12 +225,12 @@ def _decoder_classifier(model: Any) -> Any:
 
 
 _LIGHTRFT: dict[str, Callable[[Sequence[RewardInput]], Any]] = {
-    "prompt_and_output": lambda some: [one.query for one in some],
-    "prompt_and_outputs": lambda some: [one.query for one in some],
-    "raw_images": lambda some: [list(one.images) for one in some],
-    "img_num": lambda some: [len(one.images) for one in some],
-    "references": lambda some: [one.reference for one in some],
-    "labels": lambda some: [one.label for one in some],
+    "prompt_and_output": lambda some: [scored.query for scored in some],
+    "prompt_and_outputs": lambda some: [scored.query for scored in some],
+    "raw_images": lambda some: [list(scored.images) for scored in some],
+    "img_num": lambda some: [len(scored.images) for scored in some],
+    "references": lambda some: [scored.reference for scored in some],
+    "labels": lambda some: [scored.label for scored in some],
 }
 
 
@@ -244,9 +249,9 @@ def _values(output: Any) -> Any:
     for name in ("score", "scores", "rewards", "logits"):
         if isinstance(output, Mapping) and name in output:
             return output[name]
-        found = getattr(output, name, None)
-        if isinstance(found, torch.Tensor):
-            return found
+        scores = getattr(output, name, None)
+        if isinstance(scores, torch.Tensor):
+            return scores
     raise ValueError(
         f"reward model: gave {type(output).__name__}, expected a tensor, or an output with score or logits"
     )

@@ -1,104 +1,124 @@
-"""Rewards made of several: weighted sums, recipes that give each label its own components, and LightRFT's own forms.
+"""`as_reward`, weighted sums of rewards, recipes by label, and LightRFT's `reward_fn`.
 
-Invariant: a sample's reward is the sum of weight times score over its components; every component's own score is kept
-as a metric of that sample, NaN where it does not apply; a label or a component that is not known is an error, never 0.
+Invariant: a sample's reward is the sum of weight times score over its components, and each component's score is kept
+as a metric. The type of the argument of `as_reward` decides which reward it becomes; unknown options are rejected.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import importlib.util
+import inspect
+import sys
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import isnan, nan
+from pathlib import Path
 from typing import Any
 
 from rollbook.core.checks import check_float, suggest
-from rollbook.core.modules import joined_fingerprint, source_fingerprint
-from rollbook.rewards.functions import parts_of
+from rollbook.core.fingerprints import join_fingerprints, source_fingerprint
+from rollbook.rewards.functions import (
+    PARAMETER_NAMES,
+    FileFunction,
+    FunctionReward,
+    MissingExtraError,
+    name_of,
+    read_scores,
+)
+from rollbook.rewards.remote import RemoteReward
 from rollbook.rewards.types import (
     OnError,
     Reward,
     RewardInput,
-    Scores,
+    RewardResult,
     as_inputs,
     check_on_error,
     failed_score,
     is_reward,
-    where,
+    locate,
 )
 
 
 @dataclass(frozen=True)
-class Piece:
+class ScoredComponent:
     """One component's scores of the samples at `places`, and its weight for each of them."""
 
     name: str
     places: Sequence[int]
     weights: Sequence[float]
-    scores: Scores
+    scores: RewardResult
 
 
-def assembled(n: int, pieces: Sequence[Piece]) -> Scores:
+def assemble(n: int, pieces: Sequence[ScoredComponent]) -> RewardResult:
     """The weighted sum for n samples; each component's own score is a metric, its metrics are `component/metric`.
 
     A sample lacks a reward if a component that counts (of a weight other than 0) has none for it.
 
-    >>> part = Scores(rewards=[1.0], metrics={"steps": [3.0]})
-    >>> assembled(2, [Piece("a", [1], [0.5], part)])
-    Scores(rewards=[0.0, 0.5], metrics={'a': [nan, 1.0], 'a/steps': [nan, 3.0]}, errors=[None, None])
+    >>> part = RewardResult(rewards=[1.0], metrics={"steps": [3.0]})
+    >>> assemble(2, [ScoredComponent("a", [1], [0.5], part)])
+    RewardResult(rewards=[0.0, 0.5], metrics={'a': [nan, 1.0], 'a/steps': [nan, 3.0]}, errors=[None, None])
     """
-    made = Scores(rewards=[0.0] * n, parts=tuple(dict.fromkeys(piece.name for piece in pieces if any(piece.weights))))
+    combined = RewardResult(
+        rewards=[0.0] * n, parts=tuple(dict.fromkeys(piece.name for piece in pieces if any(piece.weights)))
+    )
     for piece in pieces:
         if len(piece.scores) != len(piece.places):
             raise ValueError(f"{piece.name}: gave {len(piece.scores)} scores, expected {len(piece.places)}")
         columns = {piece.name: piece.scores.rewards}
         columns |= {f"{piece.name}/{name}": values for name, values in piece.scores.metrics.items()}
         for name, values in columns.items():
-            column = made.metrics.setdefault(name, [nan] * n)
+            column = combined.metrics.setdefault(name, [nan] * n)
             for i, value in zip(piece.places, values, strict=True):
                 column[i] = value
         for i, weight, reward, error in zip(
             piece.places, piece.weights, piece.scores.rewards, piece.scores.errors, strict=True
         ):
             if weight != 0.0:  # 0 times NaN is NaN, but a metric that is only looked at costs nobody a reward
-                made.rewards[i] += weight * reward
+                combined.rewards[i] += weight * reward
             if error is not None:
-                before = made.errors[i]
+                before = combined.errors[i]
                 text = error if error.startswith(f"{piece.name}: ") else f"{piece.name}: {error}"
-                made.errors[i] = text if before is None else f"{before}; {text}"
-    return made
+                combined.errors[i] = text if before is None else f"{before}; {text}"
+    return combined
 
 
-def scored_together(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[Scores]:
+def score_all(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[RewardResult]:
     """Each reward's scores of its inputs: those that wait for others run side by side, the rest in turn, right here."""
-    found: dict[int, Scores] = {}
+    results: dict[int, RewardResult] = {}
     waiting = [k for k, (reward, inputs) in enumerate(jobs) if reward.waits and inputs]
     with ThreadPoolExecutor(max(len(waiting), 1), "rollbook-reward") as threads:
         started = {k: threads.submit(jobs[k][0], jobs[k][1]) for k in waiting}
         for k, (reward, inputs) in enumerate(jobs):
             if k not in started:
-                found[k] = reward(inputs) if inputs else Scores(rewards=[])
-        found |= {k: future.result() for k, future in started.items()}
-    return [found[k] for k in range(len(jobs))]
+                results[k] = reward(inputs) if inputs else RewardResult(rewards=[])
+        results |= {k: future.result() for k, future in started.items()}
+    return [results[k] for k in range(len(jobs))]
 
 
-async def gathered(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[Scores]:
+async def score_all_async(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[RewardResult]:
     """The same for an event loop."""
     return list(await asyncio.gather(*(reward.score_async(inputs) for reward, inputs in jobs)))
 
 
-class Combined(Reward):
-    """Several rewards of the same samples: their weighted sum, or whatever `combine` makes of them.
+class CombinedReward(Reward):
+    """Weighted sum of several rewards of the same samples.
 
-    rewards: by name. `weights`: by name or in order, 1 each unless told. `combine`: a function of the list of score
-    tensors, (B,) each, that gives (B,), as LightRFT asks for several remote models; it replaces the sum.
+    Args:
+        rewards: Rewards by name.
+        weights: By name or in order; 1 each by default.
+        combine: Function from the list of score tensors, (B,) each, to (B,), as LightRFT has it for several remote
+            models; it replaces the sum.
 
     >>> from rollbook.rewards import as_reward
     >>> def right(response, reference): return float(response == reference)
     >>> def short(response): return float(len(response) < 4)
-    >>> both = Combined({"right": as_reward(right), "short": as_reward(short)}, weights={"right": 0.9, "short": 0.1})
+    >>> parts = {"right": as_reward(right), "short": as_reward(short)}
+    >>> both = CombinedReward(parts, weights={"right": 0.9, "short": 0.1})
     >>> scores = both([RewardInput(prompt="", response="no", reference="yes")])
     >>> scores.rewards, scores.metrics
     ([0.1], {'right': [0.0], 'short': [1.0]})
@@ -114,58 +134,58 @@ class Combined(Reward):
         if not rewards:
             raise ValueError("rewards: got none, expected at least one")
         self.rewards = dict(rewards)
-        self.weights = named_weights(list(self.rewards), weights)
+        self.weights = check_weights(list(self.rewards), weights)
         if combine is not None and weights is not None:
             raise ValueError("weights: got them beside combine, expected one of the two")
         self.combine = combine
         self.waits = all(reward.waits for reward in self.rewards.values())
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples."""
         inputs = as_inputs(inputs)
-        return self._sum(len(inputs), scored_together([(reward, inputs) for reward in self.rewards.values()]))
+        return self._sum(len(inputs), score_all([(reward, inputs) for reward in self.rewards.values()]))
 
-    async def score_async(self, inputs: Sequence[Any]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """The same for an event loop, all parts at once."""
         inputs = as_inputs(inputs)
-        return self._sum(len(inputs), await gathered([(reward, inputs) for reward in self.rewards.values()]))
+        return self._sum(len(inputs), await score_all_async([(reward, inputs) for reward in self.rewards.values()]))
 
     def source(self) -> str | None:
         """Fingerprint the parts."""
-        return joined_fingerprint({name: reward.source() for name, reward in self.rewards.items()})
+        return join_fingerprints({name: reward.source() for name, reward in self.rewards.items()})
 
     def close(self) -> None:
         """Close every part."""
         for reward in self.rewards.values():
             reward.close()
 
-    def _sum(self, n: int, found: Sequence[Scores]) -> Scores:
+    def _sum(self, n: int, results: Sequence[RewardResult]) -> RewardResult:
         places = range(n)
-        made = assembled(
+        combined = assemble(
             n,
             [
-                Piece(name, places, [self.weights[name]] * n, scores)
-                for name, scores in zip(self.rewards, found, strict=True)
+                ScoredComponent(name, places, [self.weights[name]] * n, scores)
+                for name, scores in zip(self.rewards, results, strict=True)
             ],
         )
         if self.combine is not None and n:
-            lost = [isnan(reward) for reward in made.rewards]
-            parts = parts_of(self.combine([scores.to_tensors()[0] for scores in found]), n)
+            lost = [isnan(reward) for reward in combined.rewards]
+            parts = read_scores(self.combine([scores.to_tensors()[0] for scores in results]), n)
             for i, (reward, metrics, error) in enumerate(parts):
-                made.rewards[i] = nan if lost[i] else reward
+                combined.rewards[i] = nan if lost[i] else reward
                 for key, value in metrics.items():
-                    made.metrics.setdefault(key, [nan] * n)[i] = value
+                    combined.metrics.setdefault(key, [nan] * n)[i] = value
                 if error is not None and not lost[i]:
-                    made.errors[i] = f"combine: {error}"
-        return made
+                    combined.errors[i] = f"combine: {error}"
+        return combined
 
 
-def named_weights(names: Sequence[str], weights: Mapping[str, float] | Sequence[float] | None) -> dict[str, float]:
+def check_weights(names: Sequence[str], weights: Mapping[str, float] | Sequence[float] | None) -> dict[str, float]:
     """A weight for each name, however they were given; 1 each if they were not.
 
-    >>> named_weights(["a", "b"], [0.9, 0.1])
+    >>> check_weights(["a", "b"], [0.9, 0.1])
     {'a': 0.9, 'b': 0.1}
-    >>> named_weights(["accuracy", "format"], {"acuracy": 1.0})
+    >>> check_weights(["accuracy", "format"], {"acuracy": 1.0})
     Traceback (most recent call last):
         ...
     ValueError: weights: got 'acuracy', which is no component; did you mean 'accuracy'? (accuracy, format)
@@ -190,19 +210,23 @@ def _weight(name: str, value: Any) -> float:
 
 
 class Recipe(Reward):
-    """Each label has components of its own: {label: [(type, key, weight), ...]}, LightRFT's `reward_recipe`.
+    """Reward with components per label: {label: [(type, key, weight), ...]}, LightRFT's `reward_recipe`.
 
-    - ("model", key, weight): the model called `key` in `models`.
-    - ("rule", key, weight), ("function", key, weight): the function called `key`.
+    - ("model", key, weight): the model named `key` in `models`.
+    - ("rule", key, weight), ("function", key, weight): the function named `key`.
     - (name, None, weight) or (name, weight): the function of that name, as LightRFT's `("gsm8k_rule", None, 1.0)`.
 
-    functions: by name, whatever `as_reward` takes; the ready functions (`rollbook.rewards.READY`) are known by name
-    already. models: by name, or a list with `label_map`, LightRFT's `reward_fn_label_map` (model key -> index in it).
-    `options` go to every function (`time_limit`, `pool`, `on_error`, ...), `model_options` to every model.
+    A component is called only for the samples whose label needs it, once for each, and its score is kept as a metric
+    under its name. With a weight of 0 it is only a metric. Labels and components are checked before anything runs.
 
-    A component is asked only for the samples whose label needs it, once for each, and its own score is kept as a metric
-    under its name. A weight of 0 keeps the metric and adds nothing. Labels and components are checked before anything
-    runs.
+    Args:
+        recipe: Components by label.
+        functions: Functions by name, anything that `as_reward` takes; the built-in functions (`rollbook.rewards.READY`)
+            are known by name.
+        models: Models by name, or a list with `label_map`.
+        label_map: LightRFT's `reward_fn_label_map`: index in `models` by key.
+        model_options: Options of every model.
+        options: Options of every function (`time_limit`, `pool`, `on_error`, ...).
 
     >>> recipe = Recipe(
     ...     {"gsm8k": [("numeric_match", None, 0.9), ("format", None, 0.1)], "chat": [("format", 1.0)]},
@@ -230,9 +254,8 @@ class Recipe(Reward):
         model_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        from rollbook.rewards.choose import READY, as_reward
 
-        known = ChainMap(dict(functions or {}), READY)  # type: ignore[arg-type]
+        rules = ChainMap(dict(functions or {}), READY)  # type: ignore[arg-type]
         by_key = _models_by_key(models, label_map)
         self.components: dict[str, Reward] = {}
         self.recipe: dict[Any, list[tuple[str, float]]] = {}
@@ -242,39 +265,39 @@ class Recipe(Reward):
         for label, lines in recipe.items():
             self.recipe[label] = []
             for line in lines:
-                kind, name, weight = _line(label, line)
-                source: Mapping[str, Any] = by_key if kind == "model" else known
+                kind, name, weight = _check_line(label, line)
+                source: Mapping[str, Any] = by_key if kind == "model" else rules
                 if name not in source:
-                    what = "models" if kind == "model" else "functions"
+                    argument = "models" if kind == "model" else "functions"
                     raise ValueError(
-                        f"recipe[{label!r}]: got {kind} {name!r}, expected one of the {what}"
+                        f"recipe[{label!r}]: got {kind} {name!r}, expected one of the {argument}"
                         f"{suggest(name, list(source))}"
                     )
                 if kinds.setdefault(name, kind) != kind:
                     raise ValueError(f"recipe[{label!r}]: got {name!r} as a model and a function, expected two names")
                 if name not in self.components:
-                    given = dict(model_options or {}) if kind == "model" else options
+                    part_options = dict(model_options or {}) if kind == "model" else options
                     part = source[name]
-                    self.components[name] = part if is_reward(part) else as_reward(part, **given)
+                    self.components[name] = part if is_reward(part) else as_reward(part, **part_options)
                 self.recipe[label].append((name, weight))
             if not self.recipe[label]:
                 raise ValueError(f"recipe[{label!r}]: got no components, expected at least one")
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples, each by its label's components."""
         inputs = as_inputs(inputs)
         plan = self._plan(inputs)
-        return self._made(inputs, plan, scored_together(self._jobs(inputs, plan)))
+        return self._made(inputs, plan, score_all(self._jobs(inputs, plan)))
 
-    async def score_async(self, inputs: Sequence[Any]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """The same for an event loop, all components at once."""
         inputs = as_inputs(inputs)
         plan = self._plan(inputs)
-        return self._made(inputs, plan, await gathered(self._jobs(inputs, plan)))
+        return self._made(inputs, plan, await score_all_async(self._jobs(inputs, plan)))
 
     def source(self) -> str | None:
         """Fingerprint the components."""
-        return joined_fingerprint({name: reward.source() for name, reward in self.components.items()})
+        return join_fingerprints({name: reward.source() for name, reward in self.components.items()})
 
     def close(self) -> None:
         """Close every component."""
@@ -284,9 +307,9 @@ class Recipe(Reward):
     def _plan(self, inputs: Sequence[RewardInput]) -> dict[str, dict[int, float]]:
         """The samples that each component is asked for, and its weight for each; a component named twice adds up."""
         plan: dict[str, dict[int, float]] = {}
-        for i, one in enumerate(inputs):
-            check_label(one, i, self.recipe)
-            for name, weight in self.recipe[one.label]:
+        for i, scored in enumerate(inputs):
+            check_label(scored, i, self.recipe)
+            for name, weight in self.recipe[scored.label]:
                 weights = plan.setdefault(name, {})
                 weights[i] = weights.get(i, 0.0) + weight
         return plan
@@ -297,30 +320,32 @@ class Recipe(Reward):
         return [(self.components[name], [inputs[i] for i in weights]) for name, weights in plan.items()]
 
     def _made(
-        self, inputs: Sequence[RewardInput], plan: Mapping[str, dict[int, float]], found: Sequence[Scores]
-    ) -> Scores:
-        parts = zip(plan.items(), found, strict=True)
-        made = assembled(len(inputs), [Piece(n, list(w), list(w.values()), scores) for (n, w), scores in parts])
+        self, inputs: Sequence[RewardInput], plan: Mapping[str, dict[int, float]], results: Sequence[RewardResult]
+    ) -> RewardResult:
+        parts = zip(plan.items(), results, strict=True)
+        combined = assemble(
+            len(inputs), [ScoredComponent(n, list(w), list(w.values()), scores) for (n, w), scores in parts]
+        )
         for name in self.components:  # the same metrics whichever labels a call happens to have
-            made.metrics.setdefault(name, [nan] * len(inputs))
-        return made
+            combined.metrics.setdefault(name, [nan] * len(inputs))
+        return combined
 
 
-def check_label(one: RewardInput, place: int, recipe: Mapping[Any, Any]) -> None:
+def check_label(scored: RewardInput, place: int, recipe: Mapping[Any, Any]) -> None:
     """Refuse a label that a recipe does not have."""
     try:
-        known = one.label in recipe
+        has_label = scored.label in recipe
     except TypeError:
-        known = False
-    if not known:
-        spot = where(one, place)
+        has_label = False
+    if not has_label:
+        spot = locate(scored, place)
         raise ValueError(
-            f"label: got {one.label!r} ({spot}), which the recipe does not have"
-            f"{suggest(one.label, [*map(str, recipe)])}"
+            f"label: got {scored.label!r} ({spot}), which the recipe does not have"
+            f"{suggest(scored.label, [*map(str, recipe)])}"
         )
 
 
-def _line(label: Any, line: Any) -> tuple[str, str, float]:
+def _check_line(label: Any, line: Any) -> tuple[str, str, float]:
     """(kind, name, weight) of a recipe's line."""
     if isinstance(line, (str, bytes)) or not isinstance(line, Sequence) or len(line) not in (2, 3):
         raise ValueError(f"recipe[{label!r}]: got {line!r}, expected (type, key, weight) or (name, weight)")
@@ -388,24 +413,24 @@ class LightRFTReward(Reward):
         # there is an error only when a sample asks for it.
         self._needs: dict[str, set[str]] = {}
         for label, lines in self.recipe.items():
-            found = [_line(label, line) for line in lines]
-            self._needs[label] = {name for kind, name, weight in found if kind == "model" and weight != 0.0}
+            components = [_check_line(label, line) for line in lines]
+            self._needs[label] = {name for kind, name, weight in components if kind == "model" and weight != 0.0}
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples."""
         inputs = as_inputs(inputs)
-        return self._made(inputs, scored_together(self._jobs(inputs)))
+        return self._made(inputs, score_all(self._jobs(inputs)))
 
-    async def score_async(self, inputs: Sequence[Any]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """The same for an event loop; `reward_fn` itself runs in a thread."""
         inputs = as_inputs(inputs)
-        found = await gathered(self._jobs(inputs))
-        return await asyncio.to_thread(self._made, inputs, found)
+        results = await score_all_async(self._jobs(inputs))
+        return await asyncio.to_thread(self._made, inputs, results)
 
     def source(self) -> str | None:
         """Fingerprint `reward_fn` and the models."""
         models = {str(i): model.source() for i, model in enumerate(self.models)}
-        return joined_fingerprint({**models, "reward_fn": source_fingerprint(self.reward_fn)})
+        return join_fingerprints({**models, "reward_fn": source_fingerprint(self.reward_fn)})
 
     def close(self) -> None:
         """Close every model."""
@@ -413,55 +438,55 @@ class LightRFTReward(Reward):
             model.close()
 
     def _places(self, inputs: Sequence[RewardInput], key: str | None) -> list[int]:
-        return [i for i, one in enumerate(inputs) if not self.recipe or key in self._needs[one.label]]
+        return [i for i, scored in enumerate(inputs) if not self.recipe or key in self._needs[scored.label]]
 
     def _jobs(self, inputs: Sequence[RewardInput]) -> list[tuple[Reward, list[RewardInput]]]:
         if self.recipe:
-            known = [key for key in self._keys if key is not None]
-            for i, one in enumerate(inputs):
-                check_label(one, i, self.recipe)
-                for name in sorted(self._needs[one.label].difference(known)):
-                    expected = f"expected one of the models{suggest(name, known)}"
-                    raise ValueError(f"reward_recipe[{one.label!r}]: got model {name!r}, {expected}")
+            keys = [key for key in self._keys if key is not None]
+            for i, scored in enumerate(inputs):
+                check_label(scored, i, self.recipe)
+                for name in sorted(self._needs[scored.label].difference(keys)):
+                    expected = f"expected one of the models{suggest(name, keys)}"
+                    raise ValueError(f"reward_recipe[{scored.label!r}]: got model {name!r}, {expected}")
         return [
             (model, [inputs[i] for i in self._places(inputs, key)])
             for model, key in zip(self.models, self._keys, strict=True)
         ]
 
-    def _made(self, inputs: Sequence[RewardInput], found: Sequence[Scores]) -> Scores:
+    def _made(self, inputs: Sequence[RewardInput], results: Sequence[RewardResult]) -> RewardResult:
         import torch
 
         n = len(inputs)
         if not n:
-            return Scores(rewards=[])
+            return RewardResult(rewards=[])
         columns, errors = [], dict[int, str]()
-        for key, scores in zip(self._keys, found, strict=True):
+        for key, scores in zip(self._keys, results, strict=True):
             column = torch.zeros(n, dtype=torch.float32)
             for i, reward, error in zip(self._places(inputs, key), scores.rewards, scores.errors, strict=True):
                 column[i] = 0.0 if isnan(reward) else reward
                 if error is not None:
                     errors[i] = error
             columns.append(column)
-        parts = parts_of(
+        parts = read_scores(
             self.reward_fn(
                 model_reward_list=columns,
-                labels=[one.label for one in inputs],
-                queries=[one.response for one in inputs],
-                refs=[one.reference for one in inputs],
+                labels=[scored.label for scored in inputs],
+                queries=[scored.response for scored in inputs],
+                refs=[scored.reference for scored in inputs],
                 label_map=dict(self.label_map),
             ),
             n,
         )
-        made = Scores(rewards=[nan] * n)
+        combined = RewardResult(rewards=[nan] * n)
         for i, (reward, metrics, error) in enumerate(parts):
             for name, value in metrics.items():
-                made.metrics.setdefault(name, [nan] * n)[i] = value
+                combined.metrics.setdefault(name, [nan] * n)[i] = value
             wrong = errors.get(i) or (None if error is None else f"reward_fn: {error}")
             if wrong is not None:
-                made.errors[i] = wrong
-                reward = failed_score(self.on_error, where(inputs[i], i), wrong)
-            made.rewards[i] = reward
-        return made
+                combined.errors[i] = wrong
+                reward = failed_score(self.on_error, locate(inputs[i], i), wrong)
+            combined.rewards[i] = reward
+        return combined
 
 
 def lightrft_reward(
@@ -472,10 +497,16 @@ def lightrft_reward(
     tokenizer: Any = None,
     **options: Any,
 ) -> Reward:
-    """LightRFT's arguments as a reward: a module, or a list of them (an empty one: rules alone) and a `reward_fn`.
+    """Make a reward from LightRFT's arguments.
 
-    One module without a `reward_fn` is that model's score; with one, it is a list of one. `tokenizer` is the policy's:
-    models are given its ids. `options` go to each model (`rows`, `tokens`, `device`, ...).
+    Args:
+        reward_models: A module, or a list of them; an empty list with a `reward_fn` of rules. One module without a
+            `reward_fn` is that model's score.
+        reward_fn: Combines the scores of the models.
+        label_map: Index in `reward_models` by key.
+        recipe: Components by label.
+        tokenizer: Tokenizer of the policy, whose ids the models are given.
+        options: Options of each model (`rows`, `tokens`, `device`, ...).
 
     >>> def reward_fn(model_reward_list, labels, queries, refs, label_map):
     ...     right = [float(query == ref) for query, ref in zip(queries, refs)]
@@ -484,18 +515,260 @@ def lightrft_reward(
     >>> scores.rewards, scores.metrics
     ([1.0], {'accuracy_reward': [1.0]})
     """
-    from rollbook.rewards.choose import as_reward
 
     if reward_models is None and reward_fn is None:
         raise ValueError("reward_models: got None without a reward_fn, expected a model, or a reward_fn of rules")
     several = isinstance(reward_models, (list, tuple))
-    given = list(reward_models) if several else [] if reward_models is None else [reward_models]
+    sources = list(reward_models) if several else [] if reward_models is None else [reward_models]
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is not None:
         options.setdefault("pad_token_id", pad)
-    models = [model if is_reward(model) else as_reward(model, **options) for model in given]
+    models = [model if is_reward(model) else as_reward(model, **options) for model in sources]
     if reward_fn is None:
         if len(models) != 1:
             raise ValueError(f"reward_fn: got None with {len(models)} models, expected a function that combines them")
         return models[0]
     return LightRFTReward(models, reward_fn, label_map, recipe)
+
+
+_READY = {
+    "exact_match": "answers",
+    "numeric_match": "answers",
+    "boxed_match": "answers",
+    "think_boxed_format": "answers",
+    "think_answer_format": "answers",
+    "gsm8k": "answers",
+    "math_match": "answers",
+    "code_match": "code",
+    "json_match": "answers",
+    "json_schema": "answers",
+    "length": "answers",
+    "repetition": "answers",
+}
+_PACKAGES = {"math_match": ("math_verify", "math-verify", "math"), "json_schema": ("jsonschema", "jsonschema", "json")}
+"""The module, the package and the extra that a ready function needs."""
+
+
+class _Ready(Mapping[str, Callable[..., Any]]):
+    """The ready functions by name, each loaded when it is asked for."""
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        _check_package(name)
+        module = importlib.import_module(f"rollbook.rewards.{_READY[name]}")
+        function: Callable[..., Any] = getattr(module, name)
+        return function
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_READY)
+
+    def __len__(self) -> int:
+        return len(_READY)
+
+
+READY: Mapping[str, Callable[..., Any]] = _Ready()
+"""The ready functions by name."""
+
+
+def as_reward(spec: Any, **options: Any) -> Reward:
+    """Make a reward.
+
+    Args:
+        spec: One of
+
+            - a function, sync, async or batched, or the name of a built-in one (`rollbook.rewards.READY`):
+              `FunctionReward`;
+            - `"module:function"`, `"file.py"` (its `reward_func`) or `"file.py:function"`: the same;
+            - a torch module, or the path of a folder with a `config.json`: `ModelReward`;
+            - `"http://..."`: `RemoteReward`;
+            - {label: [(type, key, weight), ...]}: `Recipe`;
+            - a list of these, or a mapping from names to these: their weighted sum, `CombinedReward` (`names`,
+              `weights`, `combine`); a list of URLs with `replicas=True` is one reward behind several servers;
+            - a `Reward`, which is returned unchanged.
+        options: Options of the class and, for a function, its own parameters that are not fields of a sample; in a list,
+            each goes to the parts that take it. A `time_limit` that the function has itself (`math_match`, `code_match`)
+            is the function's: the call then has 10 s more, and at least the usual 60.
+
+    >>> from rollbook.rewards import RewardInput
+    >>> sample = RewardInput(prompt="2 + 2 =", response="It is 4.", reference="4")
+    >>> as_reward(["numeric_match", lambda response: len(response)], names=["right", "length"])([sample]).metrics
+    {'right': [1.0], 'length': [8.0]}
+    >>> as_reward("length", unit="words", target=2, per_unit=0.5)([sample]).rewards
+    [-0.5]
+    >>> as_reward("numeric_mach")
+    Traceback (most recent call last):
+        ...
+    ValueError: reward: got 'numeric_mach', expected a URL, a .py file, 'module:function', a model's folder or a ready function; did you mean 'numeric_match'? (exact_match, numeric_match, boxed_match, think_boxed_format, think_answer_format, gsm8k, math_match, code_match, json_match, json_schema, length, repetition)
+    """  # noqa: E501
+    if is_reward(spec):
+        if options:
+            raise ValueError(f"reward: got the option {next(iter(options))!r} beside a finished {type(spec).__name__}")
+        return spec
+    if isinstance(spec, (list, tuple)):
+        return _combine(list(spec), options)
+    if isinstance(spec, Mapping) and not any(_is_lines(value) for value in spec.values()):
+        return _combine(list(spec.values()), {"names": [str(name) for name in spec], **options})
+    kind, source = _reward_class(spec)
+    names = list(dict.fromkeys([*_options(kind), *_parameters(source)]))
+    odd = next((name for name in options if name not in names), None)
+    if odd is not None and not _takes_all(kind):
+        meant = _SAME.get(odd, odd)
+        raise ValueError(f"reward: option {odd!r} is not one of {kind.__name__}{suggest(meant, names)}")
+    return _build(kind, source, options)
+
+
+def _reward_class(spec: Any) -> tuple[Callable[..., Reward], Any]:
+    """The class that a single thing is a reward of, and what to make it from."""
+    if isinstance(spec, (str, Path)):
+        return _reward_class_of_text(str(spec))
+    if _is_module(spec) or _is_config(spec):
+        from rollbook.rewards.models import ModelReward
+
+        return ModelReward, spec
+    if isinstance(spec, Mapping):
+        return Recipe, spec
+    if callable(spec):
+        return FunctionReward, spec
+    kind = "None" if spec is None else type(spec).__name__
+    raise ValueError(f"reward: got {kind}, expected a function, a model, a URL, a file, a recipe or a list of these")
+
+
+def _is_module(spec: Any) -> bool:
+    torch = sys.modules.get("torch")  # whoever holds a module has loaded torch
+    return torch is not None and isinstance(spec, torch.nn.Module)
+
+
+def _is_config(spec: Any) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(spec, transformers.PretrainedConfig)
+
+
+def _is_lines(value: Any) -> bool:
+    """Whether it is a recipe's list of components."""
+    return isinstance(value, (list, tuple)) and all(isinstance(line, (list, tuple)) for line in value)
+
+
+def _is_url(spec: Any) -> bool:
+    return isinstance(spec, str) and spec.startswith(("http://", "https://"))
+
+
+def _options(kind: Callable[..., Any]) -> list[str]:
+    return [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+
+_SAME = {"timeout": "time_limit", "time_limit": "timeout"}
+"""What functions and servers call differently."""
+
+
+def _parameters(source: Any) -> list[str]:
+    """A function's parameters that are nothing of a sample's: its own options."""
+    if not callable(source) or _is_module(source):
+        return []
+    try:
+        arguments = inspect.signature(source.bare() if isinstance(source, FileFunction) else source).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    named = [p.name for p in arguments if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return [name for name in named if name not in PARAMETER_NAMES]
+
+
+def _build(kind: Callable[..., Reward], source: Any, options: Mapping[str, Any]) -> Reward:
+    """A reward of this class, where a function has its own options fixed."""
+    rest = dict(options)
+    bound = {name: rest.pop(name) for name in _parameters(source) if name in rest}
+    both = [name for name in bound if name in _options(kind)]
+    for name in both:
+        if name != "time_limit":
+            fixed = f"functools.partial({name_of(source)}, {name}=...) for the function's"
+            raise ValueError(f"reward: option {name!r} is one of {kind.__name__} and of the function, expected {fixed}")
+        if bound[name] is None:
+            rest[name] = bound.pop(name)  # the call's: a function's own limit is a number
+        else:
+            rest[name] = max(60.0, check_float(name, bound[name], 1e-3, 1e9) + 10.0)
+    if isinstance(source, FileFunction):
+        source = replace(source, options={**source.options, **bound})
+    elif bound:
+        source = partial(source, **bound)
+    return kind(source, **rest)
+
+
+def _takes_all(kind: Callable[..., Any]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(kind).parameters.values())
+
+
+def _reward_class_of_text(text: str) -> tuple[Callable[..., Reward], Any]:
+    if _is_url(text):
+        return RemoteReward, text
+    path, _, name = text.rpartition(":")
+    if text.endswith(".py"):
+        return FunctionReward, FileFunction(text)
+    if path.endswith(".py"):
+        return FunctionReward, FileFunction(path, name)
+    if text in READY:
+        return FunctionReward, READY[text]
+    if (Path(text) / "config.json").is_file():
+        from rollbook.rewards.models import ModelReward
+
+        return ModelReward, text
+    if path and name.isidentifier() and all(part.isidentifier() for part in path.split(".")):
+        module = importlib.import_module(path)
+        if not callable(vars(module).get(name)):
+            functions = [function for function, value in vars(module).items() if inspect.isfunction(value)]
+            raise ValueError(f"reward: module {path!r} has no function {name!r}{suggest(name, functions)}")
+        return _reward_class(vars(module)[name])
+    expected = "a URL, a .py file, 'module:function', a model's folder or a ready function"
+    raise ValueError(f"reward: got {text!r}, expected {expected}{suggest(text, list(READY))}")
+
+
+def _check_package(name: str) -> None:
+    """Refuse a ready function whose package is not installed: it would fail with the first sample."""
+    module, package, extra = _PACKAGES.get(name, (None, "", ""))
+    if module is not None and importlib.util.find_spec(module) is None:
+        raise MissingExtraError(f"{name} needs {package}: pip install 'rollbook[{extra}]'")
+
+
+def _combine(specs: list[Any], options: Mapping[str, Any]) -> Reward:
+    if not specs:
+        raise ValueError("reward: got an empty list, expected at least one reward")
+    bound = {name: options[name] for name in ("names", "weights", "combine") if name in options}
+    rest = {name: value for name, value in options.items() if name not in bound}
+    if rest.pop("replicas", False):
+        if bound or not all(map(_is_url, specs)):
+            raise ValueError("replicas: got True, expected a list of URLs, and neither names, weights nor combine")
+        return RemoteReward(specs, **rest)
+    used: set[str] = set()
+    parts = [_build_part(spec, rest, used) for spec in specs]
+    unused = next((name for name in rest if name not in used), None)
+    if unused is not None:
+        raise ValueError(f"reward: got the option {unused!r}, which no part of the list takes")
+    if len(parts) == 1 and not bound:
+        return parts[0]
+    names = bound.pop("names", None) or _part_names(specs)
+    if len(names) != len(parts) or len(set(names)) != len(names):
+        raise ValueError(f"names: got {list(names)}, expected {len(parts)} that differ, one for each reward")
+    return CombinedReward(dict(zip(names, parts, strict=True)), **bound)
+
+
+def _build_part(spec: Any, options: Mapping[str, Any], used: set[str]) -> Reward:
+    """One reward of a list, with those of the options that it takes."""
+    if is_reward(spec) or isinstance(spec, (list, tuple)):
+        return as_reward(spec)
+    kind, source = _reward_class(spec)
+    names = {*_options(kind), *_parameters(source)}
+    mine = {name: value for name, value in options.items() if name in names}
+    used.update(mine)
+    return _build(kind, source, mine)
+
+
+def _part_names(specs: Sequence[Any]) -> list[str]:
+    """A name for each reward of a list: its own where that tells them apart, with a number where it does not."""
+    names = [_part_name(spec) for spec in specs]
+    return [name if names.count(name) == 1 else f"{name}{names[:i].count(name)}" for i, name in enumerate(names)]
+
+
+def _part_name(spec: Any) -> str:
+    if _is_url(spec):
+        return "remote"
+    if isinstance(spec, (str, Path)):
+        return Path(str(spec).rpartition(":")[2]).stem  # a file, a module's function, or a ready one
+    name = name_of(spec)
+    return "reward" if name == "<lambda>" else name

@@ -1,69 +1,146 @@
-"""Reward models behind HTTP: LightRFT's request and reply, in batches, several at once, tried again where that helps.
+"""Reward models behind HTTP: LightRFT's request and reply, batched, concurrent, with retries.
 
-Invariant: a request's scores are its samples', one each, or an error is recorded for every one of them (another number
-of scores than asked for is raised: there is no telling whose they are); only what may succeed is asked again; what was
-sent is never logged.
+Invariant: a request yields one score per sample, or an error for each of them (a wrong number of scores raises). Only
+errors that may pass are retried. Requests are never logged. Only data that decodes as an image is sent, and no file is
+opened that is named by text, which may come from a record.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import xxhash
 
 from rollbook.core.addresses import redacted, without_user
-from rollbook.core.checks import check_bool, check_float, check_int
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int
+from rollbook.core.errors import RollbookError
+from rollbook.core.images import load_picture, names_file, read_encoded
 from rollbook.core.retry import RETRIED, Backoff, asked_wait
-from rollbook.rewards.images import Encoder, ImageFormat
-from rollbook.rewards.pools import MissingExtra, said
+from rollbook.rewards.functions import MissingExtraError, describe_error
 from rollbook.rewards.types import (
     OnError,
     Reward,
     RewardInput,
-    Scores,
-    WrongCount,
+    RewardResult,
+    WrongCountError,
     as_float,
     as_inputs,
     check_on_error,
     failed_score,
+    locate,
+    log_failures,
     run_sync,
-    say_failures,
-    where,
 )
 
 if TYPE_CHECKING:
     import httpx
 
 
-class _Failed(Exception):
+ImageFormat = Literal["jpeg", "png"]
+
+_SAVING: dict[str, dict[str, int]] = {"jpeg": {"quality": 95}, "png": {}}
+_PLAIN = {"jpeg": ("L", "RGB"), "png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")}
+"""The kinds of pixels that a format keeps; others (a palette or transparency in a JPEG) become RGB."""
+
+
+class ImageEncoder:
+    """Encodes whatever `rollbook.core.images` reads as base64 text, except for paths that are text.
+
+    Images are remembered by object and by content as long as the encoder lives: the samples of a prompt share them.
+
+    >>> ImageEncoder().text("/home/me/photo.png")
+    Traceback (most recent call last):
+        ...
+    ValueError: image: got a path or an address as text, expected the image itself or a pathlib.Path
+    """
+
+    def __init__(self, format: ImageFormat = "jpeg") -> None:
+        check_choice("image_format", format, ("jpeg", "png"))
+        self._format = format
+        self._by_object: dict[int, tuple[Any, str]] = {}
+        self._by_content: dict[bytes, str] = {}
+        self._lock = threading.Lock()
+        self.encoded = 0
+        """How many were encoded, rather than found again."""
+
+    def text(self, image: Any) -> str:
+        """An image's base64 text."""
+        with self._lock:  # two requests may show the same image
+            cached = self._by_object.get(id(image))
+            if cached is not None:
+                return cached[1]
+            encoded_text = self._text(image)
+            self._by_object[id(image)] = (image, encoded_text)  # the object is held: its address stays its own
+            return encoded_text
+
+    def _text(self, image: Any) -> str:
+        if names_file(image):
+            raise ValueError("image: got a path or an address as text, expected the image itself or a pathlib.Path")
+        raw = read_encoded("image", image)
+        picture = load_picture("image", image if raw is None else raw)
+        if raw is not None:
+            return self._kept(raw, lambda: raw)
+        if picture.mode not in _PLAIN[self._format]:
+            picture = picture.convert("RGB")
+        palette = bytes(picture.getpalette() or ()) + repr(picture.info.get("transparency")).encode()
+        seen = f"{picture.mode} {picture.size} ".encode() + palette + picture.tobytes()
+        return self._kept(seen, lambda: self._saved(picture))
+
+    def _saved(self, picture: Any) -> bytes:
+        buffer = io.BytesIO()  # one for each image: a shared one would send the first again
+        picture.save(buffer, self._format.upper(), **_SAVING[self._format])
+        return buffer.getvalue()
+
+    def _kept(self, seen: bytes, data: Callable[[], bytes]) -> str:
+        key = xxhash.xxh3_128_digest(seen)
+        if key not in self._by_content:
+            self._by_content[key] = base64.b64encode(data()).decode()
+            self.encoded += 1
+        return self._by_content[key]
+
+
+class _RequestError(RollbookError):
     """A request that came to nothing, and whether the same one may succeed."""
 
-    def __init__(self, what: str, again: bool = False, wait: float = 0.0) -> None:
-        super().__init__(what)
+    def __init__(self, text: str, again: bool = False, wait: float = 0.0) -> None:
+        super().__init__(text)
         self.again = again
         self.wait = wait
 
 
 class RemoteReward(Reward):
-    """A reward model behind a URL, or behind several that are replicas of each other and share the work.
+    """A reward model behind a URL, or behind several replicas that share the work.
 
     Request: POST of JSON {`queries`: prompt + response, `prompts`, `references`, `labels`, `images`}, each a list with
-    one entry for each sample; the last three only if a sample has one. Reply: {`rewards`: [numbers]}, and optionally
-    {`metrics`: {name: [numbers]}}. `send_responses` adds `responses`, the response texts alone.
+    one entry per sample; the last three only if a sample has one. Reply: {`rewards`: [numbers]}, and optionally
+    {`metrics`: {name: [numbers]}}. A score that is not a finite number fails its sample, an invalid reply fails all
+    samples of its request, and a wrong number of scores is raised.
 
-    - `batch_size`: samples in a request; `concurrency`: requests under way at a time.
-    - `timeout`: seconds for one try, from connecting to the last byte. Connection errors, timeouts, replies that break
-      off and the statuses in `core.retry.RETRIED` are tried again, with the waits of `backoff` (or what a server
-      asks for), at the next replica if there are several. Other statuses, and replies that make no sense, are not.
-    - A score that is no finite number fails its own sample, a reply that makes no sense all samples of its request; a
-      wrong number of scores is raised. Integers become floats. `on_error`: as in `FunctionReward`.
-    - Images are encoded once for each distinct one in a call, as `image_format` (`jpeg`, or `png` without loss); those
-      that come as bytes or as a `pathlib.Path` are sent byte for byte. A sample whose image does not decode, or is text
-      that names a file, as in a record, fails without being sent. LightRFT's form, a list of images for each query,
-      repeats what samples share. `dedupe_images=True` sends each once a request: `images` is then a flat table and
-      `image_indices` lists, for each query, its places in it. The server must know that form.
+    Each distinct image is encoded once per call; bytes and files (`pathlib.Path`) are sent unchanged. A sample whose
+    image does not decode, or is text that names a file, as in a record, fails without being sent.
+
+    Args:
+        url: Address, or addresses of replicas.
+        name: Name in errors and metrics.
+        batch_size: Samples per request.
+        concurrency: Requests in flight.
+        timeout: Seconds per try, from connecting to the last byte.
+        backoff: Waits between retries (or what the server asks for) after connection errors, timeouts, incomplete
+            replies and the statuses in `core.retry.RETRIED`, at the next replica if there are several.
+        headers: HTTP headers.
+        score_key: Key of the scores in the reply.
+        send_responses: Add `responses`, the response texts alone.
+        image_format: `jpeg`, or `png` without loss.
+        dedupe_images: Send each image once per request: `images` is then a flat list and `image_indices` has the
+            indices of each query. The server must support that form.
+        on_error: As in `FunctionReward`.
 
     >>> RemoteReward("ftp://nowhere")
     Traceback (most recent call last):
@@ -89,15 +166,15 @@ class RemoteReward(Reward):
         dedupe_images: bool = False,
         on_error: OnError = "exclude",
     ) -> None:
-        given = [url] if isinstance(url, str) else list(url)
-        if not given:
+        urls = [url] if isinstance(url, str) else list(url)
+        if not urls:
             raise ValueError("url: got none, expected at least one")
-        for one in given:
-            if not isinstance(one, str) or not one.startswith(("http://", "https://")):
-                shown = redacted(one) if isinstance(one, str) else one
+        for address in urls:
+            if not isinstance(address, str) or not address.startswith(("http://", "https://")):
+                shown = redacted(address) if isinstance(address, str) else address
                 raise ValueError(f"url: got {shown!r}, expected one that begins with http:// or https://")
         # Apart from their users: httpx logs the URLs that it asks.
-        self.urls, self._users = map(list, zip(*map(without_user, given), strict=True))
+        self.urls, self._users = map(list, zip(*map(without_user, urls), strict=True))
         _httpx()
         self.name = name
         self.batch_size = check_int("batch_size", batch_size, 1)
@@ -107,20 +184,20 @@ class RemoteReward(Reward):
         self._headers = dict(headers or {})
         self._score_key = score_key
         self._send_responses = check_bool("send_responses", send_responses)
-        Encoder(image_format)  # refuses a format that there is not
+        ImageEncoder(image_format)  # refuses a format that there is not
         self._image_format = image_format
         self._dedupe_images = check_bool("dedupe_images", dedupe_images)
         self.on_error: OnError = check_on_error(on_error)
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples; works inside a running event loop, too, which then waits."""
         return run_sync(lambda: self.score_async(inputs))
 
-    async def score_async(self, inputs: Sequence[Any]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples; the event loop goes on meanwhile."""
         httpx = _httpx()
         inputs = as_inputs(inputs)
-        encoder = Encoder(self._image_format)
+        encoder = ImageEncoder(self._image_format)
         chunks = [range(i, min(i + self.batch_size, len(inputs))) for i in range(0, len(inputs), self.batch_size)]
         free = asyncio.Semaphore(self.concurrency)
         limits = httpx.Limits(max_connections=self.concurrency)
@@ -129,7 +206,7 @@ class RemoteReward(Reward):
             parts = await asyncio.gather(
                 *(self._chunk(client, free, k, [inputs[i] for i in chunk], encoder) for k, chunk in enumerate(chunks))
             )
-        scores = Scores(rewards=[nan] * len(inputs))
+        scores = RewardResult(rewards=[nan] * len(inputs))
         for chunk, part in zip(chunks, parts, strict=True):
             for metric, values in part.metrics.items():
                 column = scores.metrics.setdefault(metric, [nan] * len(inputs))
@@ -138,13 +215,13 @@ class RemoteReward(Reward):
                 scores.rewards[i] = reward
                 if error is not None:
                     scores.errors[i] = f"{self.name}: {error}"
-                    scores.rewards[i] = failed_score(self.on_error, where(inputs[i], i), f"{self.name}: {error}")
-        return say_failures(self.name, scores)
+                    scores.rewards[i] = failed_score(self.on_error, locate(inputs[i], i), f"{self.name}: {error}")
+        return log_failures(self.name, scores)
 
     async def _chunk(
-        self, client: httpx.AsyncClient, free: asyncio.Semaphore, k: int, some: list[RewardInput], encoder: Encoder
-    ) -> Scores:
-        scores = Scores(rewards=[nan] * len(some))
+        self, client: httpx.AsyncClient, free: asyncio.Semaphore, k: int, some: list[RewardInput], encoder: ImageEncoder
+    ) -> RewardResult:
+        scores = RewardResult(rewards=[nan] * len(some))
         async with free:
             try:
                 scores.errors = await asyncio.to_thread(_unsendable, some, encoder)
@@ -153,7 +230,7 @@ class RemoteReward(Reward):
                     return scores
                 body = await asyncio.to_thread(self._body, [some[i] for i in places], encoder)
                 replied = self._read(await self._asked(client, k, body), len(places))
-            except _Failed as failed:
+            except _RequestError as failed:
                 scores.errors = [error or str(failed) for error in scores.errors]
                 return scores
         for i, reward, error in zip(places, replied.rewards, replied.errors, strict=True):
@@ -164,21 +241,24 @@ class RemoteReward(Reward):
                 column[i] = value
         return scores
 
-    def payload(self, some: Sequence[RewardInput], encoder: Encoder | None = None) -> dict[str, Any]:
+    def payload(self, some: Sequence[RewardInput], encoder: ImageEncoder | None = None) -> dict[str, Any]:
         """What is sent for some samples, before it is JSON.
 
         >>> reward = RemoteReward("http://localhost:1/score")
         >>> reward.payload([RewardInput(prompt="2+2=", response="4", reference="4", label="math")])
         {'queries': ['2+2=4'], 'prompts': ['2+2='], 'references': ['4'], 'labels': ['math']}
         """
-        sent: dict[str, Any] = {"queries": [one.query for one in some], "prompts": [one.prompt for one in some]}
+        sent: dict[str, Any] = {
+            "queries": [scored.query for scored in some],
+            "prompts": [scored.prompt for scored in some],
+        }
         if self._send_responses:
-            sent["responses"] = [one.response for one in some]
-        beside = {"references": [one.reference for one in some], "labels": [one.label for one in some]}
+            sent["responses"] = [scored.response for scored in some]
+        beside = {"references": [scored.reference for scored in some], "labels": [scored.label for scored in some]}
         sent |= {key: values for key, values in beside.items() if any(value is not None for value in values)}
-        if any(len(one.images) for one in some):
-            encoder = encoder if encoder is not None else Encoder(self._image_format)
-            nested = [[encoder.text(image) for image in one.images] for one in some]
+        if any(len(scored.images) for scored in some):
+            encoder = encoder if encoder is not None else ImageEncoder(self._image_format)
+            nested = [[encoder.text(image) for image in scored.images] for scored in some]
             if self._dedupe_images:
                 table = {text: place for place, text in enumerate(dict.fromkeys(t for row in nested for t in row))}
                 sent["images"] = list(table)
@@ -187,11 +267,11 @@ class RemoteReward(Reward):
                 sent["images"] = nested
         return sent
 
-    def _body(self, some: Sequence[RewardInput], encoder: Encoder) -> bytes:
+    def _body(self, some: Sequence[RewardInput], encoder: ImageEncoder) -> bytes:
         try:
             return json.dumps(self.payload(some, encoder), allow_nan=False).encode()
         except (TypeError, ValueError, OSError) as error:
-            raise _Failed(f"cannot be sent ({said(error)})") from None
+            raise _RequestError(f"cannot be sent ({describe_error(error)})") from None
 
     async def _asked(self, client: httpx.AsyncClient, k: int, body: bytes) -> Any:
         """The reply to a request, with as many tries as it takes and is allowed; replicas take turns."""
@@ -202,11 +282,11 @@ class RemoteReward(Reward):
             attempt += 1
             try:
                 return await self._once(client, self.urls[at], self._users[at], body)
-            except _Failed as failed:
+            except _RequestError as failed:
                 wait = next(waits, None) if failed.again else None
                 if wait is None:
                     tries = f" ({attempt} tries)" if attempt > 1 else ""
-                    raise _Failed(f"{redacted(self.urls[at])}: {failed}{tries}") from None
+                    raise _RequestError(f"{redacted(self.urls[at])}: {failed}{tries}") from None
                 await asyncio.sleep(max(wait, failed.wait))
 
     async def _once(self, client: httpx.AsyncClient, url: str, user: tuple[str, str] | None, body: bytes) -> Any:
@@ -216,31 +296,31 @@ class RemoteReward(Reward):
             async with asyncio.timeout(self.timeout):
                 reply = await client.post(url, content=body, headers=headers, auth=user or httpx.USE_CLIENT_DEFAULT)
         except TimeoutError:
-            raise _Failed(f"timed out after {self.timeout:g} s", again=True) from None
+            raise _RequestError(f"timed out after {self.timeout:g} s", again=True) from None
         except (httpx.UnsupportedProtocol, httpx.InvalidURL, httpx.LocalProtocolError) as error:
-            raise _Failed(said(error)) from None
+            raise _RequestError(describe_error(error)) from None
         except httpx.TransportError as error:
-            raise _Failed(said(error), again=True) from None
+            raise _RequestError(describe_error(error), again=True) from None
         if reply.status_code != 200:
             again = reply.status_code in RETRIED
-            said_so = _words(reply.content) or reply.reason_phrase
-            raise _Failed(f"status {reply.status_code}: {said_so}", again, asked_wait(reply.headers))
+            said_so = _error_text(reply.content) or reply.reason_phrase
+            raise _RequestError(f"status {reply.status_code}: {said_so}", again, asked_wait(reply.headers))
         try:
             return json.loads(reply.content)
         except ValueError:
-            raise _Failed(f"gave {len(reply.content)} bytes that are not JSON, expected {self._form()}") from None
+            raise _RequestError(f"gave {len(reply.content)} bytes that are not JSON, expected {self._form()}") from None
 
     def _form(self) -> str:
         return f'{{"{self._score_key}": [numbers]}}'
 
-    def _read(self, reply: Any, n: int) -> Scores:
+    def _read(self, reply: Any, n: int) -> RewardResult:
         """A reply's scores: the count is the request's, the type each sample's."""
         values = reply.get(self._score_key) if isinstance(reply, dict) else None
         if not isinstance(values, list):
-            raise _Failed(f"gave {_outline(reply)}, expected {self._form()}")
+            raise _RequestError(f"gave {_outline(reply)}, expected {self._form()}")
         if len(values) != n:
-            raise WrongCount(f"{self.name}: gave {len(values)} scores, expected {n}, one for each query")
-        scores = Scores(rewards=[nan] * n)
+            raise WrongCountError(f"{self.name}: gave {len(values)} scores, expected {n}, one for each query")
+        scores = RewardResult(rewards=[nan] * n)
         for i, value in enumerate(values):
             try:
                 scores.rewards[i] = as_float(value)
@@ -248,18 +328,18 @@ class RemoteReward(Reward):
                 scores.errors[i] = str(error)
         metrics = reply.get("metrics") or {}
         if not isinstance(metrics, dict):
-            raise _Failed(f"gave metrics as {type(metrics).__name__}, expected {{name: [{n} numbers]}}")
+            raise _RequestError(f"gave metrics as {type(metrics).__name__}, expected {{name: [{n} numbers]}}")
         for name, column in metrics.items():
             if not isinstance(column, list) or len(column) != n:
-                raise _Failed(f"gave the metric {name!r} as {_outline(column)}, expected a list of {n} numbers")
+                raise _RequestError(f"gave the metric {name!r} as {_outline(column)}, expected a list of {n} numbers")
             try:
                 scores.metrics[name] = [nan if value is None else as_float(value) for value in column]
             except ValueError as error:
-                raise _Failed(f"metric {name!r}: {error}") from None
+                raise _RequestError(f"metric {name!r}: {error}") from None
         return scores
 
 
-def _unsendable(some: Sequence[RewardInput], encoder: Encoder) -> list[str | None]:
+def _unsendable(some: Sequence[RewardInput], encoder: ImageEncoder) -> list[str | None]:
     """For each sample, the reason why its images cannot be sent, or `None`."""
     errors: list[str | None] = []
     for sample in some:
@@ -268,14 +348,14 @@ def _unsendable(some: Sequence[RewardInput], encoder: Encoder) -> list[str | Non
                 encoder.text(image)
             errors.append(None)
         except (TypeError, ValueError, OSError) as error:
-            errors.append(f"cannot be sent ({said(error)})")
+            errors.append(f"cannot be sent ({describe_error(error)})")
     return errors
 
 
-def _words(content: bytes) -> str:
+def _error_text(content: bytes) -> str:
     """What a server says went wrong, in a line: its message alone, since a reply may quote all that it was sent.
 
-    >>> _words(b'{"detail": [{"loc": ["body", "query"], "msg": "Field required", "input": {"queries": ["..."]}}]}')
+    >>> _error_text(b'{"detail": [{"loc": ["body", "query"], "msg": "Field required", "input": {"queries": ["..."]}}]}')
     'body.query: Field required'
     """
     try:
@@ -285,8 +365,8 @@ def _words(content: bytes) -> str:
     except (ValueError, StopIteration):
         return ""
     if isinstance(value, list):
-        each = [one for one in value if isinstance(one, dict)]
-        value = "; ".join(f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg', '')}" for one in each)
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        value = "; ".join(f"{'.'.join(map(str, entry.get('loc', ())))}: {entry.get('msg', '')}" for entry in entries)
     return " ".join(str(value)[:200].split())
 
 
@@ -301,5 +381,5 @@ def _httpx() -> Any:
     try:
         import httpx
     except ImportError:
-        raise MissingExtra("remote rewards need httpx: pip install 'rollbook[remote]'") from None
+        raise MissingExtraError("remote rewards need httpx: pip install 'rollbook[remote]'") from None
     return httpx

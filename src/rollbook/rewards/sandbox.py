@@ -64,10 +64,10 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class SandboxResult:
     """How a run went: `code` is the program's exit code (above 128: the signal that ended it; `None`: it was stopped).
 
-    `unprotected`: what this machine does not let the sandbox isolate, in words; see `sandboxed`.
+    `unprotected`: what this machine does not let the sandbox isolate, in words; see `run_sandboxed`.
     """
 
     code: int | None
@@ -81,7 +81,7 @@ class Ran:
     unprotected: tuple[str, ...]
 
 
-def sandboxed(
+def run_sandboxed(
     files: Mapping[str, str],
     arguments: Sequence[str],
     *,
@@ -89,7 +89,7 @@ def sandboxed(
     limits: Limits | None = None,
     python: str | None = None,
     side: bool = False,
-) -> Ran:
+) -> SandboxResult:
     """Run Python with these arguments in a new folder that holds these files; the folder is removed afterwards.
 
     The program gets its own session, the limits, three environment variables (PATH, HOME, LANG), standard input from
@@ -115,13 +115,15 @@ def sandboxed(
     `python`: another interpreter, with its packages; the one that runs here, without packages, if not given. `side`:
     the program gets a pipe to write to, whose descriptor is the last argument.
 
-    >>> ran = sandboxed({"main.py": "print(input()[::-1])"}, ["main.py"], stdin=b"abc")
+    >>> ran = run_sandboxed({"main.py": "print(input()[::-1])"}, ["main.py"], stdin=b"abc")
     >>> ran.code, ran.stdout
     (0, b'cba\\n')
     """
     if os.name != "posix":
         raise ValueError(f"sandbox: got {os.name}, expected a POSIX system: its limits do not exist here")
-    ran = _run(files, arguments, stdin, limits if limits is not None else Limits(), python, side, _way(python))
+    ran = _run(
+        files, arguments, stdin, limits if limits is not None else Limits(), python, side, _strictest_settings(python)
+    )
     if ran.unprotected:
         _warn(ran.unprotected)
     return ran
@@ -132,7 +134,7 @@ def _warn(unprotected: tuple[str, ...]) -> None:
     """Warn, once for each list, of what is not isolated."""
     warnings.warn(
         f"sandbox: programs are not isolated on this machine in: {', '.join(unprotected)} "
-        "(help(rollbook.rewards.sandboxed) explains each)",
+        "(help(rollbook.rewards.run_sandboxed) explains each)",
         RuntimeWarning,
         stacklevel=3,
     )
@@ -145,7 +147,7 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/
 
 
 @cache
-def _way(python: str | None) -> dict[str, Any]:
+def _strictest_settings(python: str | None) -> dict[str, Any]:
     """The strictest settings under which an interpreter runs here, found by trying."""
     if python is None:
         prefixes = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
@@ -172,7 +174,7 @@ def _run(
     python: str | None,
     side: bool,
     way: Mapping[str, Any],
-) -> Ran:
+) -> SandboxResult:
     folder = tempfile.mkdtemp(prefix="rollbook-")
     top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # the program may rename or lock it
     report_read, report = os.pipe()
@@ -193,13 +195,13 @@ def _run(
             **way,
         }
         program = [os.path.realpath(sys.executable), "-I", "-S"] if python is None else [python, "-I", "-B"]
-        own = [os.path.realpath(sys.executable), "-I", "-S", str(Path(__file__).with_name("_sandbox_main.py"))]
-        with tempfile.TemporaryFile() as given:
-            given.write(stdin)
-            given.seek(0)
+        command = [os.path.realpath(sys.executable), "-I", "-S", str(Path(__file__).with_name("_sandbox_main.py"))]
+        with tempfile.TemporaryFile() as stdin_file:
+            stdin_file.write(stdin)
+            stdin_file.seek(0)
             process = subprocess.Popen(
-                [*own, json.dumps(settings), *program, *arguments, *([str(side_write)] if side else [])],
-                stdin=given,
+                [*command, json.dumps(settings), *program, *arguments, *([str(side_write)] if side else [])],
+                stdin=stdin_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=folder,
@@ -212,7 +214,7 @@ def _run(
         if side:
             os.close(side_write)
             side_write = -1
-        return _watched(process, report_read, side_read, limits)
+        return _collect_output(process, report_read, side_read, limits)
     finally:
         for descriptor in (report, report_read, side_read, side_write):
             if descriptor >= 0:
@@ -255,14 +257,14 @@ GRACE = 20.0
 """Seconds past its limit after which the sandbox's own process is given up; it takes far less."""
 
 
-def _watched(process: subprocess.Popen[bytes], report: int, side: int, limits: Limits) -> Ran:
+def _collect_output(process: subprocess.Popen[bytes], report: int, side: int, limits: Limits) -> SandboxResult:
     """Read everything that comes, up to its bound, until the sandbox's process has ended."""
     if process.stdout is None or process.stderr is None:
         raise RuntimeError("sandbox: its pipes are not there")
     pipes = {process.stdout.fileno(): "stdout", process.stderr.fileno(): "stderr", report: "report"}
     if side >= 0:
         pipes[side] = "side"
-    found = {name: bytearray() for name in ("stdout", "stderr", "report", "side")}
+    outputs = {name: bytearray() for name in ("stdout", "stderr", "report", "side")}
     bounds = {"stdout": limits.output, "stderr": limits.output, "report": 65536, "side": limits.output}
     deadline = time.monotonic() + limits.wall + GRACE
     flooded = False
@@ -282,9 +284,9 @@ def _watched(process: subprocess.Popen[bytes], report: int, side: int, limits: L
                     if not data:
                         waiting.unregister(key.fd)
                         continue
-                    found[name] += data
-                    if len(found[name]) > bounds[name]:
-                        del found[name][bounds[name] :]
+                    outputs[name] += data
+                    if len(outputs[name]) > bounds[name]:
+                        del outputs[name][bounds[name] :]
                         if not flooded:
                             flooded = True
                             process.terminate()
@@ -296,16 +298,16 @@ def _watched(process: subprocess.Popen[bytes], report: int, side: int, limits: L
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
     ended_as: dict[str, Any] = {"unprotected": None, "timed_out": False, "code": None}
-    lines = found["report"].decode("utf-8", "replace").splitlines()
+    lines = outputs["report"].decode("utf-8", "replace").splitlines()
     for line in lines:
         ended_as |= json.loads(line)
     if ended_as["unprotected"] is None and not ended_as["timed_out"]:
-        raise RuntimeError(f"sandbox: it did not start: {bytes(found['stderr'][-500:]).decode('utf-8', 'replace')}")
-    return Ran(
+        raise RuntimeError(f"sandbox: it did not start: {bytes(outputs['stderr'][-500:]).decode('utf-8', 'replace')}")
+    return SandboxResult(
         code=ended_as["code"],
-        stdout=bytes(found["stdout"]),
-        stderr=bytes(found["stderr"]),
-        side=bytes(found["side"]),
+        stdout=bytes(outputs["stdout"]),
+        stderr=bytes(outputs["stderr"]),
+        side=bytes(outputs["side"]),
         timed_out=bool(ended_as["timed_out"]) and not flooded,
         flooded=flooded,
         unprotected=tuple(ended_as["unprotected"] or ()),

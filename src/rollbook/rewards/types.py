@@ -1,4 +1,4 @@
-"""What a reward is given and what it gives back: one `RewardInput` for each sample in, `Scores` for all of them out.
+"""Reward types: `RewardInput` (one per sample), `RewardResult` (for all samples) and the `Reward` protocol.
 
 Invariant: a score is a finite float or there is none (NaN, with the sample's error beside it); rewards, errors and
 every metric have one entry for each sample, in the order of the inputs.
@@ -17,8 +17,9 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from rollbook.core.checks import check_float
+from rollbook.core.errors import RollbookError
+from rollbook.core.fingerprints import source_fingerprint
 from rollbook.core.ids import EID
-from rollbook.core.modules import source_fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +35,11 @@ OnError = Literal["exclude", "raise"] | float
 log = logging.getLogger("rollbook.rewards")
 
 
-class WrongCount(ValueError):
+class WrongCountError(RollbookError, ValueError):
     """A reward gave another number of scores than it was asked for: no sample's fault, and raised in any case."""
 
 
-class RewardError(RuntimeError):
+class RewardError(RollbookError, RuntimeError):
     """A sample could not be scored, and `on_error="raise"` was asked for.
 
     >>> from rollbook.rewards import as_reward
@@ -85,82 +86,79 @@ class RewardInput:
         return self.prompt + self.response
 
     @classmethod
-    def of(cls, given: RewardInput | Sample | Experience, tokenizer: Any = None) -> RewardInput:
-        """From an engine's `Sample` or an `Experience`; the tokenizer is asked only for texts that they do not carry.
+    def of(cls, source: RewardInput | Sample | Experience, tokenizer: Any = None) -> RewardInput:
+        """Make the input of an engine's `Sample` or of a record; a `RewardInput` is returned unchanged.
 
-        Of a multi-turn record without a text, the response is what its mask says the model wrote, turns on lines of
-        their own: what a tool answered is not the model's.
+        Args:
+            source: The sample or record.
+            tokenizer: Decodes texts that it does not carry.
+
+        Raises:
+            ValueError: It has no response text, and there is no tokenizer.
 
         >>> from rollbook.core.ids import EID
         >>> from rollbook.rollout import Prompt, Sample
         >>> sample = Sample(prompt=Prompt(text="2+2=", reference="4"), eid=EID(0, 1), prompt_ids=[5], response_ids=[6],
         ...                 text="4", finish_reason="stop")
-        >>> one = RewardInput.of(sample)
-        >>> one.prompt, one.response, one.reference, one.response_ids
+        >>> scored = RewardInput.of(sample)
+        >>> scored.prompt, scored.response, scored.reference, scored.response_ids
         ('2+2=', '4', '4', [6])
         """
-        if isinstance(given, cls):
-            return given
         from rollbook.core.sampling import Sample
 
-        # A record comes from whoever wrote it: what it names is text, and stays text.
-        if isinstance(given, Sample):
-            return cls._of_sample(given, tokenizer)
+        if isinstance(source, cls):
+            return source
+        if isinstance(source, Sample):
+            return cls._from_sample(source, tokenizer)
         from rollbook.core.experience import Experience
 
-        if isinstance(given, Experience):
-            return cls._of_experience(given, tokenizer)
-        raise ValueError(f"sample: got {type(given).__name__}, expected a Sample, an Experience or a RewardInput")
+        if not isinstance(source, Experience):
+            raise ValueError(f"sample: got {type(source).__name__}, expected a Sample, an Experience or a RewardInput")
+        if source.response_text is None and tokenizer is None:
+            raise ValueError(f"experience {source.eid}: got no response text and no tokenizer, expected one of them")
+        return cls.from_record(source, tokenizer)
 
     @classmethod
-    def _of_sample(cls, sample: Sample, tokenizer: Any) -> RewardInput:
-        from rollbook.core.images import as_path
+    def from_record(cls, record: Experience, tokenizer: Any = None) -> RewardInput:
+        """Make the input of a record. It equals the input of the `Sample` that the record was made from.
 
-        asked = sample.prompt
-        prompt = sample.prompt_text if sample.prompt_text is not None else asked.text
-        if prompt is None and tokenizer is not None and len(sample.prompt_ids):
-            prompt = tokenizer.decode(list(sample.prompt_ids))
-        if prompt is None:
-            prompt = "\n".join(_content(message) for message in asked.messages or ())
-        response = sample.text
-        if response is None:
-            response = _decoded(tokenizer, [sample.response_ids], f"sample {sample.eid}")
-        return cls(
-            prompt=prompt,
-            response=response,
-            reference=asked.reference,
-            label=asked.label,
-            messages=asked.messages,
-            images=tuple(map(as_path, asked.images)),
-            prompt_ids=list(sample.prompt_ids),
-            response_ids=list(sample.response_ids),
-            eid=sample.eid,
-            finish_reason=sample.finish_reason,
-            info={**asked.info, **sample.info},
-        )
+        Images are those that the record keeps, with the same pixels; a path in a record stays text and is not opened.
+        If a multi-turn record has no response text, the response is what its mask marks as written by the model, one
+        turn per line, without the observations.
 
-    @classmethod
-    def _of_experience(cls, record: Experience, tokenizer: Any) -> RewardInput:
+        Args:
+            record: The record.
+            tokenizer: Decodes texts that the record does not carry. Without one, such a text is "", for rewards that
+                do not read it.
+
+        >>> from rollbook.core.experience import Experience
+        >>> record = Experience(tokens=[5, 6], prompt_length=1, prompt_text="2+2=", info={"reference": "4", "level": 1})
+        >>> scored = RewardInput.from_record(record)
+        >>> scored.query, scored.reference, scored.info
+        ('2+2=', '4', {'level': 1})
+        """
         ids = record.tokens.tolist()
         prompt_ids, response_ids = ids[: record.prompt_length], ids[record.prompt_length :]
-        prompt, response = record.prompt_text, record.response_text
-        if prompt is None:
-            prompt = tokenizer.decode(prompt_ids) if tokenizer is not None and prompt_ids else ""
-        if response is None:
-            mask = [True] * len(response_ids) if record.action_mask is None else record.action_mask.tolist()
-            response = _decoded(tokenizer, _turns(response_ids, mask), f"experience {record.eid}")
         messages = record.messages
         if messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]  # that is the response
-        info = dict(record.info or {})
-        images = info.get("images")  # as a prompt's record keeps them
+        response = record.response_text
+        if response is None:
+            mask = [True] * len(response_ids) if record.action_mask is None else record.action_mask.tolist()
+            response = "" if tokenizer is None else _decode_turns(tokenizer, _split_turns(response_ids, mask))
+        info = {name: value for name, value in (record.info or {}).items() if name not in _PROMPT_FIELDS}
+        images = info.get("images")
+        if isinstance(images, (list, tuple)):
+            del info["images"]
+        else:
+            images = ()
         return cls(
-            prompt=prompt,
+            prompt=_prompt_text(record.prompt_text, prompt_ids, messages, tokenizer),
             response=response,
-            reference=info.get("reference"),
-            label=info.get("label"),
+            reference=(record.info or {}).get("reference"),
+            label=(record.info or {}).get("label"),
             messages=messages,
-            images=tuple(map(_no_path, images)) if isinstance(images, (list, tuple)) else (),
+            images=tuple(map(_path_to_text, images)),
             prompt_ids=prompt_ids,
             response_ids=response_ids,
             eid=record.eid,
@@ -168,16 +166,53 @@ class RewardInput:
             info=info,
         )
 
+    @classmethod
+    def _from_sample(cls, sample: Sample, tokenizer: Any) -> RewardInput:
+        from rollbook.core.images import as_path
 
-def _no_path(image: Any) -> Any:
+        prompt, response = sample.prompt, sample.text
+        if response is None:
+            if tokenizer is None:
+                raise ValueError(f"sample {sample.eid}: got no response text and no tokenizer, expected one of them")
+            response = _decode_turns(tokenizer, [sample.response_ids])
+        text = sample.prompt_text if sample.prompt_text is not None else prompt.text
+        return cls(
+            prompt=_prompt_text(text, sample.prompt_ids, prompt.messages, tokenizer),
+            response=response,
+            reference=prompt.reference,
+            label=prompt.label,
+            messages=prompt.messages,
+            images=tuple(map(as_path, prompt.images)),
+            prompt_ids=list(sample.prompt_ids),
+            response_ids=list(sample.response_ids),
+            eid=sample.eid,
+            finish_reason=sample.finish_reason,
+            info={**prompt.info, **sample.info},
+        )
+
+
+_PROMPT_FIELDS = ("reference", "label", "error")
+"""Keys that `Sample.to_experience` adds to the `info` of a record."""
+
+
+def _prompt_text(
+    text: str | None, ids: Sequence[int], messages: Sequence[Mapping[str, Any]] | None, tokenizer: Any
+) -> str:
+    """The text of a prompt: as recorded, else decoded, else the contents of its messages."""
+    if text is None and tokenizer is not None and len(ids):
+        return str(tokenizer.decode(list(ids)))
+    return text if text is not None else "\n".join(_content(message) for message in messages or ())
+
+
+def _path_to_text(image: Any) -> Any:
     """Turn a path in a record into text."""
-    from rollbook.core.images import inner
+    from rollbook.core.images import unwrap
 
-    content = inner(image)
+    content = unwrap(image)
     return str(content) if isinstance(content, os.PathLike) else image
 
 
-def as_inputs(given: Any) -> list[RewardInput]:
+def as_inputs(samples: Any) -> list[RewardInput]:
     """What a reward was called with, as its inputs: a list of `Sample`s, `Experience`s or `RewardInput`s.
 
     >>> as_inputs(RewardInput(prompt="", response=""))
@@ -185,9 +220,9 @@ def as_inputs(given: Any) -> list[RewardInput]:
         ...
     ValueError: inputs: got a single RewardInput, expected a list of samples
     """
-    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-        raise ValueError(f"inputs: got a single {type(given).__name__}, expected a list of samples")
-    return [RewardInput.of(one) for one in given]
+    if isinstance(samples, (str, bytes, Mapping)) or not isinstance(samples, Iterable):
+        raise ValueError(f"inputs: got a single {type(samples).__name__}, expected a list of samples")
+    return [RewardInput.of(sample) for sample in samples]
 
 
 def _content(message: Mapping[str, Any]) -> str:
@@ -198,27 +233,25 @@ def _content(message: Mapping[str, Any]) -> str:
     return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
 
 
-def _decoded(tokenizer: Any, turns: Sequence[Sequence[int]], where: str) -> str:
-    if tokenizer is None:
-        raise ValueError(f"{where}: got no response text and no tokenizer, expected one of them")
+def _decode_turns(tokenizer: Any, turns: Sequence[Sequence[int]]) -> str:
     return "\n".join(tokenizer.decode(list(turn), skip_special_tokens=True) for turn in turns)
 
 
-def _turns(ids: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
+def _split_turns(ids: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
     """The ids that count, run by run."""
     runs: list[list[int]] = []
     before = False
-    for one, counts in zip(ids, mask, strict=True):
+    for token, counts in zip(ids, mask, strict=True):
         if counts:
             if not before:
                 runs.append([])
-            runs[-1].append(one)
+            runs[-1].append(token)
         before = bool(counts)
     return runs
 
 
 @dataclass(kw_only=True)
-class Scores:
+class RewardResult:
     """The scores of B samples.
 
     `rewards` [B]: NaN where there is none. `metrics`: by name, [B] each, NaN where a component does not apply to a
@@ -226,10 +259,10 @@ class Scores:
     same, if a fixed one was asked for. `parts`: names of the metrics that the reward is a weighted sum of, where the
     source declares them; all other metrics are only logged.
 
-    >>> scores = Scores(rewards=[1, float("nan")], metrics={"accuracy": [1, float("nan")]}, errors=[None, "timed out"])
-    >>> scores.to_tensors()
+    >>> result = RewardResult(rewards=[1, nan], metrics={"accuracy": [1, nan]}, errors=[None, "timed out"])
+    >>> result.to_tensors()
     (tensor([1., nan]), {'accuracy': tensor([1., nan])})
-    >>> Scores(rewards=[1.0], errors=[None, None])
+    >>> RewardResult(rewards=[1.0], errors=[None, None])
     Traceback (most recent call last):
         ...
     ValueError: errors: got 2 entries, expected 1, one for each reward
@@ -256,8 +289,10 @@ class Scores:
         """(rewards (B,), metrics by name (B,)), all float32."""
         import torch
 
-        made = {name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in self.metrics.items()}
-        return torch.tensor(self.rewards, dtype=torch.float32, device=device), made
+        metrics = {
+            name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in self.metrics.items()
+        }
+        return torch.tensor(self.rewards, dtype=torch.float32, device=device), metrics
 
 
 @runtime_checkable
@@ -266,7 +301,7 @@ class Reward(Protocol):
 
     >>> class Length(Reward):
     ...     def __call__(self, inputs):
-    ...         return Scores(rewards=[len(one.response) for one in inputs])
+    ...         return RewardResult(rewards=[len(one.response) for one in inputs])
     >>> Length()([RewardInput(prompt="", response="four")]).rewards
     [4.0]
     """
@@ -274,12 +309,12 @@ class Reward(Protocol):
     waits: bool = False
     """Whether its time goes by waiting for somebody else, so that others may run meanwhile."""
 
-    def __call__(self, inputs: Sequence[Any]) -> Scores:
+    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples: one entry for each, in their order. The rewards here take an engine's `Sample`s and
         `Experience`s as well as `RewardInput`s, which is what the maker gives to all."""
         ...
 
-    async def score_async(self, inputs: Sequence[Any]) -> Scores:
+    async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """The same for an event loop, which goes on meanwhile."""
         return await asyncio.to_thread(self, inputs)
 
@@ -292,13 +327,13 @@ class Reward(Protocol):
         return
 
 
-def is_reward(given: Any) -> TypeGuard[Reward]:
+def is_reward(candidate: Any) -> TypeGuard[Reward]:
     """Whether it is a reward: of a class that derives from `Reward`. Having its methods is not enough: a mock has any.
 
     >>> is_reward(len)
     False
     """
-    return Reward in type(given).__mro__
+    return Reward in type(candidate).__mro__
 
 
 def check_on_error(value: Any) -> OnError:
@@ -340,12 +375,12 @@ def as_float(value: Any) -> float:
     if not isinstance(value, Number) or isinstance(value, complex):
         raise ValueError(f"gave {type(value).__name__} ({_short(value)}), expected a number")
     try:
-        found = float(value)  # type: ignore[arg-type]
+        number = float(value)  # type: ignore[arg-type]
     except (OverflowError, TypeError):
         raise ValueError(f"gave {_short(value)}, expected a number that a float can hold") from None
-    if not isfinite(found):
-        raise ValueError(f"gave {found}, expected a finite number")
-    return found
+    if not isfinite(number):
+        raise ValueError(f"gave {number}, expected a finite number")
+    return number
 
 
 def _short(value: Any, most: int = 60) -> str:
@@ -353,12 +388,12 @@ def _short(value: Any, most: int = 60) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def where(one: RewardInput, place: int) -> str:
+def locate(scored: RewardInput, place: int) -> str:
     """How an error names a sample: by its id, or by its place."""
-    return f"sample {place}" if one.eid is None else f"sample {one.eid.uid}"
+    return f"sample {place}" if scored.eid is None else f"sample {scored.eid.uid}"
 
 
-def say_failures(name: str, scores: Scores) -> Scores:
+def log_failures(name: str, scores: RewardResult) -> RewardResult:
     """Tell the log, once a call, how many samples have an error, and the first; never what was sent."""
     failed = [error for error in scores.errors if error is not None]
     if failed:
@@ -381,12 +416,12 @@ def run_sync(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     except RuntimeError:
         return asyncio.run(make())
     # A loop runs here already, and would wait for itself: the coroutine gets a loop in a thread of its own.
-    found: list[T] = []
+    values: list[T] = []
     raised: list[BaseException] = []
 
     def work() -> None:
         try:
-            found.append(asyncio.run(make()))
+            values.append(asyncio.run(make()))
         except BaseException as error:
             raised.append(error)
 
@@ -395,4 +430,4 @@ def run_sync(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     worker.join()
     if raised:
         raise raised[0]
-    return found[0]
+    return values[0]

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from rollbook.core.sampling import RunInfo as RunInfo
     from rollbook.core.sampling import Sample as Sample
     from rollbook.core.sampling import Sampling as Sampling
+    from rollbook.rollout.chat import Drift as Drift
+    from rollbook.rollout.chat import Drifts as Drifts
+    from rollbook.rollout.chat import Renderer as Renderer
+    from rollbook.rollout.engine import BaseEngine as BaseEngine
     from rollbook.rollout.engine import Cancel as Cancel
     from rollbook.rollout.engine import Engine as Engine
     from rollbook.rollout.engine import Request as Request
@@ -27,18 +31,16 @@ if TYPE_CHECKING:
     from rollbook.rollout.environment import play_episodes as play_episodes
     from rollbook.rollout.episode import Episode as Episode
     from rollbook.rollout.episode import act_all as act_all
-    from rollbook.rollout.local import TransformersEngine as TransformersEngine
     from rollbook.rollout.openai import OpenAIEngine as OpenAIEngine
-    from rollbook.rollout.rendering import Drift as Drift
-    from rollbook.rollout.rendering import Drifts as Drifts
-    from rollbook.rollout.rendering import Renderer as Renderer
     from rollbook.rollout.scripted import Line as Line
     from rollbook.rollout.scripted import ScriptedEngine as ScriptedEngine
+    from rollbook.rollout.transformers import TransformersEngine as TransformersEngine
 
 _HOMES = {
+    "BaseEngine": "rollbook.rollout.engine",
     "Cancel": "rollbook.rollout.engine",
-    "Drift": "rollbook.rollout.rendering",
-    "Drifts": "rollbook.rollout.rendering",
+    "Drift": "rollbook.rollout.chat",
+    "Drifts": "rollbook.rollout.chat",
     "Engine": "rollbook.rollout.engine",
     "Environment": "rollbook.rollout.environment",
     "EnvironmentConfig": "rollbook.rollout.environment",
@@ -46,14 +48,14 @@ _HOMES = {
     "Line": "rollbook.rollout.scripted",
     "OpenAIEngine": "rollbook.rollout.openai",
     "Prompt": "rollbook.core.sampling",
-    "Renderer": "rollbook.rollout.rendering",
+    "Renderer": "rollbook.rollout.chat",
     "Reply": "rollbook.rollout.environment",
     "Request": "rollbook.rollout.engine",
     "RunInfo": "rollbook.core.sampling",
     "Sample": "rollbook.core.sampling",
     "Sampling": "rollbook.core.sampling",
     "ScriptedEngine": "rollbook.rollout.scripted",
-    "TransformersEngine": "rollbook.rollout.local",
+    "TransformersEngine": "rollbook.rollout.transformers",
     "act_all": "rollbook.rollout.episode",
     "play_episodes": "rollbook.rollout.environment",
 }

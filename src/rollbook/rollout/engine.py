@@ -1,7 +1,7 @@
-"""`Engine`: the one protocol that all rollout engines keep, sync and async, in whole or as samples finish.
+"""The `Engine` protocol of rollout engines, and `BaseEngine`, which implements it on top of one method.
 
-Invariant: a call gives exactly n samples for each prompt, prompt by prompt, each with an id of its own; what goes wrong
-with one of them is recorded on it, and the others are what they would have been.
+Invariant: a call returns exactly n samples per prompt, in the order of the prompts, each with its own id. A failure is
+recorded on its sample and does not change the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, M
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rollbook.core.checks import check_int
 from rollbook.core.ids import EID
@@ -23,17 +23,18 @@ from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 
 
 class Cancel:
-    """A call's off-switch, to be used from anywhere: what is unfinished then comes back as far as it got.
+    """Cancellation of a call, from any thread. Unfinished samples are returned as far as they were sampled.
 
-    `held` says whether anybody has it in hand, so that an engine need not keep what it could give back for nobody.
+    Args:
+        shared: Whether a caller has it. If not, an engine need not keep partial responses.
 
     >>> cancel = Cancel()
     >>> cancel.requested, cancel.request(), cancel.requested
     (False, None, True)
     """
 
-    def __init__(self, held: bool = True) -> None:
-        self.held = held
+    def __init__(self, shared: bool = True) -> None:
+        self.shared = shared
         self._event = threading.Event()
 
     def request(self) -> None:
@@ -52,11 +53,16 @@ class Cancel:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt of a call: what an engine's `_run` is given.
+    """One prompt of a call, as `BaseEngine._run` receives it.
 
-    `eids` are its samples' ids, `seeds` their random streams; sample k's place among the call's results is
-    `position + k`. `started` is an unfinished sample that is to go on (then there is one id). `pause_after` bounds the
-    tokens of this call alone.
+    Args:
+        prompt: The prompt.
+        sampling: Its sampling options.
+        eids: Ids of its samples.
+        seeds: Seeds of their random streams.
+        position: Sample k is number `position + k` of the call.
+        started: Unfinished sample to continue; then there is one id.
+        pause_after: Limit on the tokens of this call.
 
     >>> request = Request(prompt=Prompt(text="hi"), sampling=Sampling(max_tokens=8), eids=(EID(batch=0, task=0),),
     ...                   seeds=(1,), position=0, pause_after=3)
@@ -91,20 +97,20 @@ class Request:
     def options(self, k: int) -> dict[str, Any]:
         """What sample k's record says of how it was sampled: `seed` is its stream's, `asked_seed` the call's;
         where it went on under other options, `earlier` has those that its first tokens were sampled with."""
-        made = {**self.sampling.to_dict(), "seed": self.seeds[k], "asked_seed": self.sampling.seed}
+        options = {**self.sampling.to_dict(), "seed": self.seeds[k], "asked_seed": self.sampling.seed}
         if self.started is None:
-            return made
+            return options
         before = self.started.sampling
-        made["asked_seed"] = before.get("asked_seed")
+        options["asked_seed"] = before.get("asked_seed")
         earlier = {
-            name: value for name, value in before.items() if name in made and value != made[name] and name != "n"
+            name: value for name, value in before.items() if name in options and value != options[name] and name != "n"
         }
         parts = list(before.get("earlier", ()))
         if earlier and self.done:
             parts.append({"tokens": self.done, **earlier})
-        return {**made, "earlier": parts} if parts else made
+        return {**options, "earlier": parts} if parts else options
 
-    def failed(self, k: int, error: BaseException | str, run_id: str | None, **known: Any) -> Sample:
+    def failed(self, k: int, error: BaseException | str, run_id: str | None, **fields: Any) -> Sample:
         """Sample k, without a response, and why."""
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         before = self.started
@@ -122,17 +128,44 @@ class Request:
                 "run_id": run_id,
                 "group_size": before.group_size if before is not None else self.sampling.n,
                 **start,
-                **known,
+                **fields,
             }
         )
 
 
-class Engine(ABC):
-    """Something that answers prompts. `version` is the policy's number, set by whoever changes the weights.
+class Engine(Protocol):
+    """Protocol of rollout engines: what `rollbook.train` needs of one.
 
-    An engine of one's own has `run` and `_run`, which yields (place, sample) as samples finish; the rest follows.
+    >>> from rollbook.rollout import ScriptedEngine
+    >>> engine: Engine = ScriptedEngine([[7, 8]])
+    >>> [sample.response_ids for sample in engine.generate([Prompt(token_ids=[5])], Sampling(n=2))]
+    [[7, 8], [7, 8]]
+    """
 
-    >>> class Echo(Engine):
+    version: int
+    """Number of the policy that samples, set by the caller when the weights change."""
+
+    @property
+    def run(self) -> RunInfo:
+        """What all samples of the engine have in common."""
+        ...
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
+        """Sample `sampling.n` responses per prompt.
+
+        Returns:
+            The samples, in the order of the prompts. A failure becomes a sample with an `error`, not an exception.
+        """
+        ...
+
+
+class BaseEngine(ABC):
+    """Base class of the engines: synchronous, asynchronous and streaming generation from one method.
+
+    A subclass defines `run`, and `_run`, which yields (place, sample) as samples finish. `version` is the number of
+    the policy, set by the caller when the weights change.
+
+    >>> class Echo(BaseEngine):
     ...     run = RunInfo(engine="echo", engine_version="1", model="none")
     ...     def _run(self, requests, cancel):
     ...         for request in requests:
@@ -176,17 +209,23 @@ class Engine(ABC):
         batch: int | str | None = None,
         **options: Any,
     ) -> list[Sample]:
-        """All samples, prompt by prompt: those of prompt i are [i * n, (i + 1) * n) if all have the same n.
+        """Sample n responses per prompt and return when all are finished.
 
-        prompts: a prompt or a list of them (text, messages, token ids, `Prompt`, or an unfinished `Sample` to go on
-        with). sampling: a `Sampling`, a mapping, or a list of them, one for each prompt; `options` change it.
-        `pause_after` bounds the tokens of this call: what is unfinished then has finish reason `abort`, and goes on
-        when it is given to an engine again. `batch` is the batch id of prompts that have no id; their tasks are
-        numbered by place.
+        Args:
+            prompts: A prompt or a list of them: text, messages, token ids, a `Prompt`, or an unfinished `Sample` to
+                continue.
+            sampling: A `Sampling`, a mapping, or a list of them, one per prompt; `options` override it.
+            cancel: Stops the call from another thread.
+            pause_after: Limit on the tokens of this call. Samples that are unfinished then have finish reason `abort`
+                and can be passed to an engine again.
+            batch: Batch id of prompts that have no id; their tasks are numbered by position.
+
+        Returns:
+            The samples: those of prompt i are [i * n, (i + 1) * n) if all prompts have the same n.
         """
         requests = self.requests(prompts, sampling, pause_after, batch, **options)
-        found: dict[int, Sample] = dict(self._whole(requests, cancel or Cancel(held=False)))
-        return [found[place] for place in sorted(found)]
+        samples: dict[int, Sample] = dict(self._run_all(requests, cancel or Cancel(shared=False)))
+        return [samples[place] for place in sorted(samples)]
 
     def stream(
         self,
@@ -203,7 +242,7 @@ class Engine(ABC):
         return self._streamed(requests, cancel or Cancel())
 
     def _streamed(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[Sample]:
-        for _, sample in self._whole(requests, cancel):
+        for _, sample in self._run_all(requests, cancel):
             yield sample
 
     async def agenerate(
@@ -218,9 +257,9 @@ class Engine(ABC):
     ) -> list[Sample]:
         """`generate` for an event loop; cancelling the task cancels the call."""
         requests = self.requests(prompts, sampling, pause_after, batch, **options)
-        async with aclosing(self._arun(requests, cancel or Cancel(held=False))) as running:
-            found = {place: sample async for place, sample in running}
-        return [found[place] for place in sorted(found)]
+        async with aclosing(self._arun(requests, cancel or Cancel(shared=False))) as running:
+            samples = {place: sample async for place, sample in running}
+        return [samples[place] for place in sorted(samples)]
 
     async def astream(
         self,
@@ -246,22 +285,22 @@ class Engine(ABC):
         """A call's prompts with options, ids and random streams of their own, all checked before any is answered."""
         if pause_after is not None:
             check_int("pause_after", pause_after, 1)
-        many = _listed(prompts)
-        given = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(many)
-        if len(given) != len(many):
-            raise ValueError(f"sampling: got {len(given)} entries, expected {len(many)}, one for each prompt")
-        fresh = made_up_batch() if batch is None else batch
-        made: list[Request] = []
+        entries = _as_list(prompts)
+        samplings = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(entries)
+        if len(samplings) != len(entries):
+            raise ValueError(f"sampling: got {len(samplings)} entries, expected {len(entries)}, one for each prompt")
+        fresh = random_batch_id() if batch is None else batch
+        requests: list[Request] = []
         position = 0
-        for task, (one, how) in enumerate(zip(many, given, strict=True)):
-            if isinstance(one, Sample):
-                request = _continued(one, how, options, pause_after, position)
+        for task, (entry, options_of_entry) in enumerate(zip(entries, samplings, strict=True)):
+            if isinstance(entry, Sample):
+                request = _continue_request(entry, options_of_entry, options, pause_after, position)
             else:
-                prompt = Prompt.of(one)
-                settings = Sampling.of(how, **options)
+                prompt = Prompt.of(entry)
+                settings = Sampling.of(options_of_entry, **options)
                 eid = prompt.eid if prompt.eid is not None else EID(batch=fresh, task=task, suffix="")
                 root = settings.seed if settings.seed is not None else int.from_bytes(os.urandom(8), "big")
-                eids, seeds = _runs(eid, settings.n, root, settings.seed is not None)
+                eids, seeds = _run_ids(eid, settings.n, root, settings.seed is not None)
                 request = Request(
                     prompt=prompt,
                     sampling=settings,
@@ -270,12 +309,12 @@ class Engine(ABC):
                     position=position,
                     pause_after=pause_after,
                 )
-            made.append(request)
+            requests.append(request)
             position += len(request.eids)
-        _unlike(made)
-        return made
+        _check_distinct_runs(requests)
+        return requests
 
-    def _whole(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
+    def _run_all(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
         """What `_run` yields, and a failure for whatever it owes when it breaks off."""
         owed = {request.position + k: (request, k) for request in requests for k in range(len(request.eids))}
         running = self._run(requests, cancel)
@@ -301,7 +340,7 @@ class Engine(ABC):
                 cancel_rest()
 
     async def _arun(self, requests: Sequence[Request], cancel: Cancel) -> AsyncGenerator[tuple[int, Sample], None]:
-        """`_whole` in a thread, for engines that have no event loop of their own."""
+        """`_run_all` in a thread, for engines that have no event loop of their own."""
         loop = asyncio.get_running_loop()
         ready: asyncio.Queue[Any] = asyncio.Queue()
         done = object()
@@ -312,7 +351,7 @@ class Engine(ABC):
 
         def work() -> None:
             try:
-                for item in self._whole(requests, cancel):
+                for item in self._run_all(requests, cancel):
                     put(item)
                 put(done)
             except BaseException as error:
@@ -331,7 +370,7 @@ class Engine(ABC):
                 cancel.request()
 
 
-def _listed(prompts: Any) -> list[Any]:
+def _as_list(prompts: Any) -> list[Any]:
     """A list of prompts, however a single one was written."""
     if isinstance(prompts, (str, Prompt, Sample)) or hasattr(prompts, "tolist"):
         return [prompts]
@@ -339,73 +378,77 @@ def _listed(prompts: Any) -> list[Any]:
         return [[prompts]]  # one message
     if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
         raise ValueError(f"prompts: got {type(prompts).__name__}, expected a prompt or a list of them")
-    many = list(prompts)
-    if many and isinstance(many[0], Integral):
-        return [many]  # one prompt's token ids
-    if many and isinstance(many[0], Mapping) and "role" in many[0]:
-        return [many]  # one prompt's messages
-    return many
+    entries = list(prompts)
+    if entries and isinstance(entries[0], Integral):
+        return [entries]  # one prompt's token ids
+    if entries and isinstance(entries[0], Mapping) and "role" in entries[0]:
+        return [entries]  # one prompt's messages
+    return entries
 
 
-def _continued(one: Sample, how: Any, options: dict[str, Any], pause_after: int | None, position: int) -> Request:
-    if not one.unfinished:
+def _continue_request(
+    sample: Sample, sampling: Any, options: dict[str, Any], pause_after: int | None, position: int
+) -> Request:
+    if not sample.unfinished:
         raise ValueError(
-            f"sample {one.eid}: got one that is finished ({one.finish_reason}), expected an unfinished one"
+            f"sample {sample.eid}: got one that is finished ({sample.finish_reason}), expected an unfinished one"
         )
-    known = {name: value for name, value in one.sampling.items() if name in Sampling.__dataclass_fields__} | {"n": 1}
-    settings = Sampling.of(how if isinstance(how, Sampling) else {**known, **(how or {})}, **options)
+    recorded = {name: value for name, value in sample.sampling.items() if name in Sampling.__dataclass_fields__} | {
+        "n": 1
+    }
+    settings = Sampling.of(sampling if isinstance(sampling, Sampling) else {**recorded, **(sampling or {})}, **options)
     if settings.n != 1:
-        raise ValueError(f"n: got {settings.n}, expected 1: sample {one.eid} goes on as one")
-    if settings.max_tokens <= len(one.response_ids):
+        raise ValueError(f"n: got {settings.n}, expected 1: sample {sample.eid} goes on as one")
+    if settings.max_tokens <= len(sample.response_ids):
         raise ValueError(
-            f"sample {one.eid}: max_tokens: got {settings.max_tokens}, expected more than the "
-            f"{len(one.response_ids)} it has"
+            f"sample {sample.eid}: max_tokens: got {settings.max_tokens}, expected more than the "
+            f"{len(sample.response_ids)} it has"
         )
-    seed, asked = one.sampling.get("seed"), one.sampling.get("asked_seed")
-    if settings.seed not in (None, seed, asked):
-        seed = _runs(one.eid, 1, settings.seed, True)[1][0]  # another stream from here on
+    seed, asked_seed = sample.sampling.get("seed"), sample.sampling.get("asked_seed")
+    if settings.seed not in (None, seed, asked_seed):
+        seed = _run_ids(sample.eid, 1, settings.seed, True)[1][0]  # another stream from here on
     return Request(
-        prompt=one.prompt,
+        prompt=sample.prompt,
         sampling=settings,
-        eids=(one.eid,),
+        eids=(sample.eid,),
         seeds=(int.from_bytes(os.urandom(8), "big") >> 1 if seed is None else seed,),
         position=position,
-        started=one,
+        started=sample,
         pause_after=pause_after,
     )
 
 
-def made_up_batch() -> str:
+def random_batch_id() -> str:
     """A batch id for prompts that nobody gave one: random, and marked as such."""
     return "~" + os.urandom(8).hex()
 
 
-def _runs(eid: EID, n: int, root: int, repeatable: bool) -> tuple[tuple[EID, ...], tuple[int, ...]]:
+def _run_ids(eid: EID, n: int, root: int, repeatable: bool) -> tuple[tuple[EID, ...], tuple[int, ...]]:
     """The ids and random streams of a task's n runs; with a seed they come out the same another time."""
     eids, seeds = [], []
     named = not str(eid.batch).startswith("~")
     for run in range(n):
-        one = eid.replace(run=eid.run + run, suffix="")
+        run_eid = eid.replace(run=eid.run + run, suffix="")
         # A batch id that nobody gave is made up for each call: with a seed, the call's samples must not depend on it.
-        stream = one if named else one.replace(batch="")
+        stream = run_eid if named else run_eid.replace(batch="")
         digest = hashlib.blake2b(f"{root}/{stream.uid}".encode(), digest_size=16).digest()
         # 63 bits: a number that Arrow and servers take.
         seeds.append(int.from_bytes(digest[:8], "big") >> 1)
-        eids.append(one.replace(suffix=digest[8:].hex() if repeatable else os.urandom(8).hex()))
+        eids.append(run_eid.replace(suffix=digest[8:].hex() if repeatable else os.urandom(8).hex()))
     return tuple(eids), tuple(seeds)
 
 
-def derived(seed: int, what: object) -> int:
+def derive_seed(seed: int, part: object) -> int:
     """A seed of another stream of random numbers, for one part of what `seed` is for.
 
-    >>> derived(1, "turn 2") == derived(1, "turn 2") != derived(1, "turn 3")
+    >>> derive_seed(1, "turn 2") == derive_seed(1, "turn 2") != derive_seed(1, "turn 3")
     True
     """
-    digest = hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def _unlike(requests: Sequence[Request]) -> None:
+def _check_distinct_runs(requests: Sequence[Request]) -> None:
     """No two samples of a call may be the same run: they would be one in every statistic."""
     seen: dict[str, int] = {}
     for i, request in enumerate(requests):

@@ -22,9 +22,9 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.metrics import StepMetrics, advise
 from rollbook.core.sampling import Prompt, Sample, Sampling
-from rollbook.rollout.engine import Engine
+from rollbook.rollout.engine import BaseEngine
 from rollbook.rollout.episode import Episode, act_all
-from rollbook.rollout.local import TransformersEngine
+from rollbook.rollout.transformers import TransformersEngine
 
 Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What an environment says: text, or where the prompt is a chat a message or several; a text is then a user's."""
@@ -195,7 +195,7 @@ class EnvironmentConfig:
         if self.context_limit is not None:
             check_int("context_limit", self.context_limit, 1)
 
-    def tokenizer_of(self, engine: Engine) -> Any:
+    def tokenizer_of(self, engine: BaseEngine) -> Any:
         """Return what renders turns: `tokenizer`, or the engine's processor or tokenizer."""
         tokenizers = (self.tokenizer, getattr(engine, "processor", None), getattr(engine, "tokenizer", None))
         tokenizer = next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
@@ -205,7 +205,7 @@ class EnvironmentConfig:
 
 
 def play_episodes(
-    engine: Engine,
+    engine: BaseEngine,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     environment: EnvironmentConfig,
@@ -260,7 +260,7 @@ class _Play:
     """One call of `play_episodes`."""
 
     def __init__(
-        self, engine: Engine, sampling: Sampling, environment: EnvironmentConfig, metrics: StepMetrics
+        self, engine: BaseEngine, sampling: Sampling, environment: EnvironmentConfig, metrics: StepMetrics
     ) -> None:
         if sampling.max_prompt_tokens is not None:
             raise ValueError("max_prompt_tokens: a turn's prompt is all that came before it; see context_limit")

@@ -1,54 +1,316 @@
-"""`Episode`: a conversation of several turns that a user drives, from prompt to records.
+"""`Episode`: a multi-turn conversation that the caller drives, from prompt to records.
 
-Invariant: an engine is given the tokens that are kept and nothing else, and what it samples is appended as it is; what
-is observed is appended after it. What rendering the conversation anew would have changed is found, counted, and either
-left alone or begun as a branch, never written over what was sampled.
+Invariant: an engine is given exactly the stored tokens, and what it samples is appended unchanged, followed by the
+observations. Differences that rendering the conversation again would make are detected and counted; depending on the
+policy the sampled tokens are kept or a branch begins. A record's log-probs, versions and mask are built from the same
+spans as its tokens, and each sampled token is trained in exactly one record of an episode.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rollbook.core.checks import check_choice, check_float, check_int
 from rollbook.core.ids import EID
+from rollbook.core.images import encode_for_record
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, Sample, Sampling, as_media, token_ids
-from rollbook.rollout import branches as parts
-from rollbook.rollout.branches import Branch, Observed, Turn
-from rollbook.rollout.engine import Cancel, Engine, made_up_batch
-from rollbook.rollout.recording import Recorder
-from rollbook.rollout.rendering import Drifts
-from rollbook.rollout.tree import Asked, Next, Parse, Policy, Tree, of_one, renderer_for
+from rollbook.rollout.chat import Drifts
+from rollbook.rollout.engine import BaseEngine, Cancel, random_batch_id
+from rollbook.rollout.tree import (
+    Branch,
+    DriftPolicy,
+    NextTokens,
+    Parse,
+    PendingObservation,
+    Span,
+    Tree,
+    Turn,
+    TurnRequest,
+    check_single,
+    collect_drifts,
+    extract_images,
+    full_conversation,
+    make_renderer,
+    place_media,
+    recorded_branches,
+    sampled_text,
+)
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorder:
+    """Makes the records of an episode's branches: what all of them have in common."""
+
+    tree: Tree
+    info: Mapping[str, Any]
+    """What every record's `info` begins with."""
+
+    def records(self, outcome: Callable[[Branch], float | None]) -> list[Experience]:
+        """One record for each branch that is not a part of another; each sampled token is trained in the first."""
+        branches = recorded_branches(self.tree.branches)
+        trained: set[int] = set()
+        records = []
+        for branch in branches:
+            trained_here = {span.number for span in branch.spans if span.kind == "model"} - trained
+            trained |= trained_here
+            end = branch
+            while end.continued_as is not None:
+                end = self.tree.branches[end.continued_as]
+            records.append(self._record(branch, end, trained_here, outcome(end), self._parent(branch, branches)))
+        return records
+
+    def _parent(self, branch: Branch, branches: Sequence[Branch]) -> str | None:
+        """The record that has what this branch went on from: of the branch it left, or of one that goes on from it."""
+        if branch.parent is None:
+            return None
+        origin = self.tree.branches[branch.parent]
+        path = origin.numbers
+        candidates = [origin, *branches] if any(other is origin for other in branches) else branches
+        for candidate in candidates:
+            if candidate.numbers[: len(path)] == path:
+                return None if candidate is branch else self.tree.id_of(candidate).uid
+        return None
+
+    def _record(
+        self, branch: Branch, end: Branch, trained_here: set[int], outcome: float | None, parent: str | None
+    ) -> Experience:
+        from rollbook.core.experience import Experience
+
+        spans = list(branch.spans)
+        info: dict[str, Any] = {**self.info, **branch.info}
+        if branch.pending and branch.continued_as is None:
+            limit = self.tree.context_limit
+            try:
+                tail = tuple(self.tree.tail(branch, not spans))  # a prompt is as an engine would be given it
+            except ValueError as error:
+                tail, info["not_rendered"] = (), str(error)  # a fork would have been rendered as a whole
+            if spans and limit is not None and len(branch.ids) + len(tail) > limit:
+                info["left_out_tokens"] = len(tail)  # no turn came after them; nothing is learned from them
+            else:
+                spans.append(Span(number=-1, kind="observation" if spans else "prompt", ids=tail))
+        prompt = len(spans[0].ids) if spans else 0
+        response = spans[1:]
+        mask = [span.number in trained_here for span in response for _ in span.ids]
+        turns = branch.own_turns
+        reason = branch.turns[-1].finish_reason if branch.turns else None
+        if branch.continued_as is None:
+            reason = "error" if branch.failed is not None else "length" if branch.full else reason
+        segments = self._segments(spans, branch.turns, trained_here)
+        info |= {"segments": segments, "drift": [turn.drift.to_dict() for turn in turns if turn.drift is not None]}
+        info["branch"] = branch.number
+        if reason == "length":
+            info["truncated"] = "context" if branch.full else "turn"
+        if branch.errors:
+            info["errors"] = [dict(error) for error in branch.errors]
+        if branch.failed is not None and branch.continued_as is None:
+            info["error"] = branch.failed
+        if "images" not in info and (images := encode_for_record(branch.images)):
+            info["images"] = images
+        reward, by_token = self._rewards(branch, end, response, mask, outcome)
+        renderer, tools = self.tree.renderer, self.tree.prompt.tools
+        return Experience(
+            eid=self.tree.id_of(branch),
+            tokens=[token for span in spans for token in span.ids],
+            prompt_length=prompt,
+            action_mask=mask,
+            logprobs=_per_token(response, "logprobs"),
+            policy_versions=_per_token(response, "versions"),
+            routed_experts=_experts(response),
+            reward=reward,
+            token_level_reward=by_token,
+            finish_reason=reason,
+            truncate_status="response_truncated" if reason == "length" else None,
+            prompt_text=None if renderer is None or not spans else renderer.decode(spans[0].ids),
+            response_text=sampled_text(turns),
+            messages=[dict(message) for message in full_conversation(branch)] if self.tree.chat else None,
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            multi_modal_inputs=branch.engine_media if branch.engine_media is not None else join_media(branch.media),
+            sampling=_sampling(turns),
+            parent=parent,
+            group_size=self.tree.group_size,
+            info=info,
+            metrics=_metrics(branch, spans, turns, sum(mask)),
+            experience_type="multi_turn",
+        )
+
+    def _segments(self, spans: Sequence[Span], turns: Sequence[Turn], trained_here: set[int]) -> list[dict[str, Any]]:
+        """What the tokens are, from the first to the last: `tokens[start:stop]` of each kind."""
+        numbers = {span.number for span in spans}
+        common = _sampling([turn for turn in turns if turn.key in numbers]) or {}
+        place = {piece.number: i for i, turn in enumerate(turns) for piece in turn.pieces}
+        segments: list[dict[str, Any]] = []
+        at = 0
+        for span in spans:
+            start, at = at, at + len(span.ids)
+            segment: dict[str, Any] = {"kind": span.kind, "start": start, "stop": at}
+            if span.number in place:
+                turn = turns[place[span.number]]
+                segment |= {"turn": place[span.number], "trained": span.number in trained_here}
+                segment["finish_reason"] = turn.finish_reason if span.number == turn.key else "abort"
+                others = {name: value for name, value in turn.sampling.items() if common.get(name) != value}
+                more: dict[str, Any] = {"sampling": others or None, "stop_reason": turn.stop_reason}
+                more["reward"] = self.tree.turn_rewards.get(span.number)
+                segment |= {name: value for name, value in more.items() if value is not None}
+            if at > start or span.kind == "model":
+                segments.append(segment)
+        return segments
+
+    def _rewards(
+        self, branch: Branch, end: Branch, response: Sequence[Span], mask: Sequence[bool], outcome: float | None
+    ) -> tuple[float | None, list[float] | None]:
+        """The whole episode's reward, and by token: a turn's on its last token, where that is trained; what comes
+        later, other branches' turns and the outcome, on the last token that is."""
+        scores = {
+            turn.key: self.tree.turn_rewards[turn.key] for turn in end.turns if turn.key in self.tree.turn_rewards
+        }
+        if not scores:
+            return outcome, None
+        total = sum(scores.values()) + (0.0 if outcome is None else outcome)
+        here = {turn.key for turn in branch.turns}
+        actions = [i for i, trains in enumerate(mask) if trains]
+        by_token = [0.0] * len(mask)
+        if actions:
+            later = sum(score for key, score in scores.items() if key not in here)
+            by_token[actions[-1]] += later + (0.0 if outcome is None else outcome)
+            at = 0
+            for span in response:
+                at += len(span.ids)
+                trains = mask[at - 1] if span.ids else False
+                if span.number in scores and (trains or not span.ids):
+                    # A turn without tokens has none of its own to put it on.
+                    by_token[max((i for i in actions if i < at), default=actions[0])] += scores[span.number]
+        return total, by_token
+
+
+def join_media(media: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Join the tensors of several observations by key, in order.
+
+    Args:
+        media: Of each observation, as `place_media` gives it.
+
+    Returns:
+        Tensors joined along their first axis; by-token ones, (1, n) from the first token on, laid over each other, and
+        left out if an observation has none: a model derives them (`batch.vision.token_types`). `None` without media.
+
+    >>> import torch
+    >>> first = {"pixel_values": torch.zeros(2, 3), "mm_token_type_ids": torch.tensor([[0, 1]])}
+    >>> second = {"pixel_values": torch.ones(1, 3), "mm_token_type_ids": torch.tensor([[0, 0, 0, 1]])}
+    >>> joined = join_media([first, second])
+    >>> joined["pixel_values"].shape, joined["mm_token_type_ids"]
+    (torch.Size([3, 3]), tensor([[0, 1, 0, 1]]))
+    """
+    import torch
+
+    from rollbook.batch.vision import BY_TOKEN
+
+    joined: dict[str, Any] = {}
+    for key in dict.fromkeys(key for observation in media for key in observation):
+        tensors = [observation[key] for observation in media if key in observation]
+        if key not in BY_TOKEN:
+            joined[key] = torch.cat(tensors)
+        elif len(tensors) == len(media):
+            entries = tensors[0].new_zeros((1, max(tensor.shape[1] for tensor in tensors)))
+            for tensor in tensors:
+                entries[:, : tensor.shape[1]] += tensor.to(entries)
+            joined[key] = entries
+    return joined or None
+
+
+def _per_token(response: Sequence[Span], name: Literal["logprobs", "versions"]) -> list[Any] | None:
+    """[R] What sampled tokens have. On observed ones a log-prob is 0, a version that of the token sampled last, so
+    that the oldest and the newest version of a record are those of what was sampled."""
+    if any(getattr(span, name) is None for span in response if span.kind == "model"):
+        return None
+    values: list[Any] = []
+    for span in response:
+        here = getattr(span, name)
+        if span.kind != "model":
+            here = [0.0 if name == "logprobs" else values[-1] if values else 0] * len(span.ids)
+        values += here
+    return values
+
+
+def _experts(response: Sequence[Span]) -> Any:
+    """[R, layers, k] The experts that were chosen, -1 where nobody said."""
+    import torch
+
+    with_experts = [span for span in response if span.experts is not None and len(span.ids)]
+    if not with_experts:
+        return None
+    tensors = {span.number: torch.as_tensor(span.experts) for span in with_experts}
+    first = tensors[with_experts[0].number]
+    kind = torch.int16 if first.dtype == torch.uint8 else first.dtype
+    return torch.cat(
+        [
+            tensors[span.number].to(kind)
+            if span.number in tensors
+            else torch.full((len(span.ids), *first.shape[1:]), -1, dtype=kind)
+            for span in response
+        ]
+    )
+
+
+def _sampling(turns: Sequence[Turn]) -> dict[str, Any] | None:
+    """The options of the first turn; another turn's, where they differ, and its seed stand on its segment."""
+    if not turns:
+        return None
+    first = turns[0]
+    options = {name: value for name, value in first.sampling.items() if name != "seed"}
+    has = all(piece.logprobs is not None for turn in turns for piece in turn.pieces)
+    options["logprobs"] = first.logprobs_kind if has else None
+    return options if first.run_id is None else {**options, "run": first.run_id}
+
+
+def _metrics(branch: Branch, spans: Sequence[Span], turns: Sequence[Turn], trained: int) -> dict[str, float]:
+    """Counts of what the record holds; `trained_tokens` alone are of no other record."""
+    counts = {kind: sum(len(span.ids) for span in spans[1:] if span.kind == kind) for kind in ("model", "observation")}
+    calls = [turn.message.get("tool_calls") or () for turn in turns if turn.message is not None]
+    metrics: dict[str, float] = {
+        "turns": len(turns),
+        "sampled_tokens": counts["model"],
+        "trained_tokens": trained,
+        "observed_tokens": counts["observation"],
+        "tool_calls": sum(len(turn_calls) for turn_calls in calls),
+        "tool_messages": sum(message.get("role") == "tool" for message in full_conversation(branch)),
+        "errors": len(branch.errors),
+    }
+    return metrics | {f"drift/{name}": count for name, count in collect_drifts(turns).counts.items()}
+
 
 POLICIES = ("keep", "fork")
 
 
 class Episode:
-    """A conversation of a model with tools or an environment, one branch of it in hand.
+    """A multi-turn conversation of a model with tools or an environment; it refers to one branch.
 
-    `prompt` (or `messages`): chat messages, text, token ids or a `Prompt`; all that comes before the first turn. The
-    engine may be `None`: then turns are appended by `append_turn` or `append_sample`. The tokenizer is that of the
-    engine's model, or its processor; it renders messages, and is not needed where all is token ids.
+    Use an episode from one thread at a time; its branches can act concurrently in one event loop.
 
-    - `sampling`: options of every turn; `act` takes changes. With a `seed` each turn and branch has its own stream.
-    - `context_limit`: the most tokens of a branch, prompt and all, such as the positions that the model has. Turns are
-      cut to fit, and when nothing is left `act` gives a sample of no tokens that finished by `length`, without asking
-      the engine.
-    - `on_realign`, `on_fork`: what to do where the template or the tokenizer would have made other tokens of earlier
-      turns (see `rollbook.rollout.rendering.Outcome`). `keep`: the model is given the tokens as they were sampled.
-      `fork`: a branch begins whose prompt is the conversation rendered anew; what was sampled is trained where it was.
-    - `parse`: from a turn's text to the assistant's message (with `tool_calls`, say) or `None`; without it the message
-      is the server's (`Sample.message`), else the text.
-    - `template_options`: passed on to the chat template, as `enable_thinking`.
-    - `media`: what a processor made of the prompt's images, for the record, if the engine does not say.
-    - `group_size`: how many runs the task has; `Episode.group` makes all of them.
-
-    Drive an episode from one thread at a time; its branches can act at the same time in one event loop.
+    Args:
+        engine: Samples the turns. Without one, turns are appended by `append_turn` or `append_sample`.
+        tokenizer: Tokenizer or processor of the engine's model, which renders messages. Not needed for token ids.
+        prompt: Everything before the first turn: messages, text, token ids or a `Prompt`.
+        messages: Chat messages, instead of `prompt`.
+        eid: Id of the run.
+        tools: Tools offered to the model.
+        sampling: Sampling options of every turn; `act` takes changes. With a `seed`, each turn and branch has its own
+            random stream.
+        context_limit: Largest number of tokens of a branch, including the prompt. Turns are truncated to fit; when
+            nothing is left, `act` returns a sample without tokens and finish reason `length`.
+        group_size: Number of runs of the task; `Episode.group` creates all of them.
+        on_realign: `keep` or `fork`, if rendering the conversation again gives other tokens for the same text (see
+            `rollbook.rollout.chat.Outcome`). `keep` continues from the sampled tokens. `fork` starts a branch whose
+            prompt is the new rendering; sampled tokens are trained where they were sampled.
+        on_fork: The same, if rendering gives another text.
+        parse: Converts the text of a turn to the assistant's message (with `tool_calls`, say) or `None`. By default the
+            message is the server's (`Sample.message`), or the text.
+        template_options: Options of the chat template, such as `enable_thinking`.
+        media: Processed images of the prompt, for the record, if the engine does not return them.
 
     >>> from rollbook.rollout import ScriptedEngine
     >>> engine = ScriptedEngine([[7, 8, 2], [9, 2]])
@@ -64,7 +326,7 @@ class Episode:
 
     def __init__(
         self,
-        engine: Engine | None = None,
+        engine: BaseEngine | None = None,
         tokenizer: Any = None,
         prompt: Any = None,
         *,
@@ -74,8 +336,8 @@ class Episode:
         sampling: Sampling | Mapping[str, Any] | None = None,
         context_limit: int | None = None,
         group_size: int | None = None,
-        on_realign: Policy = "keep",
-        on_fork: Policy = "keep",
+        on_realign: DriftPolicy = "keep",
+        on_fork: DriftPolicy = "keep",
         parse: Parse | None = None,
         template_options: Mapping[str, Any] | None = None,
         media: Mapping[str, Any] | None = None,
@@ -84,17 +346,17 @@ class Episode:
             raise ValueError("prompt: got both or neither of prompt and messages, expected one of them")
         if isinstance(messages, (str, bytes)):
             raise ValueError(f"messages: got {type(messages).__name__}, expected a list of messages; text is a prompt")
-        asked = Prompt.of(messages if prompt is None else prompt)
+        task = Prompt.of(messages if prompt is None else prompt)
         if tools is not None:
-            asked = asked.replace(tools=tools)
+            task = task.replace(tools=tools)
         check_choice("on_realign", on_realign, POLICIES)
         check_choice("on_fork", on_fork, POLICIES)
         self.engine = engine
         self._tree = Tree(
-            renderer=renderer_for(tokenizer, asked, template_options),
-            prompt=asked,
-            eid=_own_id(eid if eid is not None else asked.eid),
-            sampling=of_one(Sampling.of(sampling)),
+            renderer=make_renderer(tokenizer, task, template_options),
+            prompt=task,
+            eid=_with_batch(eid if eid is not None else task.eid),
+            sampling=check_single(Sampling.of(sampling)),
             context_limit=None if context_limit is None else check_int("context_limit", context_limit, 1),
             group_size=None if group_size is None else check_int("group_size", group_size, 1),
             policies={"realigned": on_realign, "forked": on_fork},
@@ -102,29 +364,29 @@ class Episode:
         )
         self._branch = Branch(number=0)
         self._tree.branches.append(self._branch)
-        self._known: tuple[tuple[int, int, int], Next] | None = None
-        if asked.token_ids is not None:
-            self.observe_tokens(asked.token_ids, images=asked.images, media=media)
+        self._known: tuple[tuple[int, int, int], NextTokens] | None = None
+        if task.token_ids is not None:
+            self.observe_tokens(task.token_ids, images=task.images, media=media)
         else:
-            self.observe(asked.messages if asked.text is None else asked.text, images=asked.images, media=media)  # type: ignore[arg-type]
+            self.observe(task.messages if task.text is None else task.text, images=task.images, media=media)  # type: ignore[arg-type]
 
     @classmethod
-    def group(cls, n: int, *given: Any, eid: EID | None = None, **options: Any) -> list[Self]:
+    def group(cls, n: int, *arguments: Any, eid: EID | None = None, **options: Any) -> list[Self]:
         """n episodes of one task: its runs, one group, each with an id of its own; other arguments as of `Episode`.
 
         >>> [one.eid.rid for one in Episode.group(2, prompt=[1], eid=EID(batch=0, task=4))]
         ['0/4/0', '0/4/1']
         """
         check_int("n", n, 1)
-        prompt = given[2] if len(given) > 2 else options.get("prompt")
-        first = _own_id(eid if eid is not None else prompt.eid if isinstance(prompt, Prompt) else None)
+        prompt = arguments[2] if len(arguments) > 2 else options.get("prompt")
+        first = _with_batch(eid if eid is not None else prompt.eid if isinstance(prompt, Prompt) else None)
         ids = [first, *(first.replace(run=first.run + k, suffix=os.urandom(8).hex()) for k in range(1, n))]
-        return [cls(*given, **{"group_size": n, **options}, eid=one) for one in ids]
+        return [cls(*arguments, **{"group_size": n, **options}, eid=run_eid) for run_eid in ids]
 
     def _beside(self, branch: Branch) -> Self:
-        made = type(self).__new__(type(self))
-        made.engine, made._tree, made._branch, made._known = self.engine, self._tree, branch, None
-        return made
+        sibling = type(self).__new__(type(self))
+        sibling.engine, sibling._tree, sibling._branch, sibling._known = self.engine, self._tree, branch, None
+        return sibling
 
     # --- what it is -------------------------------------------------------------------------------------------------
 
@@ -152,7 +414,7 @@ class Episode:
     @property
     def messages(self) -> list[Mapping[str, Any]]:
         """The conversation, where it is one of messages."""
-        return parts.messages_of(self._branch) if self._tree.chat else []
+        return full_conversation(self._branch) if self._tree.chat else []
 
     @property
     def turns(self) -> list[Turn]:
@@ -177,7 +439,7 @@ class Episode:
     @property
     def drift(self) -> Drifts:
         """What templates and tokenizers would have done to earlier tokens, in all branches; see `Drifts.counts`."""
-        return parts.drifts(turn for branch in self._tree.branches for turn in branch.turns)
+        return collect_drifts(turn for branch in self._tree.branches for turn in branch.turns)
 
     @property
     def errors(self) -> list[dict[str, Any]]:
@@ -191,7 +453,7 @@ class Episode:
 
     @reward.setter
     def reward(self, value: float | None) -> None:
-        self._branch.reward = None if value is None else _reward(value)
+        self._branch.reward = None if value is None else _check_reward(value)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -200,7 +462,7 @@ class Episode:
 
     def sampled_text(self) -> str | None:
         """What the model wrote in all turns, and nothing that was observed; `None` without a tokenizer."""
-        return parts.sampled_text(self._branch.turns)
+        return sampled_text(self._branch.turns)
 
     def score_turn(self, reward: float, turn: int = -1) -> None:
         """Give one turn a reward of its own (the last unless told otherwise); another replaces it.
@@ -212,7 +474,7 @@ class Episode:
             raise ValueError(f"turn: got {turn}, expected one of the {len(turns)} there are")
         if turns[turn] is self._branch.open:
             raise ValueError(f"turn: got {turn}, which is unfinished, expected one that ended")
-        self._tree.turn_rewards[turns[turn].key] = _reward(reward)
+        self._tree.turn_rewards[turns[turn].key] = _check_reward(reward)
 
     # --- the model's turns ------------------------------------------------------------------------------------------
 
@@ -226,11 +488,11 @@ class Episode:
 
     async def aact(self, *, cancel: Cancel | None = None, pause_after: int | None = None, **options: Any) -> Sample:
         """`act` for an event loop."""
-        engine, asked = _engine(self), self._tree.ask(self._branch, self._next(), options)
-        if isinstance(asked, Sample):
-            return asked
-        found = await engine.agenerate([asked.prompt], [asked.sampling], cancel=cancel, pause_after=pause_after)
-        return self._answered(asked, found[0])
+        engine, question = _engine(self), self._tree.ask(self._branch, self._next(), options)
+        if isinstance(question, Sample):
+            return question
+        samples = await engine.agenerate([question.prompt], [question.sampling], cancel=cancel, pause_after=pause_after)
+        return self._answered(question, samples[0])
 
     def append_turn(
         self,
@@ -255,7 +517,7 @@ class Episode:
             eid=self.eid,
             prompt_ids=[],
             response_ids=sampled,
-            logprobs=None if logprobs is None else [float(one) for one in logprobs],
+            logprobs=None if logprobs is None else [float(logprob) for logprob in logprobs],
             logprobs_kind=logprobs_kind,
             versions=[versions] * len(sampled) if isinstance(versions, int) else versions,
             finish_reason=finish_reason,
@@ -272,23 +534,23 @@ class Episode:
         """
         self._branch = self._tree.append(self._branch, sample)
 
-    def _next(self) -> Next:
+    def _next(self) -> NextTokens:
         """What `Tree.next` gives, rendered once."""
         if self._known is None or self._known[0] != self._branch.state:
             self._known = self._branch.state, self._tree.next(self._branch)
         return self._known[1]
 
-    def _answered(self, asked: Asked, sample: Sample) -> Sample:
-        if asked.state != self._branch.state:
+    def _answered(self, question: TurnRequest, sample: Sample) -> Sample:
+        if question.state != self._branch.state:
             raise ValueError("act: the branch was changed while the engine was at work, expected it to be left alone")
-        self._branch = self._tree.append(self._branch, sample, asked.next)
+        self._branch = self._tree.append(self._branch, sample, question.next)
         return sample
 
     # --- what is observed -------------------------------------------------------------------------------------------
 
     def observe(
         self,
-        what: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str,
+        observation: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str,
         *,
         images: Sequence[Any] = (),
         media: Mapping[str, Any] | None = None,
@@ -301,27 +563,33 @@ class Episode:
         renderer, row = self._tree.renderer, self._branch
         pictures = list(as_media("images", images))
         if renderer is not None and renderer.chat:
-            many = [what] if isinstance(what, Mapping) else what
-            if isinstance(many, str) or not all(isinstance(one, Mapping) and "role" in one for one in many):
-                raise ValueError(f"what: got {what!r}, expected a message or several, each with a role")
-            if any(one.ids is not None for one in row.pending):
-                raise ValueError("what: got a message after token ids, expected a turn between them, or more ids")
+            messages = [observation] if isinstance(observation, Mapping) else observation
+            if isinstance(messages, str) or not all(
+                isinstance(message, Mapping) and "role" in message for message in messages
+            ):
+                raise ValueError(f"observation: got {observation!r}, expected a message or several, each with a role")
+            if any(pending.ids is not None for pending in row.pending):
+                raise ValueError(
+                    "observation: got a message after token ids, expected a turn between them, or more ids"
+                )
             beside = iter(pictures)
-            found = [parts.observed(one, beside) for one in many]
+            observations = [extract_images(message, beside) for message in messages]
             left = tuple(beside)  # their places are marked in the messages' text
-            if left and found:
-                found[-1] = replace(found[-1], images=(*found[-1].images, *left))
-        elif not isinstance(what, str):
-            raise ValueError(f"what: got {type(what).__name__}, expected text: the prompt is not of messages")
+            if left and observations:
+                observations[-1] = replace(observations[-1], images=(*observations[-1].images, *left))
+        elif not isinstance(observation, str):
+            raise ValueError(
+                f"observation: got {type(observation).__name__}, expected text: the prompt is not of messages"
+            )
         elif renderer is None:
-            raise ValueError("what: got text, expected token ids (observe_tokens): the episode has no tokenizer")
-        elif row.unchecked or any(one.ids is not None for one in row.pending):
-            ids = tuple(renderer.encode_after("", what, pictures))
-            found = [Observed(ids=ids, images=tuple(pictures))]
+            raise ValueError("observation: got text, expected token ids (observe_tokens): the episode has no tokenizer")
+        elif row.unchecked or any(pending.ids is not None for pending in row.pending):
+            ids = tuple(renderer.encode_after("", observation, pictures))
+            observations = [PendingObservation(ids=ids, images=tuple(pictures))]
         else:
             role = "observation" if row.turns else "prompt"
-            found = [Observed(message={"role": role, "content": what}, images=tuple(pictures))]
-        self._observe(found, media)
+            observations = [PendingObservation(message={"role": role, "content": observation}, images=tuple(pictures))]
+        self._observe(observations, media)
 
     def observe_tokens(
         self,
@@ -337,20 +605,22 @@ class Episode:
         rendering from here on (`unchecked`). Images have their placeholders among the ids; `media` with an entry for
         each token (`mm_token_type_ids`) have one for each of the ids.
         """
-        given = None if message is None else dict(message)
-        found = Observed(ids=token_ids("ids", list(ids)), message=given, images=as_media("images", images))
-        self._observe([found], media)
+        plain_message = None if message is None else dict(message)
+        observation = PendingObservation(
+            ids=token_ids("ids", list(ids)), message=plain_message, images=as_media("images", images)
+        )
+        self._observe([observation], media)
 
-    def _observe(self, found: list[Observed], media: Mapping[str, Any] | None) -> None:
+    def _observe(self, observations: list[PendingObservation], media: Mapping[str, Any] | None) -> None:
         row = self._branch
-        placed = parts.placed_media(media, row, found) if media else None
-        row.pending += found
-        row.images += [image for one in found for image in one.images]
+        placed = place_media(media, row, observations) if media else None
+        row.pending += observations
+        row.images += [image for observation in observations for image in observation.images]
         try:
             self._next()  # what cannot be rendered is said here, and leaves the episode as it was
         except Exception:
-            del row.pending[len(row.pending) - len(found) :]
-            del row.images[len(row.images) - sum(len(one.images) for one in found) :]
+            del row.pending[len(row.pending) - len(observations) :]
+            del row.images[len(row.images) - sum(len(observation.images) for observation in observations) :]
             raise
         if placed:
             row.media.append(placed)
@@ -368,9 +638,9 @@ class Episode:
         >>> [(one.tokens.tolist(), one.action_mask.tolist()) for one in episode.experiences()]
         [([1, 5, 2, 6], [True, False, True]), ([1, 5, 2, 7], [False, False, True])]
         """
-        made = self._branch.copy(len(self._tree.branches))
-        self._tree.branches.append(made)
-        return self._beside(made)
+        branch = self._branch.copy(len(self._tree.branches))
+        self._tree.branches.append(branch)
+        return self._beside(branch)
 
     def experiences(self, reward: float | Callable[[Episode], float | None] | None = None) -> list[Experience]:
         """The records of all branches, whichever of them is asked: one, or one for each that no other goes on from.
@@ -389,12 +659,12 @@ class Episode:
         def outcome(branch: Branch) -> float | None:
             if branch.reward is not None or reward is None:
                 return branch.reward
-            given = reward(self._beside(branch)) if callable(reward) else reward
-            return None if given is None else _reward(given)
+            score = reward(self._beside(branch)) if callable(reward) else reward
+            return None if score is None else _check_reward(score)
 
-        given = {"reference": prompt.reference, "label": prompt.label}
+        fields = {"reference": prompt.reference, "label": prompt.label}
         recorder = Recorder(
-            tree=tree, info={**prompt.info, **{name: value for name, value in given.items() if value is not None}}
+            tree=tree, info={**prompt.info, **{name: value for name, value in fields.items() if value is not None}}
         )
         return recorder.records(outcome)
 
@@ -414,55 +684,69 @@ class Episode:
     def from_dict(
         cls,
         plain: Mapping[str, Any],
-        engine: Engine | None = None,
+        engine: BaseEngine | None = None,
         tokenizer: Any = None,
         *,
         parse: Parse | None = None,
     ) -> Self:
         """The episode that gave `plain`, the branch in hand that was; `branches` has the others."""
-        made = cls.__new__(cls)
-        made.engine, made._known = engine, None
-        made._tree = Tree.from_dict(plain, tokenizer, parse)
-        made._branch = made._tree.branches[plain["branch"]]
-        return made
+        episode = cls.__new__(cls)
+        episode.engine, episode._known = engine, None
+        episode._tree = Tree.from_dict(plain, tokenizer, parse)
+        episode._branch = episode._tree.branches[plain["branch"]]
+        return episode
 
 
 def act_all(
     episodes: Sequence[Episode], *, cancel: Cancel | None = None, pause_after: int | None = None, **options: Any
 ) -> list[Sample]:
-    """The next turn of several episodes (or branches) in one call of their engine, which samples them as a batch.
+    """Sample the next turn of several episodes or branches in one call of their engine.
+
+    Args:
+        episodes: Episodes that share one engine.
+        cancel: Stops the call from another thread.
+        pause_after: Limit on the tokens of this call; unfinished turns continue with the next one.
+        options: Changes of the sampling options.
+
+    Returns:
+        One sample per episode.
 
     >>> from rollbook.rollout import ScriptedEngine
     >>> episodes = Episode.group(2, ScriptedEngine([[5], [6, 7]]), prompt=[1])
     >>> [sample.response_ids for sample in act_all(episodes)]
     [[5], [6, 7]]
     """
-    asked = [(one, one._tree.ask(one._branch, one._next(), options)) for one in episodes if _engine(one)]
-    if any(one.engine is not episodes[0].engine for one in episodes):
+    questions = [
+        (episode, episode._tree.ask(episode._branch, episode._next(), options))
+        for episode in episodes
+        if _engine(episode)
+    ]
+    if any(episode.engine is not episodes[0].engine for episode in episodes):
         raise ValueError("episodes: got several engines, expected one that all of them share")
-    waiting = [question for _, question in asked if isinstance(question, Asked)]
-    found: Iterator[Sample] = iter(())
+    waiting = [question for _, question in questions if isinstance(question, TurnRequest)]
+    samples: Iterator[Sample] = iter(())
     if waiting:
-        prompts, samplings = [one.prompt for one in waiting], [one.sampling for one in waiting]
+        prompts, samplings = [question.prompt for question in waiting], [question.sampling for question in waiting]
         engine = _engine(episodes[0])
-        found = iter(engine.generate(prompts, samplings, cancel=cancel, pause_after=pause_after))
+        samples = iter(engine.generate(prompts, samplings, cancel=cancel, pause_after=pause_after))
     return [
-        question if isinstance(question, Sample) else one._answered(question, next(found)) for one, question in asked
+        question if isinstance(question, Sample) else episode._answered(question, next(samples))
+        for episode, question in questions
     ]
 
 
-def _engine(episode: Episode) -> Engine:
+def _engine(episode: Episode) -> BaseEngine:
     if episode.engine is None:
         raise ValueError("engine: got None, expected one to act with; append_turn takes what was sampled elsewhere")
     return episode.engine
 
 
-def _own_id(eid: EID | None) -> EID:
+def _with_batch(eid: EID | None) -> EID:
     """An id whose branches are one run: without a batch and a task every record would be a run of its own."""
-    made = eid if eid is not None else EID()
-    return made if made.batch != "" or made.task != "" else made.replace(batch=made_up_batch(), task=0)
+    base = eid if eid is not None else EID()
+    return base if base.batch != "" or base.task != "" else base.replace(batch=random_batch_id(), task=0)
 
 
-def _reward(value: Any) -> float:
+def _check_reward(value: Any) -> float:
     """A reward; NaN is one that could not be had."""
     return float(value) if value != value else check_float("reward", value)

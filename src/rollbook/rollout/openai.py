@@ -1,7 +1,7 @@
-"""`OpenAIEngine`: rollouts from servers: vLLM, SGLang, llama.cpp, `transformers serve`, and others of OpenAI's API.
+"""`OpenAIEngine`: rollouts from vLLM, SGLang, llama.cpp, `transformers serve` and other OpenAI-compatible servers.
 
-Invariant: the ids and log-probs of a sample are those that the server gave, never made from its text unless the caller
-said so, which the sample then records; what a server cannot give is an error or a note, never a guess.
+Invariant: the ids and log-probs of a sample are those that the server returned. They are made from text only if the
+caller allows it, and the sample records that. A missing, misaligned or invalid field is an error of that sample.
 """
 
 from __future__ import annotations
@@ -11,50 +11,398 @@ import queue
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
-from rollbook.core.retry import Backoff
-from rollbook.core.sampling import KINDS, LogprobsKind, RunInfo, Sample
-from rollbook.rollout.connection import Again, BadReply, Connection, ServerError, events, parsed
-from rollbook.rollout.content import chat_messages, shows
-from rollbook.rollout.dialects import Ask, Dialect, Piece
-from rollbook.rollout.engine import Cancel, Engine, Request, derived
-from rollbook.rollout.jobs import Job, Opening, Terms, rendered
-from rollbook.rollout.natives import DIALECTS, Server, find
+from rollbook.core.retry import RETRIED, Backoff
+from rollbook.core.sampling import KINDS, FinishReason, LogprobsKind, Prompt, RunInfo, Sample
+from rollbook.rollout.chat import chat_messages, has_media_parts
+from rollbook.rollout.engine import BaseEngine, Cancel, Request, derive_seed
+from rollbook.rollout.llama_cpp import LlamaCpp
+from rollbook.rollout.server import (
+    BadReplyError,
+    Connection,
+    Dialect,
+    PartialSample,
+    RetryableError,
+    ServerError,
+    ServerRequest,
+    TransformersServe,
+    parse_json,
+    read_events,
+    resolve_logprobs_kind,
+)
+from rollbook.rollout.sglang import SGLang
+from rollbook.rollout.vllm import VLLM
 
-GRACE = 0.1
+DIALECTS: dict[str, Dialect] = {
+    dialect.name: dialect for dialect in (Dialect(), VLLM(), TransformersServe(), SGLang(), LlamaCpp())
+}
+"""All of them by name, for `OpenAIEngine(dialect=...)`."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """What was found out about a server."""
+
+    dialect: Dialect
+    model: str
+    version: str
+
+
+async def detect_server(connection: Connection, name: str, model: str | None, again: Callable[[], None]) -> Server:
+    """Which server this is, by what only its kind answers; `name` says it unless it is `auto`. `again` is called before
+    each further try."""
+
+    async def asked(path: str) -> dict[str, Any]:
+        try:
+            reply = await connection.json(path, once=True)
+        except ServerError:
+            return {}
+        return reply if isinstance(reply, dict) else {}
+
+    try:
+        listed = await connection.json("/v1/models", again=again)
+    except ServerError as error:
+        # A server whose model is named need not list it; some cannot. But of one that is not there, or not yet, nothing
+        # is known, and it must not be taken for a plain one from now on.
+        absent = not isinstance(error, BadReplyError) and error.status in (None, *RETRIED - {500})
+        if model is None or absent:
+            raise
+        listed = {}
+    entries = listed.get("data") if isinstance(listed, dict) else None
+    first = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
+    model = model or first.get("id")
+    if not isinstance(model, str):
+        raise BadReplyError("/v1/models: got no model, expected one, or model= to name it")
+    owner, version = first.get("owned_by"), "unknown"
+    signs = {
+        "vllm": ("/version", "version", "vllm"),
+        "sglang": ("/get_server_info", "version", "sglang"),
+        "llama.cpp": ("/props", "build_info", "llamacpp"),
+    }
+    # The one that /v1/models points to is asked first.
+    for candidate, (path, key, sign) in sorted(signs.items(), key=lambda item: item[1][2] != owner):
+        if name in ("auto", candidate):
+            reply = await asked(path)
+            if isinstance(reply.get(key), str):
+                name, version = candidate, reply[key]
+            elif sign == owner:
+                name = candidate
+    if name == "auto":
+        paths = (await asked("/openapi.json")).get("paths") or {}
+        name = "transformers-serve" if "/load_model" in paths else "openai"
+    return Server(DIALECTS[name], model, version)
+
+
+FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "abort": "abort",
+}
+"""Servers' finish reasons; any other is an error."""
+
+
+@dataclass(frozen=True)
+class PromptForm:
+    """How a prompt goes to the server: as `text`, `ids` or `messages`. `prompt_ids`: those that are known before;
+    `made_here`: by our tokenizer, though messages are sent. `uncut`: why it could not be counted and cut before."""
+
+    text: str | None = None
+    ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_ids: list[int] | None = None
+    truncated_from: int | None = None
+    made_here: bool = False
+    uncut: str = ""
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What an engine's samples have in common: its server's dialect, and what its user said."""
+
+    dialect: Dialect
+    run_id: str
+    tokenizer: Any
+    retokenize: bool
+    logprobs_kind: LogprobsKind | None
+    redact: Callable[[str], str]
+
+
+class PromptJob:
+    """A prompt and its samples. `parts` [k] is what arrived of sample k, per request; `pending` are the samples that
+    were not emitted yet. Each is emitted once."""
+
+    def __init__(self, request: Request, context: EngineContext, emit: Callable[[Any], Any], stream: bool) -> None:
+        self.request = request
+        self.context = context
+        self.stream = stream
+        self.form = PromptForm()
+        self.parts: list[list[PartialSample]] = [[] for _ in request.eids]
+        seeded = request.sampling.seed is not None
+        self.seeds: list[int | None] = [seed if seeded else None for seed in request.seeds]  # those that are sent
+        self.pending = set(range(len(request.eids)))
+        self.done = request.done
+        self.retries = [0 for _ in request.eids]
+        self._prompt_made = False
+        self._decoded_prompt: str | None = None
+        self._emit = emit
+        self._start = time.monotonic()
+
+    def count_retry(self, ks: Iterable[int] | None = None) -> None:
+        """Count a further try, on behalf of samples `ks`, or of all."""
+        for k in range(len(self.retries)) if ks is None else ks:
+            self.retries[k] += 1
+
+    def finish(self, k: int, aborted: bool = False) -> None:
+        """Give sample k as far as it came, or say what is wrong with it."""
+        try:
+            self._emit_sample(k, self._sample(k, aborted))
+        except (ServerError, ValueError) as error:
+            self.fail(error, [k])
+
+    def fail(self, error: BaseException, ks: Iterable[int]) -> None:
+        """Give samples that have no response, and why."""
+        text = str(error) if isinstance(error, ServerError) else f"{type(error).__name__}: {error}"
+        fields: dict[str, Any] = {}
+        if self.request.started is None and self.form.prompt_ids is not None:
+            fields["prompt_ids"] = self.form.prompt_ids
+        for k in ks:
+            fields |= {"metrics": self._metrics(k), "sampling": self._options(k)}
+            self._emit_sample(k, self.request.failed(k, self.context.redact(text), self.context.run_id, **fields))
+
+    def _emit_sample(self, k: int, sample: Sample) -> None:
+        if k in self.pending:
+            self.pending.remove(k)
+            self._emit((self.request.position + k, sample))
+
+    def _metrics(self, k: int) -> dict[str, float]:
+        return {"retries": float(self.retries[k]), "seconds": time.monotonic() - self._start}
+
+    def _options(self, k: int) -> dict[str, Any]:
+        """How sample k was sampled, by the seed that was sent, or none, rather than by that of its stream."""
+        sent: Any = tuple(self.seeds)
+        return replace(self.request, seeds=sent).options(k)
+
+    # --- ids ----------------------------------------------------------------------------------------------------------
+
+    def prompt_ids(self) -> list[int]:
+        """The prompt's ids: the server's word, which must not contradict what it was sent."""
+        form, firsts = self.form, [parts[0] for parts in self.parts if parts]
+        reported = next((piece.prompt_ids for piece in firsts if piece.prompt_ids is not None), None)
+        counted = next((piece.prompt_count for piece in firsts if piece.prompt_count is not None), None)
+        if form.ids is not None and form.prompt_ids is not None:
+            if reported is not None and reported != form.ids:
+                raise BadReplyError(
+                    f"prompt_token_ids: got {len(reported)}, other ids than the {len(form.ids)} that were sent"
+                )
+            return form.prompt_ids
+        if reported is not None:
+            return reported
+        if form.prompt_ids is not None:
+            if counted is not None and counted != len(form.prompt_ids):
+                whose = "the tokenizer's" if form.made_here else "the server's"
+                raise BadReplyError(f"prompt_tokens: got {counted}, but {whose} template has {len(form.prompt_ids)}")
+            self._prompt_made = form.made_here
+            return form.prompt_ids
+        if self.context.retokenize:
+            self._prompt_made = True
+            return render_prompt(self.context, self.request.prompt)
+        raise BadReplyError(self._no_ids("prompt's token ids"))
+
+    def ids(self, piece: PartialSample) -> list[int]:
+        """A piece's ids, made from its texts only where that is allowed and needed."""
+        if piece.ids is None:
+            if not self.context.retokenize:
+                raise BadReplyError(self._no_ids("token ids of the response"))
+            piece.retokenized = True
+            piece.ids = self._encoded(piece.text)
+            if piece.tokens:
+                piece.ids = [encoded for token in piece.tokens for encoded in self._encoded(token)]
+                texts = [self.context.tokenizer.decode([token]) for token in piece.ids]
+                if texts != piece.tokens:
+                    odd = next((i for i, text in enumerate(texts) if piece.tokens[i] != text), len(texts))
+                    raise BadReplyError(
+                        f"tokens[{odd}]: got {piece.tokens[odd]!r}, expected one token of the tokenizer"
+                    )
+        return piece.ids
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self.context.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _no_ids(self, missing: str) -> str:
+        dialect, also = self.context.dialect, "" if self.context.tokenizer is not None else "a tokenizer and "
+        return (
+            f"{dialect.name} did not give the {missing}: {dialect.ids_from}; or give the engine {also}retokenize=True, "
+            "which makes them from texts"
+        )
+
+    # --- samples ---------------------------------------------------------------------------------------------------
+
+    def _sample(self, k: int, aborted: bool) -> Sample:
+        """Sample k from what came in."""
+        request, sampling, before = self.request, self.request.sampling, self.request.started
+        pieces = [piece for piece in self.parts[k] if not aborted or piece.ids is not None]
+        ids = list(before.response_ids) if before is not None else []
+        logprobs = list((before.logprobs if before is not None else None) or ())
+        versions = list((before.versions if before is not None else None) or ())
+        for piece in pieces:
+            new = self.ids(piece)
+            if sampling.logprobs is not None:
+                if piece.logprobs is None and new:
+                    name, hint = self.context.dialect.name, self.context.dialect.logprobs_from
+                    raise BadReplyError(f"{name} did not give the log-probs (logprobs=None asks for none): {hint}")
+                if len(piece.logprobs or ()) != len(new):
+                    raise BadReplyError(
+                        f"logprobs: got {len(piece.logprobs or ())}, expected {len(new)}, one for each id"
+                    )
+                logprobs += piece.logprobs or ()
+            barred = next((token for token in new if token in sampling.suppress), None)
+            if barred is not None:
+                raise BadReplyError(f"suppress: the server sampled {barred}, which it was told not to")
+            ids += new
+            versions += piece.versions()
+        last = pieces[-1] if pieces else PartialSample()
+        reason: FinishReason = "abort"
+        if last.finish is not None or not aborted:
+            if last.finish not in FINISH_REASONS:
+                raise BadReplyError(f"finish_reason: got {last.finish!r}, expected one of {', '.join(FINISH_REASONS)}")
+            reason = FINISH_REASONS[last.finish]
+        if reason == "stop" and (last.message or {}).get("tool_calls"):
+            reason = "tool_calls"  # of a call that was asked for by name servers say "stop"
+        if reason == "length" and request.pauses and len(ids) - self.done >= request.budget:
+            reason = "abort"
+        if before is not None:
+            prompt_ids = list(before.prompt_ids) if before.prompt_ids else self.prompt_ids() if pieces else []
+        else:
+            prompt_ids = self.prompt_ids() if pieces else self.form.prompt_ids or []
+        most = sampling.max_prompt_tokens
+        if most is not None and before is None and len(prompt_ids) > most:  # of one with images it is known only now
+            raise ValueError(
+                f"prompt: got {len(prompt_ids)} tokens, expected at most max_prompt_tokens ({most}){self.form.uncut}"
+            )
+        text = self._text(k, ids)
+        info: dict[str, Any] = dict(before.info) if before is not None else {}
+        if self._prompt_made or any(piece.retokenized for piece in pieces):
+            info["retokenized"] = True
+        if self.form.truncated_from is not None:
+            info["prompt_truncated_from"] = self.form.truncated_from
+        message = None
+        if last.message is not None and len(pieces) == 1 and not self.done:
+            message = {key: value for key, value in last.message.items() if key == "content" or value is not None}
+        if message is None and request.prompt.messages is not None:
+            message = {"role": "assistant", "content": text}
+        has_logprobs = len(logprobs) == len(ids) and sampling.logprobs is not None
+        kind = resolve_logprobs_kind(
+            self.context.logprobs_kind or self.context.dialect.logprobs_kind,
+            sampling,
+            self.context.dialect.constrained(sampling),
+        )
+        if has_logprobs and before is not None and before.logprobs and before.logprobs_kind != kind:
+            raise ValueError(f"logprobs: the sample began with {before.logprobs_kind!r} ones, and these are {kind!r}")
+        return Sample(
+            prompt=request.prompt,
+            eid=request.eids[k],
+            prompt_ids=prompt_ids,
+            response_ids=ids,
+            logprobs=logprobs if has_logprobs else None,
+            logprobs_kind=kind if has_logprobs else None,
+            finish_reason=reason,
+            stop_reason=last.stop if last.stop in (*sampling.stop, *sampling.stop_token_ids) else None,
+            versions=versions if len(versions) == len(ids) else None,
+            text=text,
+            prompt_text=self._prompt_text(prompt_ids),
+            sampling=self._options(k),
+            run_id=self.context.run_id,
+            group_size=before.group_size if before is not None else sampling.n,
+            message=message if reason != "abort" else None,
+            metrics=self._metrics(k),
+            info=info,
+        )
+
+    def _prompt_text(self, prompt_ids: Sequence[int]) -> str | None:
+        """A chat's text, where it can be told; the same for all samples, and so told once."""
+        if self.request.started is not None:
+            return self.request.started.prompt_text
+        if (
+            self._decoded_prompt is None
+            and self.request.prompt.messages is not None
+            and self.context.tokenizer is not None
+        ):
+            self._decoded_prompt = str(self.context.tokenizer.decode(list(prompt_ids)))
+        return self._decoded_prompt
+
+    def _text(self, k: int, ids: list[int]) -> str:
+        """The response's text: the server's, whose parts a tokenizer joins where a character may lie across them."""
+        pieces, before = self.parts[k], self.request.started
+        if self.context.tokenizer is not None and (len(pieces) > 1 or self.done):
+            return str(self.context.tokenizer.decode(ids, skip_special_tokens=True))
+        text = "".join([(before.text or "") if before is not None else "", *(piece.text for piece in pieces)])
+        stop = pieces[-1].stop if pieces else None
+        trimmed = self.context.dialect.trims_stop and self.request.sampling.include_stop
+        return text + stop if trimmed and isinstance(stop, str) else text
+
+
+def render_prompt(context: EngineContext, prompt: Prompt) -> list[int]:
+    """A text's or a chat's ids by the tokenizer here."""
+    if context.tokenizer is None:
+        raise ValueError(
+            f"tokenizer: got None, expected one: {context.dialect.name} does not say which ids a prompt has"
+        )
+    text = prompt.text
+    if prompt.messages is not None:
+        text = context.tokenizer.apply_chat_template(
+            [dict(message) for message in prompt.messages],
+            tools=None if prompt.tools is None else [dict(tool) for tool in prompt.tools],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+    return list(context.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+CANCEL_GRACE = 0.1
 """Seconds between a cancel and the end of connections: tokens that are under way were sampled, and are kept."""
 
 
-class OpenAIEngine(Engine):
-    """Samples from a server at `url`, such as `http://127.0.0.1:8000` (with or without a `/v1`).
+class OpenAIEngine(BaseEngine):
+    """Rollout engine over an OpenAI-compatible server.
 
-    - Which kind of server it is, it finds out at first use; `dialect` (`vllm`, `sglang`, `llama.cpp`,
-      `transformers-serve`, `openai`) says it instead. `model` defaults to the first that the server lists.
-    - `render`: who turns texts and chats into ids: the `server` (and the ids that it says it used are recorded), or we
-      (`local`, with `tokenizer`), and ids are sent. No special tokens are added to a text.
-    - `max_prompt_tokens` is counted by `tokenizer` if there is one (a text then goes as those ids), else by the
-      server's `/tokenize`; where that is missing too, only by the reply, and a prompt that is too long is an error.
-    - n samples of a prompt are one request where the server seeds each of them (vLLM), so that images go over once;
-      else n requests. With a seed each sample's own is sent and recorded; without one none is, which is faster.
-    - `generate` asks for whole replies. With a `Cancel` of one's own, and in `stream`, replies are streamed: a cancel
-      then closes the connections, and what came in comes back unfinished, to go on with from its ids. (A stop text
-      that begins before such a pause and ends after it is not seen; the texts on both sides are joined by `tokenizer`
-      if there is one, else put together, and may then lack a character that lay across.)
-    - Log-probs are of the kind that the server gives, which each sample says; `logprobs_kind` states it where a server
-      was started otherwise (vLLM: `--logprobs-mode processed_logprobs`).
-    - `backoff`: refusals that may pass (429, 503 ...), lost connections and time-outs are tried again. `timeout`:
-      seconds without a byte, and so for a whole reply. `concurrency` bounds the requests under way, over all calls.
-    - `retokenize=True` lets ids be made from texts where a server gives none; `info["retokenized"]` then says so.
-    - `allow_urls=True` lets image URLs through, for the server to fetch.
-    - `Sampling.extra` goes into the request as it is, over all else; a `None` there takes a word out.
+    The engine can be used from several threads and from any event loop. Its requests run in an event loop of its own,
+    which ends with `close()`, with a `with` block, with the last reference to the engine or with the program.
 
-    It can be used from threads and from any event loop: requests run in a loop of its own, which `close()` ends, and
-    so does the end of a `with` block, of the last reference to the engine, and of the program. Nothing can be asked of
-    it after that.
+    The n samples of a prompt are one request if the server seeds each of them (vLLM), otherwise n requests. With a
+    seed, the seed of each sample is sent and recorded. `generate` requests complete replies; with a `Cancel` of the
+    caller, and in `stream`, replies are streamed: a cancel closes the connections, and the partial samples can be
+    continued from their ids. A stop text that starts before such a pause and ends after it is not detected; without a
+    tokenizer, a character across the pause may be missing in the text.
+
+    Args:
+        url: Address of the server, such as `http://127.0.0.1:8000`, with or without `/v1`.
+        model: Name of the model; by default the first that the server lists.
+        tokenizer: Tokenizer for `render="local"`, `retokenize` and `max_prompt_tokens`.
+        api_key: Bearer token.
+        backoff: Waits between retries of refusals that may pass (429, 503, ...), lost connections and timeouts.
+        timeout: Seconds without a byte.
+        concurrency: Largest number of requests in flight, over all calls.
+        dialect: Kind of server (`vllm`, `sglang`, `llama.cpp`, `transformers-serve`, `openai`), or `auto` to detect it
+            at first use.
+        headers: HTTP headers.
+        version: Number of the policy.
+        render: Whether the `server` renders and tokenizes prompts (its ids are recorded) or the tokenizer here
+            (`local`), which sends ids. No special tokens are added to text.
+        logprobs_kind: Kind of the server's log-probs, if it was started with another than its default (vLLM:
+            `--logprobs-mode processed_logprobs`).
+        retokenize: Make ids from text if the server returns none; `info["retokenized"]` records it.
+        allow_urls: Send image URLs for the server to fetch.
+
+    `Sampling.extra` is merged into the request; `None` removes a field. `max_prompt_tokens` is counted by the tokenizer
+    if there is one (a text is then sent as ids), otherwise by the server's `/tokenize`; if that is missing, a prompt
+    that is too long is an error.
 
     >>> with OpenAIEngine("http://127.0.0.1:8000/v1", "tiny", api_key="sk-1", concurrency=8) as engine:
     ...     engine  # and engine.generate(["2+2="], max_tokens=8)
@@ -96,21 +444,21 @@ class OpenAIEngine(Engine):
         self.logprobs_kind = logprobs_kind
         self.retokenize = check_bool("retokenize", retokenize)
         self.allow_urls = check_bool("allow_urls", allow_urls)
-        for name, asked in (("render='local'", render == "local"), ("retokenize=True", self.retokenize)):
-            if asked and tokenizer is None:
+        for name, needed in (("render='local'", render == "local"), ("retokenize=True", self.retokenize)):
+            if needed and tokenizer is None:
                 raise ValueError(f"tokenizer: got None, expected one, which {name} needs")
         self._connection = Connection(
             url, api_key=api_key, headers=headers, backoff=backoff, timeout=timeout, concurrency=concurrency
         )
         self.url = self._connection.url
         self._fingerprints = (tokenizer_fingerprint(tokenizer), template_fingerprint(tokenizer))
-        self._known: Server | None = None
-        self._finding: asyncio.Lock | None = None
-        self._untold: ServerError | None = None  # why /tokenize cannot be asked, once that is known
+        self._server_info: Server | None = None
+        self._detection_lock: asyncio.Lock | None = None
+        self._tokenize_error: ServerError | None = None  # why /tokenize cannot be asked, once that is known
 
     def __repr__(self) -> str:
-        known = self._known
-        model, dialect = (self.model, self.dialect) if known is None else (known.model, known.dialect.name)
+        server = self._server_info
+        model, dialect = (self.model, self.dialect) if server is None else (server.model, server.dialect.name)
         return f"{type(self).__name__}({self.url!r}, model={model!r}, dialect={dialect!r})"
 
     # --- what it is ---------------------------------------------------------------------------------------------------
@@ -118,14 +466,14 @@ class OpenAIEngine(Engine):
     @property
     def run(self) -> RunInfo:
         """The server's make-up; one that cannot be reached has the version `unknown`."""
-        if self._known is None:
+        if self._server_info is None:
             with suppress(ServerError):
                 self._connection.submit(self._server()).result()
         return self._info()
 
     def _info(self) -> RunInfo:
-        known = self._known
-        if known is None:
+        server = self._server_info
+        if server is None:
             return RunInfo(
                 engine="openai",
                 engine_version="unknown",
@@ -134,18 +482,18 @@ class OpenAIEngine(Engine):
                 cannot=("answer: the server was not reached",),
             )
         return RunInfo(
-            engine=known.dialect.name,
-            engine_version=known.version,
-            model=known.model,
+            engine=server.dialect.name,
+            engine_version=server.version,
+            model=server.model,
             tokenizer=self._fingerprints[0],
             chat_template=self._fingerprints[1],
-            cannot=known.dialect.cannot,
+            cannot=server.dialect.cannot,
         )
 
     def describe(self) -> dict[str, Any]:
         """The run, where it is, and which log-probs its samples have."""
         run = self.run
-        kind = self.logprobs_kind or (None if self._known is None else self._known.dialect.kind)
+        kind = self.logprobs_kind or (None if self._server_info is None else self._server_info.dialect.logprobs_kind)
         return {**run.to_dict(), "url": self.url, "logprobs_kind": kind, "render": self.render}
 
     def health(self, timeout: float = 120.0) -> None:
@@ -155,16 +503,16 @@ class OpenAIEngine(Engine):
 
     async def _healthy(self, timeout: float) -> None:
         async def asked(path: str) -> None:
-            async with self._connection.opened(path, timeout=10.0) as response:
+            async with self._connection.open(path, timeout=10.0) as response:
                 await response.aread()
 
         until, wait = time.monotonic() + timeout, 0.1
         while True:
             try:
                 try:
-                    return await self._connection.tried(lambda: asked("/health"), once=True)
+                    return await self._connection.retry(lambda: asked("/health"), once=True)
                 except ServerError:  # which plain OpenAI servers do not have
-                    return await self._connection.tried(lambda: asked("/v1/models"), once=True)
+                    return await self._connection.retry(lambda: asked("/v1/models"), once=True)
             except ServerError as error:
                 if time.monotonic() + wait > until:
                     raise TimeoutError(f"not ready after {timeout:g} s: {error}") from None
@@ -173,12 +521,12 @@ class OpenAIEngine(Engine):
 
     async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
         """Which server this is: asked once, and kept; `again` is called before each further try."""
-        if self._finding is None:
-            self._finding = asyncio.Lock()
-        async with self._finding:
-            if self._known is None:
-                self._known = await find(self._connection, self.dialect, self.model, again)
-        return self._known
+        if self._detection_lock is None:
+            self._detection_lock = asyncio.Lock()
+        async with self._detection_lock:
+            if self._server_info is None:
+                self._server_info = await detect_server(self._connection, self.dialect, self.model, again)
+        return self._server_info
 
     def close(self) -> None:
         """Close the connections (the server stops what is under way) and the thread; there is no way back."""
@@ -214,83 +562,96 @@ class OpenAIEngine(Engine):
 
     async def _call(self, requests: Sequence[Request], cancel: Cancel, emit: Callable[[Any], Any]) -> None:
         """Answer all requests; each (place, sample) is emitted as it finishes."""
-        jobs = [Job(request, self._terms(), emit, cancel.held) for request in requests]
+        jobs = [PromptJob(request, self._context(), emit, cancel.shared) for request in requests]
 
         def again() -> None:
             for job in jobs:
-                job.tried_again()
+                job.count_retry()
 
         server = asyncio.ensure_future(self._server(again))  # found once, or not, for all
-        tasks = [asyncio.ensure_future(self._one(job, server)) for job in jobs]
-        watch = asyncio.ensure_future(_watch(cancel, tasks))
+        tasks = [asyncio.ensure_future(self._run_job(job, server)) for job in jobs]
+        watch = asyncio.ensure_future(_watch_cancel(cancel, tasks))
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            await _ended([*tasks, watch, server])
+            await _cancel_all([*tasks, watch, server])
 
-    def _terms(self) -> Terms:
-        dialect = self._known.dialect if self._known is not None else Dialect()
+    def _context(self) -> EngineContext:
+        dialect = self._server_info.dialect if self._server_info is not None else Dialect()
         run_id = self._info().id
-        return Terms(dialect, run_id, self.tokenizer, self.retokenize, self.logprobs_kind, self._connection.clean)
+        return EngineContext(
+            dialect, run_id, self.tokenizer, self.retokenize, self.logprobs_kind, self._connection.redact
+        )
 
-    async def _one(self, job: Job, finding: asyncio.Future[Server]) -> None:
+    async def _run_job(self, job: PromptJob, finding: asyncio.Future[Server]) -> None:
         """All samples of a prompt, whatever becomes of them."""
         try:
             server = await asyncio.shield(finding)
-            job.terms = self._terms()
+            job.context = self._context()
             await self._answer(server, job)
         except asyncio.CancelledError:
-            for k in sorted(job.owed):
+            for k in sorted(job.pending):
                 job.finish(k, aborted=True)
             raise
         except Exception as error:  # of a reply of a shape that nobody thought of, too
-            job.fail(error, sorted(job.owed))
+            job.fail(error, sorted(job.pending))
 
-    async def _answer(self, server: Server, job: Job) -> None:
-        request, dialect, how = job.request, server.dialect, job.request.sampling
-        dialect.check(how)
+    async def _answer(self, server: Server, job: PromptJob) -> None:
+        request, dialect, sampling = job.request, server.dialect, job.request.sampling
+        dialect.check(sampling)
         count = len(request.eids)
-        together = dialect.together(how) and count > 1
-        if how.seed is not None:
+        together = dialect.shares_request(sampling) and count > 1
+        if sampling.seed is not None:
             base = min(request.seeds[0], dialect.largest_seed - count)
-            own = [seed % (dialect.largest_seed + 1) for seed in request.seeds]
-            job.seeds = [dialect.seed_of(base, k) for k in range(count)] if together else list(own)
-        job.opening = await self._opening(server, job)
-        work = self._warm if how.first_temperature is not None and not job.done else self._plain
+            seeds = [seed % (dialect.largest_seed + 1) for seed in request.seeds]
+            job.seeds = [dialect.seed_of(base, k) for k in range(count)] if together else list(seeds)
+        job.form = await self._prompt_form(server, job)
+        work = (
+            self._sample_in_two_steps
+            if sampling.first_temperature is not None and not job.done
+            else self._sample_at_once
+        )
         strands = [list(range(count))] if together else [[k] for k in range(count)]
-        await _all(_guarded(job, ks, partial(work, server, job, ks)) for ks in strands)
+        await _gather(_run_guarded(job, ks, partial(work, server, job, ks)) for ks in strands)
 
-    async def _plain(self, server: Server, job: Job, ks: list[int]) -> None:
-        how = job.request.sampling
-        ask = self._ask(server, job, ks, job.opening, job.request.budget, how.temperature, job.done)
+    async def _sample_at_once(self, server: Server, job: PromptJob, ks: list[int]) -> None:
+        sampling = job.request.sampling
+        ask = self._make_request(server, job, ks, job.form, job.request.budget, sampling.temperature, job.done)
         await self._exchange(server, job, ks, ask, job.finish)
 
-    async def _warm(self, server: Server, job: Job, ks: list[int]) -> None:
+    async def _sample_in_two_steps(self, server: Server, job: PromptJob, ks: list[int]) -> None:
         """A first token at a temperature of its own, and then, unless that was the last, the others."""
-        how, budget = job.request.sampling, job.request.budget
-        self._sends_ids(server.dialect, "first_temperature")
+        sampling, budget = job.request.sampling, job.request.budget
+        self._check_takes_ids(server.dialect, "first_temperature")
 
         async def follow(k: int) -> None:
             first = job.parts[k][0]
             if first.finish == "length" and budget > 1:
                 first.finish = None
-                so_far = Opening(ids=[*job.prompt_ids(), *job.ids(first)])
-                ask = self._ask(server, job, [k], so_far, budget - 1, how.temperature, 1)
+                so_far = PromptForm(ids=[*job.prompt_ids(), *job.ids(first)])
+                ask = self._make_request(server, job, [k], so_far, budget - 1, sampling.temperature, 1)
                 await self._exchange(server, job, [k], ask, lambda k: None)
             job.finish(k)
 
-        ask = self._ask(server, job, ks, job.opening, 1, how.first_temperature or 0.0, 0)
+        ask = self._make_request(server, job, ks, job.form, 1, sampling.first_temperature or 0.0, 0)
         await self._exchange(server, job, ks, ask, lambda k: None)
-        await _all(_guarded(job, [k], partial(follow, k)) for k in ks)
+        await _gather(_run_guarded(job, [k], partial(follow, k)) for k in ks)
 
-    def _ask(
-        self, server: Server, job: Job, ks: list[int], opening: Opening, length: int, temperature: float, at: int
-    ) -> Ask:
+    def _make_request(
+        self,
+        server: Server,
+        job: PromptJob,
+        ks: list[int],
+        form: PromptForm,
+        length: int,
+        temperature: float,
+        at: int,
+    ) -> ServerRequest:
         """A request for samples `ks`, which have `at` tokens so far."""
         seed = job.seeds[ks[0]]
         if seed is not None and at:  # other random numbers than those that were used for the tokens so far
-            seed = derived(seed, at) % (server.dialect.largest_seed + 1)
-        return Ask(
+            seed = derive_seed(seed, at) % (server.dialect.largest_seed + 1)
+        return ServerRequest(
             model=server.model,
             sampling=job.request.sampling,
             max_tokens=length,
@@ -299,104 +660,110 @@ class OpenAIEngine(Engine):
             n=len(ks),
             seed=seed,
             stream=job.stream,
-            text=opening.text,
-            ids=opening.ids,
-            messages=opening.messages,
-            tools=job.request.prompt.tools if opening.messages is not None else None,
+            text=form.text,
+            ids=form.ids,
+            messages=form.messages,
+            tools=job.request.prompt.tools if form.messages is not None else None,
         )
 
     async def _exchange(
-        self, server: Server, job: Job, ks: list[int], ask: Ask, finished: Callable[[int], None]
+        self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
     ) -> None:
         """One request for samples `ks`, tried again where that is right; each is finished at most once."""
-        dialect, told = server.dialect, set[int]()
+        dialect, finished_ks = server.dialect, set[int]()
         body = {name: v for name, v in (dialect.body(ask) | dict(ask.sampling.extra)).items() if v is not None}
         for k in ks:
-            job.parts[k].append(Piece())
+            job.parts[k].append(PartialSample())
 
         async def attempt() -> None:
-            pieces = [Piece(version=self.version) for _ in ks]
+            pieces = [PartialSample(version=self.version) for _ in ks]
             for k, piece in zip(ks, pieces, strict=True):
                 job.parts[k][-1] = piece
 
             def tell() -> None:
                 for k, piece in zip(ks, pieces, strict=True):
-                    if piece.finish is not None and k not in told:
-                        told.add(k)
+                    if piece.finish is not None and k not in finished_ks:
+                        finished_ks.add(k)
                         finished(k)
 
-            async with self._connection.opened(dialect.path(ask), body) as response:
+            async with self._connection.open(dialect.path(ask), body) as response:
                 # Some servers, and proxies, answer in whole whatever was asked.
-                whole = response.headers.get("content-type", "").startswith("application/json")
-                if body.get("stream") and not whole:
-                    async for event in events(response):
-                        dialect.fold(event, pieces)
+                is_json = response.headers.get("content-type", "").startswith("application/json")
+                if body.get("stream") and not is_json:
+                    async for event in read_events(response):
+                        dialect.read_event(event, pieces)
                         tell()
                 else:
-                    dialect.read(parsed(await response.aread()), pieces)
+                    dialect.read_reply(parse_json(await response.aread()), pieces)
                     tell()
                 if any(piece.finish is None for piece in pieces):
-                    raise Again("the reply broke off before its end")
+                    raise RetryableError("the reply broke off before its end")
 
-        await self._connection.tried(attempt, lambda: job.tried_again(ks))
+        await self._connection.retry(attempt, lambda: job.count_retry(ks))
 
     # --- from a prompt to what is sent --------------------------------------------------------------------------------
 
-    async def _opening(self, server: Server, job: Job) -> Opening:
-        prompt, how, dialect, before = job.request.prompt, job.request.sampling, server.dialect, job.request.started
-        pictured = bool(prompt.images or prompt.videos) or shows(prompt)
+    async def _prompt_form(self, server: Server, job: PromptJob) -> PromptForm:
+        prompt, sampling, dialect, before = (
+            job.request.prompt,
+            job.request.sampling,
+            server.dialect,
+            job.request.started,
+        )
+        pictured = bool(prompt.images or prompt.videos) or has_media_parts(prompt)
         if before is not None and job.done:
             if pictured:
                 raise ValueError("prompt.images: got an unfinished sample with images, of which only ids can be sent")
-            self._sends_ids(dialect, "an unfinished sample")
-            return Opening(ids=[*before.prompt_ids, *before.response_ids], prompt_ids=list(before.prompt_ids))
+            self._check_takes_ids(dialect, "an unfinished sample")
+            return PromptForm(ids=[*before.prompt_ids, *before.response_ids], prompt_ids=list(before.prompt_ids))
         if pictured:
             if prompt.messages is None:
                 raise ValueError("prompt.images: got them beside text or token ids, expected messages, which hold them")
             if not dialect.media:
                 raise ValueError(f"prompt.images: {dialect.name} does not say which prompt ids it made of images")
-            return Opening(messages=chat_messages(prompt, self.allow_urls))
+            return PromptForm(messages=chat_messages(prompt, self.allow_urls))
         chat = prompt.messages is not None
         ids = None if prompt.token_ids is None else list(prompt.token_ids)
         if ids is None and (self.render == "local" or (chat and dialect.chats == "local")):
-            ids = rendered(job.terms, prompt)
+            ids = render_prompt(job.context, prompt)
         ours = ids is not None
         made_here, uncut = False, ""
         if ours:
-            self._sends_ids(dialect, "prompt.token_ids" if prompt.token_ids is not None else "render='local'")
-        elif how.max_prompt_tokens is not None or dialect.tokenizes:
+            self._check_takes_ids(dialect, "prompt.token_ids" if prompt.token_ids is not None else "render='local'")
+        elif sampling.max_prompt_tokens is not None or dialect.tokenizes:
             # Where it goes as ids in any case, they are the server's.
             made_here = not dialect.tokenizes and self._renders(chat)
-            ids = rendered(job.terms, prompt) if made_here else await self._tokenized(server, job)
+            ids = render_prompt(job.context, prompt) if made_here else await self._tokenized(server, job)
             ours = made_here and not chat and dialect.takes_ids
             if ids is None:
-                uncut = f": to cut it, max_prompt_tokens needs a tokenizer or a server with /tokenize ({self._untold})"
+                reason = self._tokenize_error
+                uncut = f": to cut it, max_prompt_tokens needs a tokenizer or a server with /tokenize ({reason})"
         cut = None
-        if ids is not None and how.max_prompt_tokens is not None and len(ids) > how.max_prompt_tokens:
-            most, side = how.max_prompt_tokens, how.prompt_overflow
+        if ids is not None and sampling.max_prompt_tokens is not None and len(ids) > sampling.max_prompt_tokens:
+            most, side = sampling.max_prompt_tokens, sampling.prompt_overflow
             if side == "error":
                 raise ValueError(f"prompt: got {len(ids)} tokens, expected at most max_prompt_tokens ({most})")
-            self._sends_ids(dialect, f"prompt_overflow={side!r}")
+            self._check_takes_ids(dialect, f"prompt_overflow={side!r}")
             cut = len(ids)
             ids = ids[-most:] if side == "left" else ids[:most]
         by_chat = dialect.chats == "server" or (dialect.chats == "template" and prompt.tools is not None)
         if chat and by_chat and not ours and cut is None:
-            known = ids if self.retokenize or not made_here else None
+            prompt_ids = ids if self.retokenize or not made_here else None
             messages = chat_messages(prompt, self.allow_urls)
-            return Opening(messages=messages, prompt_ids=known, made_here=made_here, uncut=uncut)
+            return PromptForm(messages=messages, prompt_ids=prompt_ids, made_here=made_here, uncut=uncut)
         if ids is None or not (ours or cut or dialect.tokenizes):
-            return Opening(text=prompt.text, uncut=uncut)
-        return Opening(ids=ids, prompt_ids=ids, truncated_from=cut)
+            return PromptForm(text=prompt.text, uncut=uncut)
+        return PromptForm(ids=ids, prompt_ids=ids, truncated_from=cut)
 
-    def _sends_ids(self, dialect: Dialect, what: str) -> None:
+    def _check_takes_ids(self, dialect: Dialect, option: str) -> None:
         if not dialect.takes_ids:
-            raise ValueError(f"{what}: {dialect.name} servers take no token ids; {dialect.ids_from}")
+            raise ValueError(f"{option}: {dialect.name} servers take no token ids; {dialect.ids_from}")
 
     def _renders(self, chat: bool) -> bool:
         """Whether the tokenizer can make a prompt's ids; of a chat it needs a template."""
         return self.tokenizer is not None and (not chat or bool(getattr(self.tokenizer, "chat_template", None)))
 
-    async def _tokenized(self, server: Server, job: Job) -> list[int] | None:
+    async def _tokenized(self, server: Server, job: PromptJob) -> list[int] | None:
         """The ids of a text or a chat by the server's own word; `None` if it has none to say, and can do without."""
         prompt, dialect = job.request.prompt, server.dialect
         if not dialect.gives_ids:
@@ -410,54 +777,54 @@ class OpenAIEngine(Engine):
             chat |= {} if prompt.tools is None else {"tools": list(prompt.tools)}
 
         async def ask(path: str, body: Mapping[str, Any]) -> Any:
-            return await self._connection.json(path, body, again=job.tried_again)
+            return await self._connection.json(path, body, again=job.count_retry)
 
         try:
-            if self._untold is not None:
-                raise self._untold
-            tokens = await dialect.tokenized(server.model, prompt.text, chat, ask)
+            if self._tokenize_error is not None:
+                raise self._tokenize_error
+            tokens = await dialect.tokenize(server.model, prompt.text, chat, ask)
         except ServerError as error:
             if error.status not in (404, 405):
                 raise
-            self._untold = error
+            self._tokenize_error = error
             if not dialect.tokenizes:
                 return None
             if self._renders(bool(chat)):
-                return rendered(job.terms, prompt)
+                return render_prompt(job.context, prompt)
             raise ServerError(f"{error}; {dialect.name} takes ids: a tokenizer can make them here") from None
-        if not isinstance(tokens, list) or any(not isinstance(one, int) for one in tokens):
-            raise BadReply(f"/tokenize: got {str(tokens)[:80]}, expected a list of token ids")
+        if not isinstance(tokens, list) or any(not isinstance(token, int) for token in tokens):
+            raise BadReplyError(f"/tokenize: got {str(tokens)[:80]}, expected a list of token ids")
         return tokens
 
 
-async def _watch(cancel: Cancel, tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _watch_cancel(cancel: Cancel, tasks: Sequence[asyncio.Task[None]]) -> None:
     """Cancel a call's tasks when somebody asks for it, once they have taken in what has arrived already."""
     begun = not cancel.requested
     while not cancel.requested:
         await asyncio.sleep(0.02)
     if begun:
-        await asyncio.sleep(GRACE)
+        await asyncio.sleep(CANCEL_GRACE)
     for task in tasks:
         task.cancel()
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def _gather(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Everything at once; if this is cancelled, all of it is, and has ended when this ends."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         await asyncio.gather(*tasks)
     finally:
-        await _ended(tasks)
+        await _cancel_all(tasks)
 
 
-async def _ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
+async def _cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancel what has not ended, and wait for it."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _guarded(job: Job, ks: list[int], work: Callable[[], Awaitable[None]]) -> None:
+async def _run_guarded(job: PromptJob, ks: list[int], work: Callable[[], Awaitable[None]]) -> None:
     """Work on samples `ks`, whose failure is theirs alone."""
     try:
         await work()  # made here: a coroutine that is cancelled before it begins would be one that nobody awaited

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
 from rollbook.core.sampling import FinishReason, Prompt, RunInfo, Sample, token_ids
-from rollbook.rollout.engine import Cancel, Engine, Request
+from rollbook.rollout.engine import BaseEngine, Cancel, Request
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One scripted answer: its token ids (or a text for the tokenizer), and what else a sample has.
+    """A scripted response.
+
+    Args:
+        ids: Token ids.
+        text: Text for the tokenizer, instead of `ids`.
+        logprobs: One per token; -1 each by default.
+        finish_reason: Finish reason of the sample.
+        error: Error of the sample, instead of a response.
 
     >>> Line(ids=(4, 5)).logprobs is None
     True
@@ -39,13 +46,15 @@ class Line:
 Script = Callable[[Prompt, int], Any] | Sequence[Any] | Mapping[Any, Any]
 
 
-class ScriptedEngine(Engine):
-    """Plays a script: answers by prompt text or task, in turn, or from a function `(prompt, run) -> answer`.
+class ScriptedEngine(BaseEngine):
+    """Engine that returns scripted responses, for tests and for replaying records.
 
-    An answer is a text, token ids, a `Line` or an exception (which becomes that sample's error). A mapping is looked up
-    by the prompt's text, else by its task id; each of its values is a list with an answer for each run (taken round
-    and round) or a single one. A list answers the calls' samples in turn, and begins again at its end. The log-prob
-    of each token is -1 unless the line has others.
+    Args:
+        script: A function `(prompt, run) -> response`, a list that is used in turn and starts over at its end, or a
+            mapping from prompt text or task id to a response or a list of them (one per run, starting over at its end).
+            A response is a text, token ids, a `Line`, or an exception, which becomes the error of the sample.
+        tokenizer: Tokenizer of texts.
+        version: Number of the policy.
 
     >>> engine = ScriptedEngine({"2+2=": [[4], [5, 6]]}, tokenizer=None)
     >>> [one.response_ids for one in engine.generate([Prompt(text="2+2=", info={})], n=3, batch=0)]
@@ -53,7 +62,7 @@ class ScriptedEngine(Engine):
     """
 
     def __init__(self, script: Script, tokenizer: Any = None, version: int = 0) -> None:
-        if isinstance(script, Sequence) and any(hasattr(one, "prompt_length") for one in script):
+        if isinstance(script, Sequence) and any(hasattr(answer, "prompt_length") for answer in script):
             raise ValueError(
                 "script: got records, expected answers; ScriptedEngine.replaying(records) plays them again"
             )
@@ -134,15 +143,15 @@ class ScriptedEngine(Engine):
             return request.failed(k, line.error, run_id, prompt_ids=self._prompt_ids(request.prompt))
         ids = list(line.ids if line.ids is not None else self._encode("answer", line.text))
         stop = 0 if cancel.requested else request.done + request.budget
-        whole = len(ids)
-        cut = whole > stop
+        length = len(ids)
+        cut = length > stop
         reason: FinishReason = line.finish_reason
         if cut:
             reason = "abort" if request.pauses or cancel.requested else "length"
             ids = ids[:stop]
-        logprobs = list(line.logprobs if line.logprobs is not None else [-1.0] * whole)
-        if len(logprobs) != whole:
-            raise ValueError(f"answer: got {len(logprobs)} log-probs, expected {whole}, one for each token")
+        logprobs = list(line.logprobs if line.logprobs is not None else [-1.0] * length)
+        if len(logprobs) != length:
+            raise ValueError(f"answer: got {len(logprobs)} log-probs, expected {length}, one for each token")
         logprobs = logprobs[: len(ids)]
         before = list(request.started.versions or ()) if request.started is not None else []
         text = line.text if line.text is not None and not cut else self._decode(ids)
@@ -163,11 +172,11 @@ class ScriptedEngine(Engine):
     def _recorded(self, request: Request, k: int, row: Experience, run_id: str) -> Sample:
         tokens = row.tokens.tolist()
         prompt_ids, ids = tokens[: row.prompt_length], tokens[row.prompt_length :]
-        asked = request.prompt.token_ids
-        if asked is not None and list(asked) != prompt_ids:
-            raise ValueError(f"prompt.token_ids: got {len(asked)} ids that are not those recorded for {row.eid.rid}")
-        known = row.policy_versions
-        versions = None if known is None else [known] * len(ids) if isinstance(known, int) else known.tolist()
+        expected = request.prompt.token_ids
+        if expected is not None and list(expected) != prompt_ids:
+            raise ValueError(f"prompt.token_ids: got {len(expected)} ids that are not those recorded for {row.eid.rid}")
+        version = row.policy_versions
+        versions = None if version is None else [version] * len(ids) if isinstance(version, int) else version.tolist()
         sampling = dict(row.sampling or {})
         kind: Any = sampling.pop("logprobs", None) or "processed"
         stop_reason = sampling.pop("stop_reason", None)
@@ -222,9 +231,9 @@ class ScriptedEngine(Engine):
             return self._encode("prompt", text)
         return self._encode("prompt", prompt.text)
 
-    def _encode(self, what: str, text: str | None) -> list[int]:
+    def _encode(self, medium: str, text: str | None) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError(f"{what}: got text ({text!r}), expected token ids: the engine has no tokenizer")
+            raise ValueError(f"{medium}: got text ({text!r}), expected token ids: the engine has no tokenizer")
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _decode(self, ids: list[int]) -> str | None:

@@ -1,34 +1,326 @@
-"""`Tree`: all that an episode's branches share, and the one place where a turn is appended to one of them.
+"""`Tree`: the spans, turns and branches of an episode.
 
-Invariant: a turn is appended whole or not at all, after exactly the tokens that the model was given; what was kept
-before it is never changed, and where the model was given something else, it is appended to a fork.
+Invariant: tokens come in spans of one origin, with their log-probs and versions, and a span never changes; branches
+with a common beginning share its spans. A turn is appended completely or not at all, directly after the tokens that
+the model was given; if the model was given other tokens, it is appended to a fork.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rollbook.core.fingerprints import template_fingerprint
 from rollbook.core.ids import EID
-from rollbook.core.sampling import Prompt, Sample, Sampling
-from rollbook.rollout.branches import (
-    Branch,
-    Span,
-    SpanKind,
-    Turn,
-    from_plain,
-    messages_of,
-    plain,
-    row_id,
-    without_types,
-)
-from rollbook.rollout.engine import derived
-from rollbook.rollout.rendering import Drift, Renderer, compare
+from rollbook.core.images import source_key
+from rollbook.core.sampling import LogprobsKind, Prompt, Sample, Sampling
+from rollbook.rollout.chat import Drift, Drifts, Renderer, compare_tokens
+from rollbook.rollout.engine import derive_seed
 
-Policy = Literal["keep", "fork"]
-Next = tuple[list[int], Drift | None]
+SpanKind = Literal["prompt", "model", "observation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """n tokens of one origin. Branches that share them hold the same span, by its `number`.
+
+    `logprobs` and `versions` are of the `model`'s tokens: n entries, or none where the engine gave none.
+    """
+
+    number: int
+    kind: SpanKind
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    versions: tuple[int, ...] | None = None
+    experts: Any = None
+    """[n, layers, k] The experts that were chosen, if the engine said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One answer of the model: a span, or several if it was paused and went on."""
+
+    pieces: tuple[Span, ...]
+    text: str | None
+    """What the model wrote, without the tokens that end a turn; `None` where there is no tokenizer."""
+    message: Mapping[str, Any] | None
+    finish_reason: str
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The options it was sampled with, its seed too."""
+    logprobs_kind: LogprobsKind | None = None
+    stop_reason: str | int | None = None
+    run_id: str | None = None
+    drift: Drift | None = None
+    """What came of the comparison before it; `None` for an episode's first."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All its tokens."""
+        return tuple(token for piece in self.pieces for token in piece.ids)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the model ended it, rather than a limit or a caller."""
+        return self.finish_reason in ("stop", "tool_calls")
+
+    @property
+    def key(self) -> int:
+        """Its number: that of its last piece. Turns that begin alike and end otherwise are different turns."""
+        return self.pieces[-1].number
+
+    def joined(self, name: Literal["logprobs", "versions"]) -> list[Any] | None:
+        """Its log-probs or versions, if it has them."""
+        parts = [getattr(piece, name) for piece in self.pieces]
+        return None if None in parts else [entry for part in parts for entry in part]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingObservation:
+    """Something observed that no turn was sampled after yet: a message, or token ids (and the message they are)."""
+
+    message: Mapping[str, Any] | None = None
+    ids: tuple[int, ...] | None = None
+    images: tuple[Any, ...] = ()
+
+
+def extract_images(message: Mapping[str, Any], beside: Iterator[Any]) -> PendingObservation:
+    """A message with bare image parts, and their images: their own, else the next of those beside it."""
+    images: list[Any] = []
+    content = message.get("content")
+    if not isinstance(content, (list, tuple)):
+        return PendingObservation(message=dict(message))
+    bare = []
+    for part in content:
+        if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+            key = source_key(part)
+            image = part[key] if key is not None else next(beside, None)
+            if image is None:
+                raise ValueError("images: got fewer than the messages have image parts, expected one for each")
+            images.append(image)
+            part = {"type": "image"}
+        bare.append(part)
+    return PendingObservation(message={**message, "content": bare}, images=tuple(images))
+
+
+@dataclass(kw_only=True)
+class Branch:
+    """One way that an episode went: its spans, and the conversation they are."""
+
+    number: int
+    parent: int | None = None
+    continued_as: int | None = None
+    """The branch that went on from the same conversation, rendered anew; then this one is over."""
+    spans: list[Span] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    """All of the conversation's, those before a fork too, whose tokens are in the branch that was forked from."""
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    pending: list[PendingObservation] = field(default_factory=list)
+    unchecked: str = ""
+    """Why the conversation cannot be rendered as a whole."""
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    failed: str | None = None
+    """The error of the last attempt at a turn, until one succeeds."""
+    full: bool = False
+    """Whether a turn was cut, or not begun, since the context has no room for more."""
+    reward: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    images: list[Any] = field(default_factory=list)
+    media: list[Mapping[str, Any]] = field(default_factory=list)
+    engine_media: Mapping[str, Any] | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens, but for what is pending."""
+        return [token for span in self.spans for token in span.ids]
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Another one after whatever changes its tokens."""
+        return self.number, len(self.spans), len(self.pending)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of its spans: its path."""
+        return tuple(span.number for span in self.spans)
+
+    @property
+    def own_turns(self) -> list[Turn]:
+        """The turns whose tokens it has."""
+        numbers = set(self.numbers)
+        return [turn for turn in self.turns if turn.key in numbers]
+
+    @property
+    def open(self) -> Turn | None:
+        """The last turn, if it is unfinished and can go on."""
+        last = self.turns[-1] if self.turns and not self.pending else None
+        return last if last is not None and last.finish_reason == "abort" else None
+
+    def copy(self, number: int) -> Branch:
+        """Another branch that so far went the same way; spans and turns are shared, lists are its own."""
+        lists = ("spans", "turns", "messages", "pending", "errors", "images", "media")
+        copies: dict[str, Any] = {name: list(getattr(self, name)) for name in lists}
+        return replace(self, number=number, parent=self.number, reward=None, info=dict(self.info), **copies)
+
+
+def recorded_branches(branches: Sequence[Branch]) -> list[Branch]:
+    """The branches that become records: those that another does not go on from, or that were given a reward."""
+    paths = [branch.numbers for branch in branches]
+    recorded = []
+    for i, (branch, path) in enumerate(zip(branches, paths, strict=True)):
+        covered = any(
+            other[: len(path)] == path and (len(other) > len(path) or k < i) for k, other in enumerate(paths) if k != i
+        )
+        if not covered or branch.reward is not None:
+            recorded.append(branch)
+    return recorded
+
+
+def branch_eid(eid: EID, number: int) -> EID:
+    """A branch's id: the same run, the branch's number for a step; branch 0 has the id that was given.
+
+    >>> branch_eid(EID(batch=0, task=7, run=2, suffix="a"), 0).uid, branch_eid(EID(0, 7, 2, 0, "a"), 3).rid
+    ('0/7/2/0/a', '0/7/2')
+    """
+    if not number:
+        return eid
+    digest = hashlib.blake2b(f"{eid.uid}/{number}".encode(), digest_size=8).hexdigest()
+    return eid.replace(step=eid.step + number, suffix=digest)
+
+
+def full_conversation(branch: Branch) -> list[Mapping[str, Any]]:
+    """The conversation, with what is pending."""
+    return [
+        *branch.messages,
+        *(observation.message for observation in branch.pending if observation.message is not None),
+    ]
+
+
+def sampled_text(turns: Iterable[Turn]) -> str | None:
+    """What the model wrote, turn by turn on lines of their own, and nothing else; `None` without a tokenizer."""
+    texts = [turn.text for turn in turns]
+    return None if None in texts else "\n".join(text for text in texts if text is not None)
+
+
+def collect_drifts(turns: Iterable[Turn]) -> Drifts:
+    """The comparisons before these turns, each once."""
+    by_span = {turn.pieces[0].number: turn.drift for turn in turns if turn.drift is not None}
+    return Drifts(by_span[number] for number in sorted(by_span))
+
+
+def place_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[PendingObservation]) -> dict[str, Any]:
+    """Media of an observation, whose by-token entries count from the branch's first token on.
+
+    By-token entries of messages that follow other tokens are left out: which tokens are theirs is not known until the
+    conversation is rendered, and a model derives types from placeholder ids.
+    """
+    import torch
+
+    from rollbook.batch.vision import BY_TOKEN
+
+    before = [len(branch.ids), *(None if pending.ids is None else len(pending.ids) for pending in branch.pending)]
+    start = None if None in before else sum(length for length in before if length is not None)
+    ids = [observed.ids for observed in observation]
+    placed: dict[str, Any] = dict(media)
+    for key in BY_TOKEN:
+        if key not in placed:
+            continue
+        entries = torch.as_tensor(placed.pop(key)).reshape(1, -1)
+        count = sum(len(observed_ids) for observed_ids in ids if observed_ids is not None)
+        if None not in ids and entries.shape[1] != count:
+            raise ValueError(f"media[{key!r}]: got {entries.shape[1]} entries, expected {count}, one for each token")
+        if start == 0 or (start is not None and None not in ids):
+            placed[key] = torch.nn.functional.pad(entries, (start, 0))
+    return placed
+
+
+def drop_token_types(media: Mapping[str, Any]) -> dict[str, Any]:
+    """Media without by-token entries."""
+    from rollbook.batch.vision import BY_TOKEN
+
+    return {key: value for key, value in media.items() if key not in BY_TOKEN}
+
+
+# --- as plain values, and back ---------------------------------------------------------------------------------------
+
+_AS_THEY_ARE = ("number", "parent", "continued_as", "unchecked", "failed", "full", "reward", "engine_media")
+_LISTS = ("errors", "images", "media", "messages")
+
+
+def branches_to_dict(branches: Sequence[Branch]) -> dict[str, Any]:
+    """Branches as plain values: each span and each turn once, however many branches hold it."""
+    spans = {span.number: span for branch in branches for span in branch.spans}
+    # By identity: a turn that one branch left unfinished may have ended in another without a further token.
+    turns = list({id(turn): turn for branch in branches for turn in branch.turns}.values())
+    places = {id(turn): i for i, turn in enumerate(turns)}
+    return {
+        "spans": [_span_to_dict(span) for _, span in sorted(spans.items())],
+        "turns": [_turn_to_dict(turn) for turn in turns],
+        "branches": [
+            {
+                **{name: getattr(branch, name) for name in _AS_THEY_ARE},
+                **{name: list(getattr(branch, name)) for name in _LISTS},
+                "info": dict(branch.info),
+                "spans": list(branch.numbers),
+                "turns": [places[id(turn)] for turn in branch.turns],
+                "pending": [
+                    {
+                        **vars(pending),
+                        "ids": None if pending.ids is None else list(pending.ids),
+                        "images": list(pending.images),
+                    }
+                    for pending in branch.pending
+                ],
+            }
+            for branch in branches
+        ],
+    }
+
+
+def _span_to_dict(span: Span) -> dict[str, Any]:
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(span).items()}
+    return {**fields, "experts": span.experts.tolist() if hasattr(span.experts, "tolist") else span.experts}
+
+
+def _turn_to_dict(turn: Turn) -> dict[str, Any]:
+    fields = {**vars(turn), "pieces": [piece.number for piece in turn.pieces], "sampling": dict(turn.sampling)}
+    return {**fields, "drift": None if turn.drift is None else turn.drift.to_dict()}
+
+
+def branches_from_dict(state: Mapping[str, Any]) -> list[Branch]:
+    """The branches that `branches_to_dict` was given.
+
+    >>> span = Span(number=0, kind="prompt", ids=(1, 2))
+    >>> branches_from_dict(branches_to_dict([Branch(number=0, spans=[span])])) == [Branch(number=0, spans=[span])]
+    True
+    """
+    spans: dict[int, Span] = {}
+    for entry in state["spans"]:
+        tuples = {name: None if entry[name] is None else tuple(entry[name]) for name in ("ids", "logprobs", "versions")}
+        spans[entry["number"]] = Span(**{**entry, **tuples})
+    turns = []
+    for entry in state["turns"]:
+        drift = None if entry["drift"] is None else Drift(**entry["drift"])
+        turns.append(Turn(**{**entry, "pieces": tuple(spans[piece] for piece in entry["pieces"]), "drift": drift}))
+    branches = []
+    for entry in state["branches"]:
+        pending = [
+            PendingObservation(
+                message=observed["message"],
+                ids=None if observed["ids"] is None else tuple(observed["ids"]),
+                images=tuple(observed["images"]),
+            )
+            for observed in entry["pending"]
+        ]
+        fields = {name: list(entry[name]) for name in _LISTS}
+        fields |= {"spans": [spans[span] for span in entry["spans"]], "turns": [turns[turn] for turn in entry["turns"]]}
+        branches.append(Branch(**{**entry, **fields, "info": dict(entry["info"]), "pending": pending}))
+    return branches
+
+
+DriftPolicy = Literal["keep", "fork"]
+NextTokens = tuple[list[int], Drift | None]
 """The tokens that a turn comes after, and what rendering the conversation anew says of them."""
 Parse = Callable[[str], Mapping[str, Any] | None]
 FORMAT = 1
@@ -38,13 +330,13 @@ _OPAQUE = "token ids were put in without a message"
 
 
 @dataclass(frozen=True)
-class Asked:
+class TurnRequest:
     """What an engine is asked, and the state of the branch that its answer is for."""
 
     prompt: Prompt | Sample
     sampling: Sampling
     state: tuple[int, int, int]
-    next: Next
+    next: NextTokens
 
 
 @dataclass(kw_only=True)
@@ -57,7 +349,7 @@ class Tree:
     sampling: Sampling
     context_limit: int | None
     group_size: int | None
-    policies: Mapping[str, Policy]
+    policies: Mapping[str, DriftPolicy]
     """What to do about `realigned` and about `forked`."""
     parse: Parse | None
     branches: list[Branch] = field(default_factory=list)
@@ -72,16 +364,22 @@ class Tree:
 
     def id_of(self, branch: Branch) -> EID:
         """The id of a branch's record."""
-        return row_id(self.eid, branch.number)
+        return branch_eid(self.eid, branch.number)
 
     def tail(self, branch: Branch, generation: bool) -> list[int]:
         """What is pending, as the tokens that come after those that are kept."""
-        rendered = [one for one in branch.pending if one.ids is None]  # ids hold their images' placeholders
-        return self._tail(branch, generation, [image for one in rendered for image in one.images])
+        rendered = [
+            observation for observation in branch.pending if observation.ids is None
+        ]  # ids hold their images' placeholders
+        return self._tail(branch, generation, [image for observation in rendered for image in observation.images])
 
     def _tail(self, branch: Branch, generation: bool, images: Sequence[Any]) -> list[int]:
-        messages = [one.message for one in branch.pending if one.ids is None and one.message is not None]
-        raw = [token for one in branch.pending for token in one.ids or ()]
+        messages = [
+            observation.message
+            for observation in branch.pending
+            if observation.ids is None and observation.message is not None
+        ]
+        raw = [token for observation in branch.pending for token in observation.ids or ()]
         if not messages or self.renderer is None:
             return raw
         if not branch.turns:
@@ -90,11 +388,11 @@ class Tree:
         rendered = self.renderer.after(context[:-1], context[-1], turn.ids, turn.ended, messages, generation, images)
         return rendered + raw
 
-    def next(self, branch: Branch) -> Next:
+    def next(self, branch: Branch) -> NextTokens:
         """What the next turn would come after."""
-        renderer, conversation = self.renderer, messages_of(branch)
+        renderer, conversation = self.renderer, full_conversation(branch)
         try:
-            kept = branch.ids + self.tail(branch, True)
+            tokens = branch.ids + self.tail(branch, True)
         except ValueError:
             if renderer is None or not branch.turns or self.policies["forked"] != "fork":
                 raise
@@ -102,35 +400,37 @@ class Tree:
             anew = renderer.prompt(conversation, True, branch.images)
             return anew, Drift(outcome="forked", what="text", kept=len(branch.ids), rendered=len(anew), policy="fork")
         if not branch.turns or not branch.pending:
-            return kept, None
-        reason = branch.unchecked or (_OPAQUE if _opaque(branch) else "")
+            return tokens, None
+        reason = branch.unchecked or (_OPAQUE if _has_raw_ids(branch) else "")
         if renderer is None or reason:
-            return kept, Drift(outcome="unchecked", what=reason or "there is no tokenizer")
+            return tokens, Drift(outcome="unchecked", what=reason or "there is no tokenizer")
         try:
             before, now = renderer.text(branch.messages[:-1], True), renderer.text(conversation, True)
         except Exception as error:  # templates raise what they like
-            return kept, Drift(outcome="unchecked", what=f"{type(error).__name__}: {error}")
+            return tokens, Drift(outcome="unchecked", what=f"{type(error).__name__}: {error}")
         # Compared with the rendering before this turn, so that what was found earlier is not found again; and without
         # images on both sides, since a processor does the same to a placeholder wherever it stands.
-        pictured = any(one.images for one in branch.pending)
-        tail = self._tail(branch, True, ()) if pictured else kept[len(branch.ids) :]
+        pictured = any(observation.images for observation in branch.pending)
+        tail = self._tail(branch, True, ()) if pictured else tokens[len(branch.ids) :]
         start, rendered = renderer.endings(before, now)
-        found = compare([*start, *branch.turns[-1].ids, *tail], rendered, renderer.decode)
-        policy = self.policies.get(found.outcome, "keep")
+        drift = compare_tokens([*start, *branch.turns[-1].ids, *tail], rendered, renderer.decode)
+        policy = self.policies.get(drift.outcome, "keep")
         if policy == "fork":
-            kept = renderer.prompt(conversation, True, branch.images)
-        return kept, replace(found, policy=policy)
+            tokens = renderer.prompt(conversation, True, branch.images)
+        return tokens, replace(drift, policy=policy)
 
     # --- asking an engine -------------------------------------------------------------------------------------------
 
-    def ask(self, branch: Branch, following: Next, options: Mapping[str, Any]) -> Asked | Sample:
+    def ask(self, branch: Branch, following: NextTokens, options: Mapping[str, Any]) -> TurnRequest | Sample:
         """What to ask an engine for a turn after `following`; where the context is full, the sample that says so."""
         begun = branch.open
         if begun is None and branch.turns and not branch.pending:
             raise ValueError(f"act: the last turn ended ({branch.turns[-1].finish_reason}), {_OBSERVE}")
-        known = {} if begun is None else begun.sampling
-        known = {name: value for name, value in known.items() if name in Sampling.__dataclass_fields__}
-        settings = of_one(Sampling.of(known or self.sampling, **options))
+        options_before = {} if begun is None else begun.sampling
+        options_before = {
+            name: value for name, value in options_before.items() if name in Sampling.__dataclass_fields__
+        }
+        settings = check_single(Sampling.of(options_before or self.sampling, **options))
         tokens, done = following[0], () if begun is None else begun.ids
         prompt = self.prompt.replace(
             text=None,
@@ -147,11 +447,11 @@ class Tree:
             most = min(settings.max_tokens, room)
             settings = replace(settings, max_tokens=most, min_tokens=min(settings.min_tokens, most))
         if begun is not None:
-            return Asked(self._unfinished(branch, begun, prompt), settings, branch.state, following)
+            return TurnRequest(self._unfinished(branch, begun, prompt), settings, branch.state, following)
         if settings.seed is not None:
             # A stream for each turn (and by their ids each branch): one for all would draw the same numbers in each.
-            settings = replace(settings, seed=derived(settings.seed, len(branch.turns)))
-        return Asked(prompt, settings, branch.state, following)
+            settings = replace(settings, seed=derive_seed(settings.seed, len(branch.turns)))
+        return TurnRequest(prompt, settings, branch.state, following)
 
     def _no_room(self, branch: Branch, prompt: Prompt, settings: Sampling) -> Sample:
         if branch.open is not None:
@@ -185,7 +485,7 @@ class Tree:
 
     # --- appending its answer ---------------------------------------------------------------------------------------
 
-    def append(self, branch: Branch, sample: Sample, asked: Next | None = None) -> Branch:
+    def append(self, branch: Branch, sample: Sample, following: NextTokens | None = None) -> Branch:
         """Append a turn; gives the branch that has it: this one, or a fork. `asked` is what `next` gave for it."""
         if sample.failed:
             branch.failed = sample.error
@@ -193,32 +493,32 @@ class Tree:
             return branch
         if branch.open is not None and self._go_on(branch, branch.open, sample):
             return branch
-        given, kept = list(sample.prompt_ids), branch.ids
+        given_ids, own_ids = list(sample.prompt_ids), branch.ids
         ended = bool(branch.turns) and not branch.pending
-        if ended and given in ([], kept):
+        if ended and given_ids in ([], own_ids):
             raise ValueError(f"sample: got a turn after one that ended ({branch.turns[-1].finish_reason}), {_OBSERVE}")
-        tokens, drift = asked or self.next(branch)
-        if given and given != tokens:
+        tokens, drift = following or self.next(branch)
+        if given_ids and given_ids != tokens:
             # What the model was given is a fact. What came after the last turn was open until now; what came before
             # was not, and a turn that followed something else is in another branch.
             drift = None
-            if given[: len(kept)] != kept:
-                decode = _spelled if self.renderer is None else self.renderer.decode
-                drift = replace(compare(tokens, given, decode, by="engine"), policy="fork")
+            if given_ids[: len(own_ids)] != own_ids:
+                decode = _spell_ids if self.renderer is None else self.renderer.decode
+                drift = replace(compare_tokens(tokens, given_ids, decode, by="engine"), policy="fork")
             elif branch.turns:
                 drift = Drift(outcome="clean", by="engine")
-            branch.media = [without_types(media) for media in branch.media]
-            tokens = given
+            branch.media = [drop_token_types(media) for media in branch.media]
+            tokens = given_ids
         return self._append(branch, sample, tokens, drift, "an engine was given what was not observed" if ended else "")
 
     def _append(self, branch: Branch, sample: Sample, tokens: list[int], drift: Drift | None, unchecked: str) -> Branch:
         piece = self._piece(branch, sample, 0)  # refused before anything is changed
-        unchecked = branch.unchecked or unchecked or (_OPAQUE if _opaque(branch) else "")
+        unchecked = branch.unchecked or unchecked or (_OPAQUE if _has_raw_ids(branch) else "")
         if drift is not None and drift.policy == "fork":
             branch = self._fork(branch)
         branch.unchecked = unchecked
         before = self._span("observation" if branch.spans else "prompt", tokens[len(branch.ids) :])
-        branch.messages = [*messages_of(branch), {}]  # the turn's own is put there when it is known
+        branch.messages = [*full_conversation(branch), {}]  # the turn's own is put there when it is known
         branch.pending = []
         branch.turns.append(Turn(pieces=(piece,), text=None, message=None, finish_reason="abort", drift=drift))
         branch.spans += [before] if before.ids or before.kind == "prompt" else []
@@ -230,7 +530,7 @@ class Tree:
         """A branch that goes on with this one's conversation, rendered anew; this one is over."""
         fork = branch.copy(len(self.branches))
         fork.spans, fork.reward = [], branch.reward
-        fork.media = [without_types(media) for media in fork.media]  # its tokens lie elsewhere
+        fork.media = [drop_token_types(media) for media in fork.media]  # its tokens lie elsewhere
         now = len(branch.turns)
         fork.errors = [error for error in branch.errors if error["turn"] == now]
         branch.errors = [error for error in branch.errors if error["turn"] != now]
@@ -240,12 +540,12 @@ class Tree:
 
     def _go_on(self, branch: Branch, turn: Turn, sample: Sample) -> bool:
         """Append the rest of an unfinished turn, if that is what the sample is."""
-        done, kept = turn.ids, branch.ids
-        ids, given = tuple(sample.response_ids), list(sample.prompt_ids)
-        whole = ids[: len(done)] == done and given in ([], kept[: len(kept) - len(done)])
-        if not whole and given not in ([], kept):
+        done, own_ids = turn.ids, branch.ids
+        ids, given_ids = tuple(sample.response_ids), list(sample.prompt_ids)
+        complete = ids[: len(done)] == done and given_ids in ([], own_ids[: len(own_ids) - len(done)])
+        if not complete and given_ids not in ([], own_ids):
             return False
-        piece = self._piece(branch, sample, len(done) if whole else 0)
+        piece = self._piece(branch, sample, len(done) if complete else 0)
         if piece.ids:
             branch.spans.append(piece)
             turn = replace(turn, pieces=(*turn.pieces, piece))
@@ -265,8 +565,8 @@ class Tree:
                 if message is not None and (not isinstance(message, Mapping) or "role" not in message):
                     raise ValueError(f"got {message!r}, expected a message with a role, or None")
             except Exception as error:  # what the model wrote may not parse; it wrote it all the same
-                what = f"parse: {type(error).__name__}: {error}"
-                branch.errors.append({"turn": len(branch.turns) - 1, "error": what})
+                problem = f"parse: {type(error).__name__}: {error}"
+                branch.errors.append({"turn": len(branch.turns) - 1, "error": problem})
                 message = None
         spoken = dict(message) if message is not None else {"role": "assistant", "content": exact or ""}
         branch.messages[-1] = spoken
@@ -288,36 +588,36 @@ class Tree:
 
     def _piece(self, branch: Branch, sample: Sample, start: int) -> Span:
         """What a sample adds, from `start` on, once it is sure that it goes with the other turns."""
-        given: dict[str, Any] = {"logprobs": sample.logprobs, "versions": sample.versions}
+        columns: dict[str, Any] = {"logprobs": sample.logprobs, "versions": sample.versions}
         ids = sample.response_ids[start:]
         earlier = [piece for turn in branch.turns for piece in turn.pieces if piece.ids]
-        for name, values in given.items():
+        for name, values in columns.items():
             if ids and earlier and (values is None) != (getattr(earlier[0], name) is None):
-                got, expected = ("None", "some") if values is None else ("some", "None")
-                raise ValueError(f"sample.{name}: got {got}, expected {expected}, as of the turns before")
-            given[name] = tuple(values[start:]) if values is not None else None if ids else ()
+                actual, expected = ("None", "some") if values is None else ("some", "None")
+                raise ValueError(f"sample.{name}: got {actual}, expected {expected}, as of the turns before")
+            columns[name] = tuple(values[start:]) if values is not None else None if ids else ()
         kinds = [turn.logprobs_kind for turn in branch.turns if turn.ids]
-        if ids and kinds and given["logprobs"] is not None and kinds[0] != sample.logprobs_kind:
+        if ids and kinds and columns["logprobs"] is not None and kinds[0] != sample.logprobs_kind:
             raise ValueError(
                 f"sample.logprobs_kind: got {sample.logprobs_kind!r}, expected {kinds[0]!r}, as of the turns before"
             )
         experts = None if sample.routed_experts is None else sample.routed_experts[start:]
-        return self._span("model", ids, experts=experts, **given)
+        return self._span("model", ids, experts=experts, **columns)
 
     def _span(self, kind: SpanKind, ids: Sequence[int], **more: Any) -> Span:
-        made = Span(number=self.spans, kind=kind, ids=tuple(ids), **more)
+        span = Span(number=self.spans, kind=kind, ids=tuple(ids), **more)
         self.spans += 1
-        return made
+        return span
 
     # --- as plain values, and back ----------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, but for the engine, the tokenizer and `parse`."""
         names = ("text", "messages", "token_ids", "tools", "videos", "reference", "label", "info")
-        given = {name: getattr(self.prompt, name) for name in names}
+        prompt = {name: getattr(self.prompt, name) for name in names}
         return {
             "format": FORMAT,
-            "prompt": {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()},
+            "prompt": {name: list(value) if isinstance(value, tuple) else value for name, value in prompt.items()},
             "eid": self.eid.to_dict(),
             "sampling": self.sampling.to_dict(),
             "context_limit": self.context_limit,
@@ -327,32 +627,32 @@ class Tree:
             "template": _template(self.renderer),
             "turn_rewards": [[key, value] for key, value in self.turn_rewards.items()],
             "made_spans": self.spans,
-            **plain(self.branches),
+            **branches_to_dict(self.branches),
         }
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any], tokenizer: Any, parse: Parse | None) -> Tree:
+    def from_dict(cls, state: Mapping[str, Any], tokenizer: Any, parse: Parse | None) -> Tree:
         """The tree that `to_dict` was given; the tokenizer must have the same chat template."""
-        if given.get("format") != FORMAT:
-            raise ValueError(f"format: got {given.get('format')!r}, expected {FORMAT}")
-        prompt = Prompt(**given["prompt"])
-        renderer = renderer_for(tokenizer, prompt, given["template_options"])
-        if _template(renderer) != given["template"]:
+        if state.get("format") != FORMAT:
+            raise ValueError(f"format: got {state.get('format')!r}, expected {FORMAT}")
+        prompt = Prompt(**state["prompt"])
+        renderer = make_renderer(tokenizer, prompt, state["template_options"])
+        if _template(renderer) != state["template"]:
             raise ValueError(
-                f"tokenizer: got one with the chat template {_template(renderer)}, expected {given['template']}"
+                f"tokenizer: got one with the chat template {_template(renderer)}, expected {state['template']}"
             )
         return cls(
             renderer=renderer,
             prompt=prompt,
-            eid=EID(**given["eid"]),
-            sampling=Sampling(**given["sampling"]),
-            context_limit=given["context_limit"],
-            group_size=given["group_size"],
-            policies=dict(given["policies"]),
+            eid=EID(**state["eid"]),
+            sampling=Sampling(**state["sampling"]),
+            context_limit=state["context_limit"],
+            group_size=state["group_size"],
+            policies=dict(state["policies"]),
             parse=parse,
-            branches=from_plain(given),
-            turn_rewards=dict(given["turn_rewards"]),
-            spans=given["made_spans"],
+            branches=branches_from_dict(state),
+            turn_rewards=dict(state["turn_rewards"]),
+            spans=state["made_spans"],
         )
 
 
@@ -360,7 +660,7 @@ def _template(renderer: Renderer | None) -> str | None:
     return template_fingerprint(renderer.tokenizer) if renderer is not None and renderer.chat else None
 
 
-def renderer_for(tokenizer: Any, prompt: Prompt, options: Mapping[str, Any] | None) -> Renderer | None:
+def make_renderer(tokenizer: Any, prompt: Prompt, options: Mapping[str, Any] | None) -> Renderer | None:
     """What renders a prompt of this form; `None` where all is token ids."""
     if tokenizer is None:
         if prompt.token_ids is None:
@@ -369,7 +669,7 @@ def renderer_for(tokenizer: Any, prompt: Prompt, options: Mapping[str, Any] | No
     return Renderer(tokenizer, chat=prompt.messages is not None, tools=prompt.tools, options=options)
 
 
-def of_one(settings: Sampling) -> Sampling:
+def check_single(settings: Sampling) -> Sampling:
     """Options that ask for a single sample, else an error that says how to have several."""
     if settings.n != 1:
         raise ValueError(
@@ -378,10 +678,10 @@ def of_one(settings: Sampling) -> Sampling:
     return settings
 
 
-def _opaque(branch: Branch) -> bool:
-    return any(one.ids is not None and one.message is None for one in branch.pending)
+def _has_raw_ids(branch: Branch) -> bool:
+    return any(observation.ids is not None and observation.message is None for observation in branch.pending)
 
 
-def _spelled(ids: Sequence[int], special: bool = True) -> str:
+def _spell_ids(ids: Sequence[int], special: bool = True) -> str:
     """Ids as a text, where there is no tokenizer: other ids are another text."""
     return " ".join(map(str, ids))

@@ -14,8 +14,8 @@ from rollbook.core.metrics import advise
 from rollbook.core.sampling import Prompt
 from rollbook.models import Actor
 from rollbook.models.loading import transformers_module
-from rollbook.rewards.choose import as_reward
-from rollbook.rewards.pools import MissingExtra
+from rollbook.rewards.functions import MissingExtraError
+from rollbook.rewards.recipes import as_reward
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.parts import Data, Reward
 from rollbook.train.config.schema import Config
@@ -157,7 +157,7 @@ def _reward(key: str, one: Reward, actor: Actor | None) -> Any:
         source = resolve(source, name=f"{key}.function")
     try:
         return as_reward(source, **options)
-    except (MissingExtra, ValueError) as error:
+    except (MissingExtraError, ValueError) as error:
         place = f"{key}.options" if str(error).startswith("reward: option") else f"{key}.{kind}"
         raise ConfigError(place, str(error).removeprefix("reward: ")) from error
 

@@ -21,6 +21,7 @@ from rollbook.core.metrics import advise
 from rollbook.models import Actor
 from rollbook.models.heads import text_config
 from rollbook.rollout.environment import EnvironmentConfig
+from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train.asking import check_readable, prompts_of, reward_of
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.schema import Config
@@ -71,7 +72,7 @@ def engine_of(config: Config, actor: Actor) -> Any:
     """Who samples."""
     given = config.engine
     if given.kind == "transformers":
-        return actor.engine
+        return TransformersEngine(actor)
     from rollbook.rollout import OpenAIEngine
 
     key = None if given.api_key_env is None else os.environ.get(given.api_key_env)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
     from rollbook.core.sampling import Prompt, Sampling
-    from rollbook.rollout.engine import Engine
+    from rollbook.rollout.engine import BaseEngine
     from rollbook.rollout.environment import EnvironmentConfig
 
 Answer = Callable[["Experience"], str | None]
@@ -137,7 +137,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: Engine,
+    engine: BaseEngine,
     prompts: Any,
     reward: Any = None,
     *,
@@ -169,7 +169,7 @@ def evaluate(
     What goes wrong with some samples is counted, in `failed` and `unscored`, and the others are what they would be.
     """
     from rollbook.core.sampling import Sampling
-    from rollbook.rewards.choose import as_reward
+    from rollbook.rewards.recipes import as_reward
     from rollbook.rewards.types import is_reward
     from rollbook.train.pipeline import generate, score
 

@@ -17,7 +17,7 @@ from rollbook.book.limits import MaxUses
 from rollbook.book.samplers import SAMPLERS
 from rollbook.core.checks import check_choice, check_float, check_int, suggest
 from rollbook.core.experiences import Experiences
-from rollbook.rollout.engine import derived
+from rollbook.rollout.engine import derive_seed
 
 KINDS = ("on_policy", "replay")
 
@@ -101,7 +101,7 @@ class Intake:
         if not known:
             raise ValueError(f"expert: {expert.url} has no records, and intake.expert_share is {self.expert_share:g}")
         wanted = math.ceil(own * self.expert_share / (1 - self.expert_share)) if self.expert_share < 1 else own
-        names = chosen(known, wanted, derived(seed, f"expert/{step}"))
+        names = chosen(known, wanted, derive_seed(seed, f"expert/{step}"))
         once = list(dict.fromkeys(names))
         return expert.get(once).take([once.index(name) for name in names])
 

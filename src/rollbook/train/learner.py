@@ -27,7 +27,7 @@ from rollbook.core.metrics import advise
 from rollbook.models.forward import without_adapters
 from rollbook.models.heads import scoring
 from rollbook.models.protocols import Policy, ValueModel
-from rollbook.rollout.engine import derived
+from rollbook.rollout.engine import derive_seed
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.loss import LossNormalizers, critic_loss, loss_columns, policy_loss
 from rollbook.train.optimizing import PRECISIONS, Optimizer, Optimizing
@@ -233,7 +233,7 @@ class Learner:
             units.setdefault(name, []).append(i)
         order = list(units.values())
         if self.batching.shuffle:
-            random.Random(derived(self.seed, f"minibatches/{step}/{epoch}")).shuffle(order)
+            random.Random(derive_seed(self.seed, f"minibatches/{step}/{epoch}")).shuffle(order)
         count = min(self.batching.minibatches, len(order))
         cuts = [len(order) * k // count for k in range(count + 1)] if count else []
         return [sorted(row for unit in order[begin:end] for row in unit) for begin, end in itertools.pairwise(cuts)]

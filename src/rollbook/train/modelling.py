@@ -17,6 +17,7 @@ from rollbook.models import Actor
 from rollbook.models import Critic as CriticModel
 from rollbook.models.heads import text_config
 from rollbook.models.loading import transformers_module
+from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.parts import Model, Teacher
 from rollbook.train.config.schema import Config
@@ -30,7 +31,7 @@ def actor_of(config: Config, device: torch.device) -> Actor:
     made = _model("model", config.model, config, device, trainable=True)
     if config.model.gradient_checkpointing:
         made.gradient_checkpointing_enable()
-    engine = made.engine
+    engine = TransformersEngine(made)
     engine.max_batch_rows, engine.max_batch_tokens = config.engine.max_batch_rows, config.engine.max_batch_tokens
     return made
 

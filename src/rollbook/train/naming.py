@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from rollbook.core.checks import suggest
-from rollbook.core.modules import module_of_file
+from rollbook.core.fingerprints import load_module_file
 
 
 def resolve(target: str, *, name: str = "function", folder: str | Path | None = None) -> Any:
@@ -70,4 +70,4 @@ def _module(target: str, name: str, path: str, folder: Path) -> ModuleType:
 def _file(target: str, name: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"{name}: got {target!r}, but there is no file {path.resolve()}")
-    return module_of_file(path)
+    return load_module_file(path)

@@ -31,9 +31,9 @@ from rollbook.core.metrics import StepMetrics, advise
 from rollbook.core.process_group import ALONE, Ranks, current_ranks
 from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models.forward import forward, without_adapters
-from rollbook.rewards.choose import as_reward
-from rollbook.rewards.types import RewardInput, Scores
-from rollbook.rollout.engine import Engine
+from rollbook.rewards.recipes import as_reward
+from rollbook.rewards.types import RewardInput, RewardResult
+from rollbook.rollout.engine import BaseEngine
 from rollbook.rollout.environment import EnvironmentConfig, play_episodes
 from rollbook.train.algorithm import AlgorithmConfig
 
@@ -70,7 +70,7 @@ class Models:
 
 
 def generate(
-    engine: Engine,
+    engine: BaseEngine,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     environment: EnvironmentConfig | None = None,
@@ -145,7 +145,7 @@ def score(
         last_of_run = {row.eid.rid: row for row in rows if row.finish_reason != "error"}
         by_task = {prompt.eid.tid: prompt for prompt in prompts if prompt.eid is not None}
         inputs = [_reward_input(row, tokenizer, by_task.get(row.eid.tid)) for row in last_of_run.values()]
-        scores = source(inputs) if inputs else Scores(rewards=[])
+        scores = source(inputs) if inputs else RewardResult(rewards=[])
     if len(scores) != len(inputs):
         raise ValueError(f"reward: got {len(scores)} scores back, expected {len(inputs)}, one for each sample")
     places = dict(zip(last_of_run, range(len(inputs)), strict=True))
@@ -167,7 +167,7 @@ def _reward_input(row: Experience, tokenizer: Any, prompt: Prompt | None) -> Rew
 
 
 def _with_scores(
-    records: Experiences, rows: Sequence[Experience], scores: Scores, places: Sequence[int | None]
+    records: Experiences, rows: Sequence[Experience], scores: RewardResult, places: Sequence[int | None]
 ) -> Experiences:
     """Add scores to records; `places` has the place of each row's score, `None` for failed samples."""
     before = [math.nan if row.reward is None else float(row.reward) for row in rows]

@@ -18,7 +18,7 @@ import torch
 from rollbook.book.book import Book
 from rollbook.core.experiences import Experiences
 from rollbook.models import Actor
-from rollbook.rewards.types import RewardInput, Scores
+from rollbook.rewards.types import RewardInput, RewardResult
 from rollbook.train import building, saving
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.config.schema import Config
@@ -211,10 +211,10 @@ class Rebuilt:
 
     # --- what comes before the models ---------------------------------------------------------------------------------
 
-    def scores(self, source: Any, rows: Experiences) -> Scores:
+    def scores(self, source: Any, rows: Experiences) -> RewardResult:
         """What a reward says of records; those of a conversation that a template forked have the reward of its last."""
         last = {row.eid.rid: row for row in rows}
-        found: Scores = source([RewardInput.of(last[row.eid.rid], self.models.policy.tokenizer) for row in rows])
+        found: RewardResult = source([RewardInput.of(last[row.eid.rid], self.models.policy.tokenizer) for row in rows])
         return found
 
     def _rewarded(self, rows: Experiences, source: Any) -> list[float]:

@@ -21,7 +21,7 @@ import torch
 from rollbook.book.opening import open as open_book
 from rollbook.core.checks import check_int
 from rollbook.models.forward import policy_log_probs, reference_log_probs, values
-from rollbook.rewards.recipes import Combined
+from rollbook.rewards.recipes import CombinedReward
 from rollbook.train import building, saving, verdicts
 from rollbook.train.config.loading import effective
 from rollbook.train.config.schema import Config
@@ -189,7 +189,7 @@ class _Replay:
             self.checks.append(self._rewards("rewards", source, told))
             return
         self.checks.append(verdicts.skipped("rewards", "a server or a model gives some of them"))
-        if isinstance(source, Combined):
+        if isinstance(source, CombinedReward):
             for (name, part), known in zip(source.rewards.items(), local, strict=True):
                 if known:
                     told = [row.metrics.get(name) for row in run.own]

@@ -22,7 +22,7 @@ import numpy as np
 import orjson
 
 from rollbook.core.checks import suggest
-from rollbook.core.images import source
+from rollbook.core.images import source_key
 from rollbook.core.sampling import Prompt, as_media
 
 NAMES = ("prompt", "messages", "reference", "label", "images", "videos", "tools", "response", "chosen", "rejected",
@@ -290,7 +290,7 @@ class Reader:
     def _located(self, where: str, name: str, one: Any) -> Any:
         """A path from where the data lie, of a file that is there: a missing one should not be found at step 900."""
         if isinstance(one, Mapping):
-            key = source(one)
+            key = source_key(one)
             return one if key is None else {**one, key: self._located(where, name, one[key])}
         if not isinstance(one, (str, os.PathLike)) or _ADDRESS.match(os.fspath(one)):
             return one

@@ -17,8 +17,8 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.metrics import StepMetrics
 from rollbook.core.sampling import Overflow, Prompt, Sampling
-from rollbook.rollout.processing import Prepared, Preparer
-from rollbook.rollout.rendering import Renderer
+from rollbook.rollout.chat import Renderer
+from rollbook.rollout.transformers import PreparedPrompt, PromptPreparer
 from rollbook.train.data import Prompts
 from rollbook.train.rows import ANSWERS
 
@@ -135,7 +135,7 @@ class _Encoder:
         self.data = data
         self.max_tokens = None if max_tokens is None else check_int("max_tokens", max_tokens, 2)
         self.long_prompts = long_prompts
-        self.preparer = Preparer(tokenizer, processor, add_special_tokens=add_special_tokens)
+        self.preparer = PromptPreparer(tokenizer, processor, add_special_tokens=add_special_tokens)
         self.tokenizer: Any = self.preparer.tokenizer
         if self.tokenizer is None:
             raise ValueError("tokenizer: got None, expected one: answers are text")
@@ -199,7 +199,7 @@ class _Encoder:
             **given,
         )
 
-    def _ids(self, name: str, prompt: Prompt, prepared: Prepared, answer: Any) -> list[int]:
+    def _ids(self, name: str, prompt: Prompt, prepared: PreparedPrompt, answer: Any) -> list[int]:
         """[n] An answer's ids, with the end. A message with more than text is written by the chat template."""
         text = answer if isinstance(answer, str) else self._rendered(name, prompt, prepared.text or "", answer)
         # Some tokenizers put a space before a text's first word, which is not there after a prompt.

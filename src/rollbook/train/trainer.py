@@ -26,10 +26,12 @@ from rollbook.core.checks import check_float, check_int
 from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import StepMetrics, advise
 from rollbook.core.sampling import Prompt, Sampling
+from rollbook.models import Actor
 from rollbook.models.heads import text_config
-from rollbook.rewards.choose import as_reward
-from rollbook.rollout.engine import Engine
+from rollbook.rewards.recipes import as_reward
+from rollbook.rollout.engine import BaseEngine
 from rollbook.rollout.environment import EnvironmentConfig
+from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train import saving
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.intake import Intake
@@ -135,7 +137,7 @@ class Trainer:
         *,
         prompts: Prompts | None = None,
         reward: Any = None,
-        engine: Engine | None = None,
+        engine: BaseEngine | None = None,
         environment: EnvironmentConfig | None = None,
         sampling: Sampling | Mapping[str, Any] | None = None,
         prompts_per_step: int = 64,
@@ -444,8 +446,8 @@ class Trainer:
             self.book.announce(self.done)
 
     def _own_engine(self) -> Any:
-        """Who samples with the weights that are trained; `None` of an actor that has no engine."""
-        return getattr(self.actor, "engine", None)
+        """The engine over the weights that are trained; `None` if the policy is not an `Actor`."""
+        return TransformersEngine(self.actor) if isinstance(self.actor, Actor) else None
 
     # --- metrics ------------------------------------------------------------------------------------------------------
 

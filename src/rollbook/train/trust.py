@@ -93,7 +93,7 @@ def is_own(target: Any) -> bool:
     >>> [is_own(name) for name in ("rollbook.train.recipes.letters:reward", "exact_match", "rollbook.core:sys.exit")]
     [True, True, False]
     """
-    from rollbook.rewards.choose import READY
+    from rollbook.rewards.recipes import READY
 
     if not isinstance(target, str):
         return False

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollbook.core.checks import check_float, check_int
+from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train.data import Prompts
 from rollbook.train.evaluating import evaluate
 from rollbook.train.learner import Batching, Learner
@@ -101,7 +102,7 @@ def warm_up(
         loss, done = learner.update(records, step=step).metrics["loss"], step
         look = check is not None and step % how.every == 0
         if look:
-            evaluation = evaluate(actor.engine, check, reward, sampling=sampling, step=step, seed=seed)
+            evaluation = evaluate(TransformersEngine(actor), check, reward, sampling=sampling, step=step, seed=seed)
             if evaluation.failed + evaluation.unscored == len(evaluation.records):
                 errors = (info[key] for info in evaluation.records.values("info") for key in _ERRORS if key in info)
                 raise Fruitless(f"warm-up, step {step}: no sample has a reward; the first: {next(errors, None)}")

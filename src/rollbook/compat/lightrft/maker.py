@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from rollbook.core.errors import explain_missing
+from rollbook.models.actor import Actor
+from rollbook.rollout.transformers import TransformersEngine
 
 try:
     import torch
@@ -45,7 +47,7 @@ from rollbook.core.metrics import Progress, Stages, advise
 from rollbook.core.process_group import ALONE, current_ranks
 from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
-from rollbook.rollout.engine import Engine
+from rollbook.rollout.engine import BaseEngine
 
 _HOT = 10.0
 """FIRE's temperature of the first token."""
@@ -98,7 +100,7 @@ class NaiveExperienceMaker:
         reward_recipe: Mapping[str, Any] | None = None,
         *,
         config: MakerConfig | None = None,
-        engine: Engine | None = None,
+        engine: BaseEngine | None = None,
         processor: Any = None,
         teacher: Any = None,
     ) -> None:
@@ -153,16 +155,15 @@ class NaiveExperienceMaker:
         """Use `model` as the reference (`initial_model`) from here on."""
         self.initial_model = self.passes.models["reference"] = model
 
-    def _own_engine(self) -> Engine | None:
+    def _own_engine(self) -> BaseEngine | None:
         """The actor as an engine, if it is one or has one; else it is asked by LightRFT's `generate`."""
-        if isinstance(self.actor, Engine):
+        if isinstance(self.actor, BaseEngine):
             return self.actor
-        if not hasattr(type(self.actor), "engine"):
+        if not isinstance(self.actor, Actor):
             return None
         if self.actor.tokenizer is None and self.actor.processor is None:
             self.actor.tokenizer, self.actor.processor = self.tokenizer, self.processor
-        engine: Engine = self.actor.engine
-        return engine
+        return TransformersEngine(self.actor)
 
     # --- prompts ------------------------------------------------------------------------------------------------
 
@@ -252,7 +253,7 @@ class NaiveExperienceMaker:
             for i, prompt in enumerate(prompts)
         ]
 
-    def _sampled(self, engine: Engine, prompts: list[Prompt], options: dict[str, Any], n: int) -> list[Samples]:
+    def _sampled(self, engine: BaseEngine, prompts: list[Prompt], options: dict[str, Any], n: int) -> list[Samples]:
         """By an engine of `rollbook.rollout`: with its own ids, log-probs and reasons."""
         sampling = self._sampling(
             options,

@@ -20,7 +20,7 @@ from rollbook.compat.lightrft.rollout_batches import Whole
 from rollbook.core.metrics import Progress, Stages
 from rollbook.core.rows import NUMPY, Rows, memory
 from rollbook.models.heads import device_of
-from rollbook.rollout.engine import Engine
+from rollbook.rollout.engine import BaseEngine
 
 
 class Passes:
@@ -42,7 +42,7 @@ class Passes:
         given = {"actor": actor, "initial_model": reference, "teacher": teacher, "critic": critic}
         self.models: dict[str, Any] = {}
         for name, model in given.items():
-            if model is None or (name == "actor" and isinstance(model, Engine)):
+            if model is None or (name == "actor" and isinstance(model, BaseEngine)):
                 continue
             if not callable(model):
                 raise ValueError(

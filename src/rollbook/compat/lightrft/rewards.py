@@ -17,10 +17,9 @@ from rollbook.compat.lightrft.batch import ExperienceBatch, Samples
 from rollbook.compat.lightrft.rollout_batches import Whole, batch_device
 from rollbook.core.metrics import Progress
 from rollbook.core.sampling import Prompt, Sample
-from rollbook.rewards.choose import as_reward
-from rollbook.rewards.functions import KNOWN
-from rollbook.rewards.recipes import LightRFTReward, Recipe, check_label, lightrft_reward
-from rollbook.rewards.types import Reward, RewardInput, Scores, WrongCount, is_reward
+from rollbook.rewards.functions import PARAMETER_NAMES
+from rollbook.rewards.recipes import LightRFTReward, Recipe, as_reward, check_label, lightrft_reward
+from rollbook.rewards.types import Reward, RewardInput, RewardResult, WrongCountError, is_reward
 
 
 class Called(Reward):
@@ -58,14 +57,16 @@ class Called(Reward):
             found = found[key]
         scores = torch.as_tensor(found).detach().float().cpu().reshape(-1)
         if len(scores) != len(batch):
-            raise WrongCount(f"reward_model: got {len(scores)} scores back, expected {len(batch)}, one for each sample")
+            raise WrongCountError(
+                f"reward_model: got {len(scores)} scores back, expected {len(batch)}, one for each sample"
+            )
         return scores
 
-    def __call__(self, inputs: Sequence[RewardInput]) -> Scores:
+    def __call__(self, inputs: Sequence[RewardInput]) -> RewardResult:
         """The scores of samples that were looked at."""
         rewards = [self._found[id(one)] for one in inputs]
         errors = list(map(_score_error, rewards))
-        return Scores(rewards=[score if math.isfinite(score) else math.nan for score in rewards], errors=errors)
+        return RewardResult(rewards=[score if math.isfinite(score) else math.nan for score in rewards], errors=errors)
 
 
 def _score_error(score: float) -> str | None:
@@ -181,17 +182,17 @@ class Scorer:
             for i, prompt in enumerate(prompts):
                 check_label(RewardInput(prompt="", response="", label=prompt.label), i, self.source.recipe)
 
-    def rewards(self, inputs: Sequence[RewardInput]) -> Scores:
+    def rewards(self, inputs: Sequence[RewardInput]) -> RewardResult:
         """What the source says of samples; as many scores as samples, or an error."""
         found = self.need()(inputs)
         if len(found) != len(inputs):
             raise ValueError(f"reward: got {len(found)} scores back, expected {len(inputs)}, one for each sample")
         return found
 
-    def _scored(self, inputs: list[RewardInput], failed: list[str | None]) -> Scores:
+    def _scored(self, inputs: list[RewardInput], failed: list[str | None]) -> RewardResult:
         """Scores of what was answered; what was not has none."""
         answered = [i for i, error in enumerate(failed) if error is None]
-        found = self.rewards([inputs[i] for i in answered]) if answered else Scores(rewards=[])
+        found = self.rewards([inputs[i] for i in answered]) if answered else RewardResult(rewards=[])
         rewards = [math.nan] * len(inputs)
         errors: list[str | None] = [None if error is None else f"no response: {error}" for error in failed]
         metrics = {name: [math.nan] * len(inputs) for name in found.metrics}
@@ -199,7 +200,7 @@ class Scorer:
             rewards[i], errors[i] = found.rewards[place], found.errors[place]
             for name, values in found.metrics.items():
                 metrics[name][i] = values[place]
-        return Scores(rewards=rewards, metrics=metrics, errors=errors, parts=found.parts)
+        return RewardResult(rewards=rewards, metrics=metrics, errors=errors, parts=found.parts)
 
     def inputs(self, samples: Samples, batch: ExperienceBatch) -> list[RewardInput]:
         """What the source is given of each sample: of an engine's what it says itself, else what the tokens say.
@@ -286,7 +287,7 @@ def _is_lightrft(function: Any) -> bool:
 def _asks_for_samples(function: Any) -> bool:
     """Whether a callable's parameters are fields of a sample: then it is a function of responses."""
     names = _names(function)
-    return isinstance(function, (str, Mapping)) or is_reward(function) or (bool(names) and names[0] in KNOWN)
+    return isinstance(function, (str, Mapping)) or is_reward(function) or (bool(names) and names[0] in PARAMETER_NAMES)
 
 
 def _names(function: Any) -> list[str]:

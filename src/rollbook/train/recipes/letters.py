@@ -137,12 +137,13 @@ def pairs(
     True
     """
     from rollbook.models import Actor
+    from rollbook.rollout import TransformersEngine
     from rollbook.train.data import Prompts
     from rollbook.train.evaluating import evaluate
 
     made, words = taught(seed, until=until, count=count, length=length, skip=skip, hidden=hidden)
     tasks = rows(count, length, seed)
-    engine, sampling = Actor(made, tokenizer=words).engine, {"max_tokens": length + 1}
+    engine, sampling = TransformersEngine(Actor(made, tokenizer=words)), {"max_tokens": length + 1}
     answers = evaluate(engine, Prompts(tasks, shuffle=False), reward, sampling=sampling, seed=seed).records
     given = {record.prompt_text: record.response_text for record in answers}
     both = [{**row, "chosen": row["reference"], "rejected": given[row["prompt"]]} for row in tasks]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from rollbook.rollout.stopping import StopTexts, begin
+from rollbook.rollout.decoding import StopTexts, find_stop_start
 from tests.tiny import bytes_, words
 
 
@@ -93,7 +93,7 @@ def test_an_earlier_one_that_was_let_pass_is_not_found_again() -> None:
     ids = [1, 0, 0, 0]  # "ba" was complete two tokens ago
     assert known.completed(ids) is None
     assert known.completed([*ids, 1, 0]) == "ba"
-    assert begin("ba", [*ids, 1, 0], decode) == 4
+    assert find_stop_start("ba", [*ids, 1, 0], decode) == 4
 
 
 def test_tokens_that_cannot_end_a_stop_text_cost_nothing() -> None:

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from rollbook.rewards import Limits, as_reward, code_match, sandboxed
-from rollbook.rewards.programs import Cases, program
-from rollbook.rewards.sandbox import Ran
+from rollbook.rewards import Limits, as_reward, code_match, run_sandboxed
+from rollbook.rewards.code import ProgramTests, extract_program
+from rollbook.rewards.sandbox import SandboxResult
 from tests.rewards.helpers import sample
 
 SHORT = Limits(wall=15.0)
 
 
-def run(source: str, stdin: str = "", limits: Limits = SHORT, **more: Any) -> Ran:
-    return sandboxed({"main.py": source}, ["main.py"], stdin=stdin.encode(), limits=limits, **more)
+def run(source: str, stdin: str = "", limits: Limits = SHORT, **more: Any) -> SandboxResult:
+    return run_sandboxed({"main.py": source}, ["main.py"], stdin=stdin.encode(), limits=limits, **more)
 
 
 def running(mark: str) -> list[str]:
@@ -110,14 +110,14 @@ def test_a_failing_program_that_printed_the_answer_fails() -> None:
 @pytest.mark.parametrize("tests", [None, [], {}, {"inputs": ["1"], "outputs": []}, [3], 5])
 def test_tests_are_checked(tests: Any) -> None:
     with pytest.raises(ValueError, match="tests"):
-        Cases.of(tests)
+        ProgramTests.of(tests)
 
 
 def test_the_program_in_a_response() -> None:
-    assert program("no fence") == "no fence"
-    assert program("```\na\n```\n```python\nb\n```") == "b\n"
-    assert program("```python\nnever closed") == "never closed"
-    assert program("```python\nx = '😀'\n```") == "x = '😀'\n"
+    assert extract_program("no fence") == "no fence"
+    assert extract_program("```\na\n```\n```python\nb\n```") == "b\n"
+    assert extract_program("```python\nnever closed") == "never closed"
+    assert extract_program("```python\nx = '😀'\n```") == "x = '😀'\n"
 
 
 def test_as_a_reward_several_at_once() -> None:
@@ -361,8 +361,8 @@ with open(folder + "/main.py") as file:
     source = file.read()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    ran = sandbox.sandboxed({"main.py": source}, ["main.py", folder, port])
-    sandbox.sandboxed({}, ["-c", "pass"])
+    ran = sandbox.run_sandboxed({"main.py": source}, ["main.py", folder, port])
+    sandbox.run_sandboxed({}, ["-c", "pass"])
 print(json.dumps([ran.code, ran.stdout.decode(), ran.stderr.decode()[-300:], ran.unprotected,
                   [str(one.message) for one in caught]]))
 """
@@ -442,7 +442,7 @@ def test_looking_for_a_program_takes_linear_time(unit: str) -> None:
         times = []
         for _ in range(3):
             start = time.process_time()
-            program("```" + unit * (n // len(unit)) + "x")
+            extract_program("```" + unit * (n // len(unit)) + "x")
             times.append(time.process_time() - start)
         return min(times)
 

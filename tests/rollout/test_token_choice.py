@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollbook.rollout.choosing import NUCLEUS, Blocks, Rule, Rules, choose, picked, uniforms
+from rollbook.rollout.decoding import (
+    NUCLEUS_SIZE,
+    Blocks,
+    Rule,
+    Rules,
+    choose_tokens,
+    sample_by_inverse_cdf,
+    uniform_numbers,
+)
 
 ENOUGH = 5.0
 """Standard deviations: seeds are fixed, so that a test that passes goes on passing."""
@@ -52,7 +60,7 @@ def reference(logits: np.ndarray, rule: Rule) -> np.ndarray:
 def chosen(logits: np.ndarray | torch.Tensor, rules: list[Rule], numbers: Any) -> Any:
     rows = torch.as_tensor(logits)
     made = Rules(rules, rows.shape[1], "cpu")
-    return choose(rows, made, torch.as_tensor(np.asarray(numbers, np.float64)))
+    return choose_tokens(rows, made, torch.as_tensor(np.asarray(numbers, np.float64)))
 
 
 # --- random streams -------------------------------------------------------------------------------------------------
@@ -60,16 +68,16 @@ def chosen(logits: np.ndarray | torch.Tensor, rules: list[Rule], numbers: Any) -
 
 @given(st.lists(st.tuples(st.integers(0, 2**70), st.integers(0, 10**6)), min_size=1, max_size=5), st.integers(1, 9))
 def test_a_number_is_of_its_seed_and_index_alone(rows: list[tuple[int, int]], count: int) -> None:
-    made = uniforms([seed for seed, _ in rows], [start for _, start in rows], count)
+    made = uniform_numbers([seed for seed, _ in rows], [start for _, start in rows], count)
     assert made.shape == (len(rows), count) and made.dtype == np.float64
     assert (made >= 0).all() and (made < 1).all()
     for i, (seed, start) in enumerate(rows):
         for j in range(count):
-            assert made[i, j] == uniforms([seed], [start + j], 1)[0, 0]
+            assert made[i, j] == uniform_numbers([seed], [start + j], 1)[0, 0]
 
 
 def test_streams_are_uniform_and_independent() -> None:
-    made = uniforms(range(2000), [0] * 2000, 100)  # seeds that differ in a few bits
+    made = uniform_numbers(range(2000), [0] * 2000, 100)  # seeds that differ in a few bits
     assert len(np.unique(made)) == made.size
     counts, _ = np.histogram(made, bins=100, range=(0, 1))
     assert abs(chi_square(counts, np.full(100, made.size / 100))) < ENOUGH
@@ -99,8 +107,8 @@ def test_exactly_distributed(rule: Rule) -> None:
     rows, times = 1000, 60
     made = Rules([rule] * rows, 37, "cpu")
     batch = torch.from_numpy(logits).expand(rows, -1)
-    numbers = torch.from_numpy(uniforms(range(rows), [0] * rows, times))
-    ids = torch.cat([choose(batch, made, numbers[:, j]).ids for j in range(times)])
+    numbers = torch.from_numpy(uniform_numbers(range(rows), [0] * rows, times))
+    ids = torch.cat([choose_tokens(batch, made, numbers[:, j]).ids for j in range(times)])
     expected = reference(logits, rule) * rows * times
     assert abs(chi_square(np.bincount(ids.numpy(), minlength=37), expected)) < ENOUGH
 
@@ -153,7 +161,9 @@ def test_nothing_of_probability_zero_is_picked(row: list[float], even: bool) -> 
         return
     row += [0.0] * (-len(row) % 64 if even else 0)
     numbers = torch.tensor([0.0, 2.0**-52, 0.25, 0.5, 1 - 1e-9, 1 - 2.0**-52], dtype=torch.float64)
-    ids, total = picked(torch.tensor([row] * len(numbers)), numbers[:, None], Blocks(len(numbers), len(row), "cpu"))
+    ids, total = sample_by_inverse_cdf(
+        torch.tensor([row] * len(numbers)), numbers[:, None], Blocks(len(numbers), len(row), "cpu")
+    )
     assert all(row[i] > 0 for i in ids[:, 0].tolist())
     assert ids[:, 0].tolist() == sorted(ids[:, 0].tolist())
     assert total[0].item() == pytest.approx(sum(row), rel=1e-6)
@@ -161,26 +171,26 @@ def test_nothing_of_probability_zero_is_picked(row: list[float], even: bool) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_nucleus_wider_than_what_is_sorted(dtype: torch.dtype) -> None:
-    vocabulary = 3 * NUCLEUS + 7
+    vocabulary = 3 * NUCLEUS_SIZE + 7
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 0.1, (3, vocabulary))).to(dtype)
     logits[2, 5] = 12.0  # this one's is narrow
-    rules = [Rule(top_p=0.9), Rule(top_k=4 * NUCLEUS, top_p=0.95), Rule(top_p=0.9)]
+    rules = [Rule(top_p=0.9), Rule(top_k=4 * NUCLEUS_SIZE, top_p=0.95), Rule(top_p=0.9)]
     made = Rules(rules, vocabulary, "cpu")
     for number in (0.0, 0.3, 0.999999):
-        found = choose(logits, made, torch.full((3,), number, dtype=torch.float64))
+        found = choose_tokens(logits, made, torch.full((3,), number, dtype=torch.float64))
         for i, rule in enumerate(rules):
             shares = reference(logits[i].float().numpy(), rule)
             token = int(found.ids[i])
             assert shares[token] > 0
             assert found.logprobs[i].item() == pytest.approx(math.log(shares[token]), abs=1e-4)
-    assert (reference(logits[0].float().numpy(), rules[0]) > 0).sum() > NUCLEUS
+    assert (reference(logits[0].float().numpy(), rules[0]) > 0).sum() > NUCLEUS_SIZE
 
 
 def test_equal_logits_are_kept_together() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]]).expand(100, -1)
     numbers = torch.arange(100, dtype=torch.float64) / 100
     for rule in (Rule(top_k=2), Rule(top_p=0.6)):
-        found = choose(logits, Rules([rule] * 100, 5, "cpu"), numbers)
+        found = choose_tokens(logits, Rules([rule] * 100, 5, "cpu"), numbers)
         assert set(found.ids.tolist()) == {0, 1, 2, 3}
 
 
@@ -193,17 +203,17 @@ def test_nothing_to_choose_from_has_no_log_prob() -> None:
     found = chosen(logits, rules, [0.5] * 6)
     assert found.logprobs.isnan().tolist() == [True, True, True, True, False, False]
     greedy = [Rule(temperature=0.0)] * 2
-    assert choose(logits[:2], Rules(greedy, 4, "cpu")).logprobs.isnan().tolist() == [True, True]
+    assert choose_tokens(logits[:2], Rules(greedy, 4, "cpu")).logprobs.isnan().tolist() == [True, True]
 
 
 def test_logits_and_rules_are_of_the_same_rows() -> None:
     with pytest.raises(ValueError, match=r"logits: got \(2, 4\), expected \(1, 4\)"):
-        choose(torch.zeros(2, 4), Rules([Rule(temperature=0.0)], 4, "cpu"))
+        choose_tokens(torch.zeros(2, 4), Rules([Rule(temperature=0.0)], 4, "cpu"))
 
 
 def test_numbers_are_needed_unless_all_are_greedy() -> None:
     with pytest.raises(ValueError, match="numbers: got None"):
-        choose(torch.zeros(1, 4), Rules([Rule()], 4, "cpu"))
+        choose_tokens(torch.zeros(1, 4), Rules([Rule()], 4, "cpu"))
 
 
 class Operations(TorchDispatchMode):
@@ -222,7 +232,7 @@ def operations(rules: list[Rule]) -> list[str]:
     made = Rules(rules, 512, "cpu")
     logits, numbers = torch.randn(len(rules), 512), torch.rand(len(rules), dtype=torch.float64)
     with Operations() as seen:
-        choose(logits, made, numbers)
+        choose_tokens(logits, made, numbers)
     return seen.names
 
 

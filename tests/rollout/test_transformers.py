@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +18,9 @@ from peft import LoraConfig, get_peft_model
 
 from rollbook.core.ids import EID
 from rollbook.core.sampling import Prompt, Sample, Sampling
+from rollbook.models import Actor
 from rollbook.rollout.engine import Cancel
-from rollbook.rollout.local import TransformersEngine
+from rollbook.rollout.transformers import TransformersEngine
 from tests import tiny
 from tests.tiny import SPECIAL, bytes_, gpt2, llama, llava, picture, qwen3, words
 
@@ -176,7 +180,7 @@ def test_samples_are_drawn_from_the_models_distribution() -> None:
     count = 6000
     sampler = TransformersEngine(model, max_batch_rows=2000)
     samples = sampler.generate([Prompt(token_ids=[3, 4])], n=count, max_tokens=1, seed=5, top_k=15, temperature=2.0)
-    assert sampler.work.prompts == 3  # a prompt once for each batch
+    assert sampler.stats.prompts == 3  # a prompt once for each batch
     seen = torch.zeros(24).index_add_(0, torch.tensor([one.response_ids[0] for one in samples]), torch.ones(count))
     logits = full_logits(model, samples[0])[0] / 2.0
     logits[logits < logits.topk(15).values[-1]] = -torch.inf
@@ -190,8 +194,8 @@ def test_samples_are_drawn_from_the_models_distribution() -> None:
 def test_a_prompt_is_run_once_for_all_its_samples() -> None:
     sampler = engine()
     sampler.generate(numbered(PROMPTS), n=8, max_tokens=4, ignore_eos=True)
-    assert sampler.work.prompts == 4 and sampler.work.prompt_tokens == sum(map(len, PROMPTS))
-    assert sampler.work.steps == 4 and sampler.work.rows == 3 * 32 and sampler.work.tokens == 4 * 32
+    assert sampler.stats.prompts == 4 and sampler.stats.prompt_tokens == sum(map(len, PROMPTS))
+    assert sampler.stats.steps == 4 and sampler.stats.rows == 3 * 32 and sampler.stats.tokens == 4 * 32
 
 
 def test_a_long_tail_does_not_pay_for_the_whole_batch() -> None:
@@ -199,7 +203,7 @@ def test_a_long_tail_does_not_pay_for_the_whole_batch() -> None:
     hows = [Sampling(max_tokens=3 + 40 * (i == 7), ignore_eos=True) for i in range(16)]
     samples = sampler.generate([[5 + i] for i in range(16)], hows)
     assert [len(one.response_ids) for one in samples] == [how.max_tokens for how in hows]
-    assert sampler.work.steps == 43 and sampler.work.rows == 2 * 16 + 40
+    assert sampler.stats.steps == 43 and sampler.stats.rows == 2 * 16 + 40
 
 
 def test_finished_rows_stay_within_learned_positions() -> None:
@@ -448,7 +452,7 @@ def test_cancelled_before_it_began() -> None:
         ("abort", [], []),
         ("abort", [5, 6], []),
     ]
-    assert sampler.work.steps == 0
+    assert sampler.stats.steps == 0
     on = sampler.generate(samples)
     assert on[0].prompt_ids == bytes_()("abc")["input_ids"] and len(on[0].response_ids) > 0
     assert [one.error for one in on] == [None, None]
@@ -461,14 +465,14 @@ def test_streamed_as_they_finish_and_left_early() -> None:
     hows = [Sampling(max_tokens=count, ignore_eos=True) for count in (30, 3, 12)]
     lengths = [len(one.response_ids) for one in sampler.stream(PROMPTS[:3], hows)]
     assert lengths == [3, 12, 30]
-    before = sampler.work.steps
+    before = sampler.stats.steps
     for one in sampler.stream(PROMPTS[:3], hows):
         assert torch.is_grad_enabled() and model.training  # between samples the model is the caller's
         assert len(one.response_ids) == 3
         inner = sampler.generate([PROMPTS[3]], max_tokens=2, ignore_eos=True)  # it can be used meanwhile
         assert len(inner[0].response_ids) == 2
         break
-    assert sampler.work.steps == before + 3 + 2
+    assert sampler.stats.steps == before + 3 + 2
 
 
 def test_async() -> None:
@@ -494,7 +498,7 @@ def test_a_cancelled_task_cancels_the_call() -> None:
 
     async def start() -> None:
         task = asyncio.create_task(sampler.agenerate([PROMPTS[0]], max_tokens=200, ignore_eos=True))
-        while sampler.work.steps < 3:
+        while sampler.stats.steps < 3:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -505,9 +509,9 @@ def test_a_cancelled_task_cancels_the_call() -> None:
         end = time.monotonic() + SOON
         while not model.training and time.monotonic() < end:
             time.sleep(0.005)
-        steps = sampler.work.steps
+        steps = sampler.stats.steps
         time.sleep(0.05)
-        assert sampler.work.steps == steps < 200
+        assert sampler.stats.steps == steps < 200
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -634,7 +638,7 @@ def test_what_does_not_fit_in_memory_is_halved() -> None:
     try:
         sampler = engine(model)
         samples = sampler.generate(numbered(PROMPTS), n=4, max_tokens=12, seed=1, ignore_eos=True)
-        assert sampler.work.splits > 2
+        assert sampler.stats.splits > 2
         assert outcome(samples) == outcome(want)
         for one, whole in zip(samples, want, strict=True):
             assert one.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
@@ -799,7 +803,7 @@ def test_no_one_and_two_images_in_one_call(record_property: Any) -> None:
     sampler = TransformersEngine(model, processor)
     samples = sampler.generate(prompts, n=3, max_tokens=10, seed=1, temperature=2.0, ignore_eos=True)
     assert [len(images) for images in calls] == [2, 1, 1]  # once for each prompt with images
-    assert sampler.work.prompts == 4
+    assert sampler.stats.prompts == 4
     largest = 0.0
     for one in samples:
         assert one.error is None and one.sampling["suppress"] == [IMAGE] and IMAGE not in one.response_ids
@@ -911,3 +915,18 @@ def test_greedy_with_images_is_what_generate_gives(qwen_vl: Any) -> None:
     )
     qwen_vl.model.rope_deltas = None
     assert sample.response_ids == want[0, ids.shape[1] :].tolist()
+
+
+def test_an_actor_has_one_engine() -> None:
+    actor = Actor(tiny.llama(), tokenizer=tiny.words(), suppress=[7])
+    shared = TransformersEngine(actor)
+    shared.version = 4
+    assert TransformersEngine(actor) is shared and TransformersEngine(actor).version == 4
+    assert shared.tokenizer is actor.tokenizer and shared.model is actor.model and 7 in shared.runner.suppressed
+    other = TransformersEngine(actor, max_batch_rows=2)
+    assert other is not shared and other.tokenizer is actor.tokenizer and 7 in other.runner.suppressed
+    assert TransformersEngine(copy.deepcopy(actor)) is not shared
+    gone = weakref.ref(actor)
+    del actor, shared, other
+    gc.collect()
+    assert gone() is None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollbook.core.checks import check_bool, check_float
-from rollbook.rewards.sandbox import Limits, sandboxed
+from rollbook.rewards.sandbox import Limits, run_sandboxed
 
 # Bounded spaces: without a bound, a fence before a page of blanks takes quadratic time.
 _FENCE = re.compile(r"```[ \t]{0,16}(?:python3?|py|Python)?[ \t]{0,16}\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -23,12 +23,12 @@ _LONGEST = 1 << 20
 """Characters at the end of a response in which a program is looked for."""
 
 
-def program(text: str) -> str:
+def extract_program(text: str) -> str:
     r"""The program in a response: its last fenced block (three back ticks; one left open counts), else all of it.
 
     Only the last 1,048,576 characters count.
 
-    >>> program("Here:\n```python\nprint(1)\n```\nDone.")
+    >>> extract_program("Here:\n```python\nprint(1)\n```\nDone.")
     'print(1)\n'
     """
     text = text[-_LONGEST:]
@@ -37,12 +37,12 @@ def program(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Cases:
+class ProgramTests:
     """A task's tests: pairs of input and output, or statements (`assert f(1) == 2`) that must not raise.
 
-    >>> Cases.of({"inputs": ["1 2"], "outputs": ["3"]})
-    Cases(pairs=(('1 2', '3'),), statements=())
-    >>> Cases.of(["assert f(1) == 2"]).statements
+    >>> ProgramTests.of({"inputs": ["1 2"], "outputs": ["3"]})
+    ProgramTests(pairs=(('1 2', '3'),), statements=())
+    >>> ProgramTests.of(["assert f(1) == 2"]).statements
     ('assert f(1) == 2',)
     """
 
@@ -50,32 +50,36 @@ class Cases:
     statements: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, given: Any) -> Cases:
+    def of(cls, reference: Any) -> ProgramTests:
         """From {"inputs": [...], "outputs": [...]}, a list of {"input", "output"} or of statements, {"tests": ...}, or
         the JSON text of one of these."""
-        if isinstance(given, str):
+        if isinstance(reference, str):
             try:
-                given = json.loads(given)
+                reference = json.loads(reference)
             except ValueError:
-                given = [given]  # one statement, or a page of them
-        if isinstance(given, Mapping) and "inputs" in given and "outputs" in given:
-            if len(given["inputs"]) != len(given["outputs"]):
-                raise ValueError(f"tests: got {len(given['inputs'])} inputs and {len(given['outputs'])} outputs")
-            given = [{"input": i, "output": o} for i, o in zip(given["inputs"], given["outputs"], strict=True)]
-        elif isinstance(given, Mapping):
-            given = given.get("tests", [given])
-        if isinstance(given, str):
-            given = [given]
-        if not isinstance(given, Sequence) or not given:
-            raise ValueError(f"tests: got {type(given).__name__}, expected inputs and outputs, or statements")
+                reference = [reference]  # one statement, or a page of them
+        if isinstance(reference, Mapping) and "inputs" in reference and "outputs" in reference:
+            if len(reference["inputs"]) != len(reference["outputs"]):
+                raise ValueError(
+                    f"tests: got {len(reference['inputs'])} inputs and {len(reference['outputs'])} outputs"
+                )
+            reference = [
+                {"input": i, "output": o} for i, o in zip(reference["inputs"], reference["outputs"], strict=True)
+            ]
+        elif isinstance(reference, Mapping):
+            reference = reference.get("tests", [reference])
+        if isinstance(reference, str):
+            reference = [reference]
+        if not isinstance(reference, Sequence) or not reference:
+            raise ValueError(f"tests: got {type(reference).__name__}, expected inputs and outputs, or statements")
         pairs, statements = [], []
-        for i, one in enumerate(given):
-            if isinstance(one, str):
-                statements.append(one)
-            elif isinstance(one, Mapping) and "input" in one and "output" in one:
-                pairs.append((_text(one["input"]), _text(one["output"])))
+        for i, entry in enumerate(reference):
+            if isinstance(entry, str):
+                statements.append(entry)
+            elif isinstance(entry, Mapping) and "input" in entry and "output" in entry:
+                pairs.append((_text(entry["input"]), _text(entry["output"])))
             else:
-                raise ValueError(f"tests[{i}]: got {str(one)[:80]}, expected a statement, or input and output")
+                raise ValueError(f"tests[{i}]: got {str(entry)[:80]}, expected a statement, or input and output")
         return cls(tuple(pairs), tuple(statements))
 
 
@@ -119,50 +123,56 @@ def code_match(
     all_or_nothing: bool = False,
     python: str | None = None,
 ) -> dict[str, float]:
-    r"""The share of the test cases that the response's Python program passes; `all_or_nothing`: 1 only for all of them.
+    r"""Run the response's Python program and return the share of the tests that it passes.
 
-    reference: the tests, see `Cases`. With input and output, the program runs once for each pair, and prints what is
-    expected but for space at the ends of lines; `tolerance` compares numbers in it as numbers. Statements run after
-    the program, in one process, each with its own copy of the program's names. Every run has the `limits` of the
-    sandbox (10 s and 512 MiB, unless told); see `sandboxed` for what it protects from, and what it does not. Cases that
-    are not through `time_limit` seconds after the first began fail too: a program that hangs is wrong, and must not
-    become a sample without a reward. Metrics: `passed`, `cases` and `timed_out`, all counts of cases or runs.
+    With input and output, the program runs once per pair and must print the expected text, up to space at the ends of
+    lines. Statements run after the program, in one process, each with its own copy of the program's names. A program
+    cannot pass a test of input and output except by printing what is expected. With statements it runs in the process
+    that judges it: ending early does not pass, but a program that searches for the key that reports a pass finds it.
 
-    A program that sets out to cheat cannot pass a test of input and output but by printing what is expected. With
-    statements it runs in the process that judges it: ending early does not pass, but one that goes looking for the
-    key that reports a pass will find it.
+    Args:
+        response: Text with the program.
+        reference: The tests, see `ProgramTests`.
+        limits: Limits of each run; by default 10 s and 512 MiB. See `run_sandboxed` for what the sandbox isolates.
+        time_limit: Seconds for all tests; tests that are not finished by then fail.
+        tolerance: Compare numbers in the output as numbers.
+        all_or_nothing: 1 only if all tests pass.
+        python: Another interpreter.
+
+    Returns:
+        `reward`, and the counts `passed`, `cases` and `timed_out`.
 
     >>> code_match("```python\nprint(sum(map(int, input().split())))\n```", {"inputs": ["1 2", "3 4"], "outputs": ["3", "8"]})
     {'reward': 0.5, 'passed': 1.0, 'cases': 2.0, 'timed_out': 0.0}
     >>> code_match("def double(x):\n    return 2 * x", ["assert double(2) == 4", "assert double('a') == 'aa'"])["reward"]
     1.0
     """  # noqa: E501
-    cases = Cases.of(reference)
+    cases = ProgramTests.of(reference)
     check_bool("all_or_nothing", all_or_nothing)
     if tolerance is not None:
         check_float("tolerance", tolerance, 0, 1)
     deadline = time.monotonic() + check_float("time_limit", time_limit, 0.1, 1e6)
     limits = limits if limits is not None else Limits()
-    source = program(response)
+    source = extract_program(response)
     passed = late = 0
-    for given, expected in cases.pairs:
-        left = _left(limits, deadline)
+    for text, expected in cases.pairs:
+        left = _remaining_limits(limits, deadline)
         if left is None:
             late += 1
             continue
-        stdin = given.encode("utf-8", "surrogatepass")
-        ran = sandboxed({"main.py": source}, ["main.py"], stdin=stdin, limits=left, python=python)
+        stdin = text.encode("utf-8", "surrogatepass")
+        ran = run_sandboxed({"main.py": source}, ["main.py"], stdin=stdin, limits=left, python=python)
         late += ran.timed_out
-        said = ran.stdout.decode("utf-8", "replace")
-        passed += ran.code == 0 and not ran.flooded and _same_output(said, expected, tolerance)
-    left = _left(limits, deadline)
+        output = ran.stdout.decode("utf-8", "replace")
+        passed += ran.code == 0 and not ran.flooded and _same_output(output, expected, tolerance)
+    left = _remaining_limits(limits, deadline)
     if cases.statements and left is None:
         late += 1
     elif cases.statements:
         # The key is a secret of this run's: a line without it is not the checker's.
         key = secrets.token_hex(16)
         files = {"main.py": source, "tests.json": json.dumps(cases.statements), "check.py": _CHECKER}
-        ran = sandboxed(files, ["check.py"], stdin=f"{key}\n".encode(), limits=left, python=python, side=True)
+        ran = run_sandboxed(files, ["check.py"], stdin=f"{key}\n".encode(), limits=left, python=python, side=True)
         late += ran.timed_out
         lines = set(ran.side.decode("ascii", "replace").splitlines())
         passed += sum(f"{key} {i}" in lines for i in range(len(cases.statements)))
@@ -171,14 +181,14 @@ def code_match(
     return {"reward": share, "passed": float(passed), "cases": float(total), "timed_out": float(late)}
 
 
-def _left(limits: Limits, deadline: float) -> Limits | None:
+def _remaining_limits(limits: Limits, deadline: float) -> Limits | None:
     """The limits of the next run, with no more time than is left; `None` if there is none."""
     left = deadline - time.monotonic()
     return None if left < 0.05 else replace(limits, wall=min(limits.wall, left))
 
 
-def _same_output(said: str, expected: str, tolerance: float | None) -> bool:
-    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (said, expected))
+def _same_output(output: str, expected: str, tolerance: float | None) -> bool:
+    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
     if ours == theirs:
         return True
     if tolerance is None or len(ours) != len(theirs):

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollbook.batch.vision import placeholders
 from rollbook.core.sampling import Prompt, Sampling
-from rollbook.rollout.processing import Prepared, Preparer, load_image
+from rollbook.rollout.transformers import PreparedPrompt, PromptPreparer, load_image
 from tests.tiny import SPECIAL, bytes_, llava, picture, words
 
 IMAGE = SPECIAL.index("<image>")
@@ -29,10 +29,10 @@ PARTS = (
 
 
 @pytest.fixture
-def preparer() -> Preparer:
+def preparer() -> PromptPreparer:
     model, processor = llava()
     processor.chat_template = PARTS
-    return Preparer(processor=processor, config=model.config)
+    return PromptPreparer(processor=processor, config=model.config)
 
 
 def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
@@ -45,7 +45,7 @@ def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
 
 
 def test_text_chats_and_ids() -> None:
-    preparer = Preparer(words())
+    preparer = PromptPreparer(words())
     text = preparer.prepare(Prompt(text="the quick fox"))
     assert text.ids == tuple(words()("the quick fox", add_special_tokens=False)["input_ids"])
     assert text.text == "the quick fox" and text.media is None
@@ -53,24 +53,24 @@ def test_text_chats_and_ids() -> None:
     assert chat.text == "<|user|>yes or no ?<|end|><|assistant|>"
     ids = preparer.prepare(Prompt(token_ids=text.ids))
     assert ids.ids == text.ids and ids.text == "the quick fox"
-    assert Preparer().prepare(Prompt(token_ids=[1, 2])) == Prepared(ids=(1, 2))
+    assert PromptPreparer().prepare(Prompt(token_ids=[1, 2])) == PreparedPrompt(ids=(1, 2))
 
 
 def test_special_tokens_of_plain_text_by_choice() -> None:
     inner = Tokenizer.from_str(bytes_().backend_tokenizer.to_str())
     inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
-    assert Preparer(tokenizer).prepare(Prompt(text="a")).ids == (73,)
-    assert Preparer(tokenizer, add_special_tokens=True).prepare(Prompt(text="a")).ids == (1, 73)
+    assert PromptPreparer(tokenizer).prepare(Prompt(text="a")).ids == (73,)
+    assert PromptPreparer(tokenizer, add_special_tokens=True).prepare(Prompt(text="a")).ids == (1, 73)
 
 
 @pytest.mark.parametrize(("side", "kept"), [("left", (7, 8)), ("right", (5, 6))])
 def test_too_long_is_cut_and_recorded(side: Any, kept: tuple[int, ...]) -> None:
     how = Sampling(max_prompt_tokens=2, prompt_overflow=side)
-    made = Preparer(words()).prepare(Prompt(token_ids=[5, 6, 7, 8]), how)
+    made = PromptPreparer(words()).prepare(Prompt(token_ids=[5, 6, 7, 8]), how)
     assert made.ids == kept and made.truncated_from == 4
     assert made.text == words().decode(list(kept))
-    assert Preparer().prepare(Prompt(token_ids=[5, 6]), how).truncated_from is None
+    assert PromptPreparer().prepare(Prompt(token_ids=[5, 6]), how).truncated_from is None
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def test_too_long_is_cut_and_recorded(side: Any, kept: tuple[int, ...]) -> None:
 )
 def test_what_cannot_be_made_ready_says_so(prompt: Prompt, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Preparer().prepare(prompt, Sampling(max_prompt_tokens=2))
+        PromptPreparer().prepare(prompt, Sampling(max_prompt_tokens=2))
 
 
 def test_a_tokenizer_without_a_template_says_so() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=words().backend_tokenizer)
     with pytest.raises(ValueError, match="the tokenizer has no template"):
-        Preparer(bare).prepare(Prompt(messages=[{"role": "user", "content": "a"}]))
+        PromptPreparer(bare).prepare(Prompt(messages=[{"role": "user", "content": "a"}]))
 
 
 # --- images ---------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_a_cut_file_is_an_error(tmp_path: Path) -> None:
         load_image("image", path)
 
 
-def test_text_with_images(preparer: Preparer) -> None:
+def test_text_with_images(preparer: PromptPreparer) -> None:
     made = preparer.prepare(Prompt(text="a<image>b<image>", images=[picture(), picture((0, 9, 0))]))
     assert made.ids.count(IMAGE) == 8 and made.media is not None
     assert made.media["pixel_values"].shape == (2, 3, 16, 16)
@@ -166,7 +166,7 @@ def test_text_with_images(preparer: Preparer) -> None:
     assert preparer.prepare(Prompt(text="plain")).media is None
 
 
-def test_a_chat_with_images_inside_and_beside(preparer: Preparer) -> None:
+def test_a_chat_with_images_inside_and_beside(preparer: PromptPreparer) -> None:
     red, green = picture(), picture((0, 255, 0))
     parts = [{"type": "image", "image": red}, {"type": "text", "text": "and"}, {"type": "image"}]
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
@@ -201,18 +201,18 @@ def test_a_chat_with_images_inside_and_beside(preparer: Preparer) -> None:
         (Prompt(token_ids=[8], images=[picture(), {"pixel_values": 1}]), "got processed media among others"),
     ],
 )
-def test_images_and_their_places_must_agree(preparer: Preparer, prompt: Prompt, message: str) -> None:
+def test_images_and_their_places_must_agree(preparer: PromptPreparer, prompt: Prompt, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         preparer.prepare(prompt)
 
 
-def test_a_prompt_with_images_is_never_cut(preparer: Preparer) -> None:
+def test_a_prompt_with_images_is_never_cut(preparer: PromptPreparer) -> None:
     how = Sampling(max_prompt_tokens=3, prompt_overflow="left")
     with pytest.raises(ValueError, match="got 5 tokens, expected at most 3 .* one with media is not cut"):
         preparer.prepare(Prompt(text="a<image>", images=[picture()]), how)
 
 
-def test_ids_with_their_placeholders(preparer: Preparer) -> None:
+def test_ids_with_their_placeholders(preparer: PromptPreparer) -> None:
     made = preparer.prepare(Prompt(text="a<image>b", images=[picture()]))
     again = preparer.prepare(Prompt(token_ids=made.ids, images=[picture()]))
     ready = preparer.prepare(Prompt(token_ids=made.ids, images=made.media))
@@ -231,7 +231,7 @@ class Grids:
 
 
 def test_grids_must_fit_and_kinds_of_tokens_are_given() -> None:
-    preparer = Preparer(config=Grids())
+    preparer = PromptPreparer(config=Grids())
     assert placeholders(Grids()) == {"image": 100, "video": 101, "start": 102}
     media = {"pixel_values": torch.zeros(16, 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     made = preparer.prepare(Prompt(token_ids=[5, 102, 100, 100, 100, 100, 103], images=media))

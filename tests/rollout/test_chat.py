@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollbook.rollout.rendering import Drift, Drifts, Renderer, compare
+from rollbook.rollout.chat import Drift, Drifts, Renderer, compare_tokens
 from tests import tiny
 from tests.rollout import templates
 from tests.rollout.templates import END, ids, merging, with_template
@@ -123,7 +123,7 @@ def test_tokens_that_spell_the_same_text_are_realigned() -> None:
     whole, letters = ids(merging(), "the"), [ids(merging(), letter)[0] for letter in "the"]
     assert len(whole) == 1 and whole != letters
     head = renderer.prompt([USER])
-    found = compare([*head, *letters, END], [*head, *whole, END], renderer.decode)
+    found = compare_tokens([*head, *letters, END], [*head, *whole, END], renderer.decode)
     assert found == Drift(outcome="realigned", what="tokens", kept=3, rendered=1)
 
 
@@ -144,7 +144,7 @@ def test_special_tokens_and_white_space_are_glue_and_words_are_not() -> None:
     renderer = Renderer(tiny.bytes_())
 
     def found(kept: str, rendered: str) -> Drift:
-        return compare(ids(tiny.bytes_(), kept), ids(tiny.bytes_(), rendered), renderer.decode)
+        return compare_tokens(ids(tiny.bytes_(), kept), ids(tiny.bytes_(), rendered), renderer.decode)
 
     assert found("a<|end|>b", "a<|end|>b").outcome == "clean"
     assert found("a \n<|end|>b", "a<|end|>b") == Drift(outcome="realigned", what="glue", kept=2, rendered=0)
@@ -156,7 +156,7 @@ def test_special_tokens_and_white_space_are_glue_and_words_are_not() -> None:
 @given(st.lists(st.integers(9, 12)), st.lists(st.integers(9, 12)), st.lists(st.integers(9, 12)))
 def test_only_what_lies_between_equal_ends_is_counted(head: list[int], middle: list[int], tail: list[int]) -> None:
     renderer = Renderer(tiny.bytes_())
-    found = compare([*head, *middle, *tail], [*head, *tail], renderer.decode)
+    found = compare_tokens([*head, *middle, *tail], [*head, *tail], renderer.decode)
     assert (found.outcome == "clean") == (not middle)
     assert found.kept - found.rendered == len(middle)
     assert found.rendered == 0  # what is left out somewhere is found as that

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig
 
-from rollbook.rollout.caching import room
+from rollbook.rollout.decoding import preallocate
 
 MOVES = st.lists(
     st.one_of(st.integers(1, 5).map(lambda n: ("grow", n)), st.lists(st.integers(0, 2), min_size=1, max_size=4)),
@@ -21,31 +21,31 @@ MOVES = st.lists(
 
 @given(MOVES, st.integers(0, 30), st.sampled_from([1, 4]))
 def test_as_a_concatenating_cache(moves: list[Any], most: int, step: int) -> None:
-    plain, roomy = (DynamicCache(config=LlamaConfig(num_hidden_layers=2)) for _ in range(2))
-    room(roomy, most, step)
+    plain, larger = (DynamicCache(config=LlamaConfig(num_hidden_layers=2)) for _ in range(2))
+    preallocate(larger, most, step)
     rows, draw = 3, torch.Generator().manual_seed(0)
     for move in moves:
         if isinstance(move, list):
             if plain.get_seq_length() and max(move) < rows:
                 chosen = torch.tensor(move)
                 plain.reorder_cache(chosen)
-                roomy.reorder_cache(chosen)
+                larger.reorder_cache(chosen)
                 rows = len(move)
             continue
         for layer in range(2):
             keys, values = torch.randn(2, rows, 2, move[1], 4, generator=draw)
-            told, _ = roomy.get_mask_sizes(move[1], layer)
-            for want, got in zip(plain.update(keys, values, layer), roomy.update(keys, values, layer), strict=True):
+            told, _ = larger.get_mask_sizes(move[1], layer)
+            for want, got in zip(plain.update(keys, values, layer), larger.update(keys, values, layer), strict=True):
                 length = want.shape[-2]
                 assert torch.equal(want, got[..., :length, :]) and not got[..., length:, :].any()
                 assert got.shape[-2] == told and length <= told < length + step
-    assert plain.get_seq_length() == roomy.get_seq_length()
-    roomy.reset()
-    assert roomy.get_seq_length() == 0
+    assert plain.get_seq_length() == larger.get_seq_length()
+    larger.reset()
+    assert larger.get_seq_length() == 0
 
 
 def test_it_is_copied_a_few_times_only_and_is_never_larger_than_it_may_become() -> None:
-    cache = room(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), 600)
+    cache = preallocate(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), 600)
     states = torch.ones(2, 1, 10, 4)
     cache.update(states, states, 0)
     places, sizes = set(), set()
@@ -58,14 +58,14 @@ def test_it_is_copied_a_few_times_only_and_is_never_larger_than_it_may_become() 
 
 def test_layers_of_other_kinds_are_left_as_they_are() -> None:
     config = Gemma3TextConfig(num_hidden_layers=6, sliding_window=4)
-    kinds = [type(layer).__name__ for layer in room(DynamicCache(config=config), 9).layers]
-    assert kinds.count("RoomyLayer") == config.layer_types.count("full_attention") == 1
+    kinds = [type(layer).__name__ for layer in preallocate(DynamicCache(config=config), 9).layers]
+    assert kinds.count("PreallocatedLayer") == config.layer_types.count("full_attention") == 1
     assert kinds.count("DynamicSlidingWindowLayer") == 5
 
 
 @pytest.mark.parametrize("most", [0, 5, 100])
 def test_more_than_was_said_fits_as_well(most: int) -> None:
-    cache = room(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), most)
+    cache = preallocate(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), most)
     states = torch.arange(8.0).view(1, 1, 2, 4)
     for i in range(5):
         keys, _ = cache.update(states + i, states, 0)

@@ -1,0 +1,463 @@
+"""Chat rendering: conversations to token ids, comparison with the tokens already sampled, and messages for servers.
+
+Invariant: what `Renderer.after` returns is appended to the sampled tokens and never contains or replaces one of them.
+In the messages for a server, each image of a prompt appears exactly once, in order.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rollbook.core.files import check_regular
+from rollbook.core.images import MAGIC_BYTES, data_url, load_image, load_picture, source_key, unwrap
+from rollbook.core.sampling import Prompt
+
+Outcome = Literal["clean", "realigned", "forked", "unchecked"]
+"""What rendering and tokenizing the whole conversation again would have done to the tokens that are kept.
+
+- `clean`: nothing, they are the same.
+- `realigned`: the text is the same, but is cut into other tokens, or differs in special tokens and white space alone.
+- `forked`: the text of an earlier turn is another: thinking is dropped, a call is written anew, a message is moved.
+- `unchecked`: there is nothing to compare with, `what` says why.
+"""
+OUTCOMES: tuple[str, ...] = get_args(Outcome)
+
+_MARK = "xTURNx"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """Result of comparing the sampled tokens with a new rendering, before a turn.
+
+    Args:
+        outcome: See `Outcome`.
+        what: What differs: `tokens`, `glue` (special tokens, white space) or `text`; the reason if unchecked.
+        kept: Number of sampled tokens between the first and the last difference.
+        rendered: Number of rendered tokens in their place.
+        by: Whether the `template` here or the `engine` gave the other tokens.
+        policy: Whether the turn was sampled after the sampled tokens (`keep`) or, in a new branch, after the rendering
+            (`fork`).
+
+    >>> Drift(outcome="realigned", what="tokens", kept=2, rendered=1).to_dict()["kept"]
+    2
+    """
+
+    outcome: Outcome
+    what: str = ""
+    kept: int = 0
+    rendered: int = 0
+    by: Literal["template", "engine"] = "template"
+    policy: Literal["keep", "fork"] = "keep"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+class Drifts(tuple[Drift, ...]):
+    """All comparisons of an episode, and how often each outcome was found.
+
+    >>> Drifts([Drift(outcome="clean"), Drift(outcome="forked"), Drift(outcome="clean")]).counts
+    {'clean': 2, 'realigned': 0, 'forked': 1, 'unchecked': 0}
+    """
+
+    __slots__ = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each outcome was found."""
+        return {name: sum(drift.outcome == name for drift in self) for name in OUTCOMES}
+
+
+def compare_tokens(sampled: Sequence[int], rendered: Sequence[int], decode: Callable[..., str], **fields: Any) -> Drift:
+    """How tokens that are kept differ from tokens that were rendered; `decode(ids, special=...)` gives their text.
+
+    >>> letters = {1: "a", 2: "b", 3: "ab", 4: "c"}
+    >>> def decode(ids, special=True):
+    ...     return "".join(letters[i] for i in ids)
+    >>> compare_tokens([4, 1, 2, 4], [4, 3, 4], decode)
+    Drift(outcome='realigned', what='tokens', kept=2, rendered=1, by='template', policy='keep')
+    >>> compare_tokens([4, 1], [4, 2], decode).outcome
+    'forked'
+    """
+    if list(sampled) == list(rendered):
+        return Drift(outcome="clean", **fields)
+    before = _common_prefix(sampled, rendered)
+    most = min(len(sampled), len(rendered)) - before
+    after = min(_common_prefix(sampled[::-1], rendered[::-1]), most)
+    ours, theirs = sampled[before : len(sampled) - after], rendered[before : len(rendered) - after]
+    outcome: Outcome = "realigned"
+    if decode(ours) == decode(theirs):
+        difference = "tokens"
+    elif _visible(decode(ours, special=False)) == _visible(decode(theirs, special=False)):
+        difference = "glue"
+    else:
+        outcome, difference = "forked", "text"
+    return Drift(outcome=outcome, what=difference, kept=len(ours), rendered=len(theirs), **fields)
+
+
+def _common_prefix(first: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many tokens, or letters, both begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=False)))
+
+
+def _visible(text: str) -> str:
+    return "".join(text.split())
+
+
+class Renderer:
+    """Tokenizer and chat template of a conversation.
+
+    Args:
+        tokenizer: Tokenizer, or a processor that has one.
+        chat: Whether to use the chat template. Without it, a conversation is the concatenated contents of its messages.
+        tools: Tools offered to the template.
+        options: Options of the template, such as `enable_thinking`.
+
+    >>> said = [{"role": "prompt", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    >>> Renderer(None, chat=False).text(said, generation=False)
+    '2+2=4'
+    >>> Renderer(None)
+    Traceback (most recent call last):
+        ...
+    ValueError: tokenizer: got NoneType without a chat template, expected one that has it, or a prompt of text or token ids instead of messages
+    """  # noqa: E501
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if chat and not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                f"tokenizer: got {type(tokenizer).__name__} without a chat template, expected one that has it, or a "
+                "prompt of text or token ids instead of messages"
+            )
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.tools = None if tools is None else [dict(tool) for tool in tools]
+        self.options = dict(options or {})
+        self._inner = getattr(tokenizer, "tokenizer", tokenizer)
+
+    def text(self, messages: Sequence[Mapping[str, Any]], generation: bool) -> str:
+        """The conversation as the template writes it, with what a model's turn begins with if `generation`."""
+        if not self.chat:
+            return "".join(message["content"] for message in messages)
+        plain = [_for_template(message) for message in messages]
+        return str(
+            self.tokenizer.apply_chat_template(
+                plain, tools=self.tools, add_generation_prompt=generation, tokenize=False, **self.options
+            )
+        )
+
+    def encode(self, text: str, images: Sequence[Any] = ()) -> list[int]:
+        """[n] The ids of a text, with no special tokens but those it spells; a processor writes a placeholder for
+        each of the images as often as the model takes it."""
+        if images and self._inner is not self.tokenizer:
+            from rollbook.rollout.transformers import PromptPreparer
+
+            return list(PromptPreparer(self.tokenizer).prepare(Prompt(text=text, images=images)).ids)
+        return list(self._inner(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int], special: bool = True) -> str:
+        """The text of ids, by choice without special tokens."""
+        return str(self._inner.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], generation: bool = True, images: Sequence[Any] = ()
+    ) -> list[int]:
+        """[n] A whole conversation, rendered and tokenized."""
+        return self.encode(self.text(messages, generation), images)
+
+    def endings(self, before: str, now: str) -> tuple[list[int], list[int]]:
+        """[n], [m] The ids of two texts from the last special token on that both have, in texts that are the same up
+        to it: tokenizers cut a text there first, so that what comes before it is the same tokens."""
+        same = len(before) if now.startswith(before) else _common_prefix(before, now)
+        cut = max((before.rfind(token, 0, same) for token in self._inner.all_special_tokens), default=0)
+        return self.encode(before[max(cut, 0) :]), self.encode(now[max(cut, 0) :])
+
+    def content(self, context: Sequence[Mapping[str, Any]], ids: Sequence[int], ended: bool) -> str:
+        """What the model wrote in a turn after `context`, without the tokens that end it if it `ended` by itself."""
+        text = self.decode(ids)
+        if not ended or not ids:
+            return text
+        try:
+            closing = self._turn(context, {"role": "assistant"}, (), False)[0]
+        except Exception:  # a template that writes no plain turn says nothing of how turns end
+            closing = ""
+        if sampled := self._overlap(text, closing):
+            return text.removesuffix(sampled)
+        return self.decode(ids[:-1]) if ids[-1] in self._inner.all_special_ids else text
+
+    def after(
+        self,
+        context: Sequence[Mapping[str, Any]],
+        turn: Mapping[str, Any],
+        ids: Sequence[int],
+        ended: bool,
+        new: Sequence[Mapping[str, Any]],
+        generation: bool = True,
+        images: Sequence[Any] = (),
+    ) -> list[int]:
+        """[n] What follows the sampled `ids` of a `turn` (the assistant's message after `context`): whatever of the
+        turn's end was not sampled, the `new` messages, and what the next turn begins with if `generation`.
+
+        The template is asked about a turn with other content, since what it does to this one (drop its thinking, trim
+        it) must not change what comes after it.
+        """
+        # A tool's message may need the call it answers. Where that does not render, a turn of plain content may.
+        standing_in = [{"role": "assistant"}]
+        if turn.get("tool_calls"):
+            standing_in.insert(0, {name: value for name, value in turn.items() if name != "content"})
+        failures = []
+        for message in standing_in:
+            try:
+                closing, rest = self._turn(context, message, new, generation)
+                break
+            except Exception as error:  # templates raise what they like
+                failures.append(f"{type(error).__name__}: {error}")
+        else:
+            raise ValueError(
+                f"messages: the template cannot render {[message.get('role') for message in new]} after the model's "
+                f"turn ({failures[0]}); render them yourself and use observe_tokens"
+            )
+        if self.chat and new and rest == self._rest_alone(context, message, generation):
+            raise ValueError(
+                f"messages: the template puts {[message.get('role') for message in new]} nowhere after the model's "
+                "turn, expected it there; render it yourself and use observe_tokens, or have on_fork='fork'"
+            )
+        sampled = self._overlap(self.decode(ids), closing) if ended else ""
+        return self.encode_after(sampled, closing.removeprefix(sampled) + rest, images)
+
+    def _turn(
+        self, context: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], new: Sequence[Any], generation: bool
+    ) -> tuple[str, str]:
+        """What the template writes after a turn's content: what ends the turn, and all that follows."""
+        mark = _MARK
+        while mark in repr((context, turn, new, self.tools)):
+            mark = f"x{mark}x"
+        marked = [*context, {**turn, "content": mark}]
+        alone, complete = self.text(marked, False), self.text([*marked, *new], generation)
+        if alone.count(mark) != 1 or complete.count(mark) != 1:
+            raise ValueError("the template does not write the turn's content once")
+        end, rest = (text.partition(mark)[2] for text in (alone, complete))
+        if not turn.get("tool_calls"):
+            closing = end[: _common_prefix(end, rest)]
+            return closing, rest[len(closing) :]
+        # Calls stand between the content and the turn's end; what ends a turn without calls ends this one too.
+        closing = self._turn(context, {"role": "assistant"}, (), False)[0]
+        if not complete.startswith(alone) or not alone.endswith(closing):
+            raise ValueError("the template writes a turn with calls otherwise when messages follow")
+        return closing, complete[len(alone) :]
+
+    def _rest_alone(
+        self, context: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], generation: bool
+    ) -> str | None:
+        """What would follow a turn without messages, which a template may put somewhere else; `None` where it refuses
+        to let another turn of the model follow."""
+        try:
+            return self._turn(context, turn, (), generation)[1]
+        except Exception:  # templates raise what they like
+            return None
+
+    def _overlap(self, text: str, closing: str) -> str:
+        """How much of a turn's end was sampled: the longest beginning of it, by tokens, that the text ends with."""
+        ids = self.encode(closing)
+        parts = (self.decode(ids[:stop]) for stop in range(len(ids), 0, -1))
+        return next((part for part in parts if part and text.endswith(part) and closing.startswith(part)), "")
+
+    def encode_after(self, before: str, text: str, images: Sequence[Any] = ()) -> list[int]:
+        """[n] The ids of a text that follows another: some tokenizers put a space before a text's first word."""
+        alone, anchor = self.encode(text, images), before or "a"
+        start, joined = self.encode(anchor), self.encode(anchor + text, images)
+        rest = joined[len(start) :]
+        same = joined[: len(start)] == start and self.decode(rest).strip() == self.decode(alone).strip()
+        return rest if same else alone
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates take it: servers give no content beside calls, and a call's arguments as JSON text."""
+    plain = {**message, "content": message.get("content") if message.get("content") is not None else ""}
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [_parse_call(call) for call in message["tool_calls"]]
+    return plain
+
+
+def _parse_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except ValueError:
+        return call
+
+
+_VIDEO = re.compile(rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI |OggS|FLV\x01|\0\0\x01[\xba\xb3]|G.{187}G", re.DOTALL)
+"""The first bytes of MP4 and MOV, WebM and Matroska, AVI, Ogg, Flash and MPEG (program stream, video, transport)."""
+_PAYLOAD = re.compile(r"(data:[\w./+-]+;base64,)?[A-Za-z0-9+/=_-]{120,}")
+
+
+def chat_messages(prompt: Prompt, allow_urls: bool = False) -> list[dict[str, Any]]:
+    """A prompt's messages, ready for JSON, with its media as `data:` URLs.
+
+    Parts `{"type": "image"}` (and `"video"`) say where they go, in order; without any, all stand before the text of
+    the last user message. A part may also hold its own: `{"type": "image", "image": picture}`. Images are PIL images,
+    encoded bytes, arrays (height, width, 3) of bytes, paths, `data:` URLs, or a mapping with one of them under
+    `image`, `path`, `url` or `bytes`. `http` URLs, which the server would fetch, are refused unless `allow_urls`.
+
+    >>> chat_messages(Prompt(messages=[{"role": "user", "content": "hi"}]))
+    [{'role': 'user', 'content': 'hi'}]
+    >>> pictured = Prompt(messages=[{"role": "user", "content": "what?"}], images=["data:image/png;base64,AA=="])
+    >>> [part["type"] for part in chat_messages(pictured)[0]["content"]]
+    ['image_url', 'text']
+    """
+    messages = [dict(message) for message in prompt.messages or ()]
+    for i, message in enumerate(messages):
+        if isinstance(message.get("content"), Sequence) and not isinstance(message["content"], str):
+            message["content"] = [
+                _encode_part(f"prompt.messages[{i}]", part, allow_urls) for part in message["content"]
+            ]
+    for kind, media, encode in (("image", prompt.images, image_url), ("video", prompt.videos, video_url)):
+        urls = [encode(f"prompt.{kind}s[{i}]", medium, allow_urls) for i, medium in enumerate(media)]
+        _insert_media(messages, kind, urls)
+    return messages
+
+
+def has_media_parts(prompt: Prompt) -> bool:
+    """Whether parts of a prompt's messages are something else than text.
+
+    >>> has_media_parts(Prompt(messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}]))
+    False
+    """
+    contents = [message.get("content") for message in prompt.messages or ()]
+    return any(part.get("type") != "text" for parts in contents if isinstance(parts, (list, tuple)) for part in parts)
+
+
+def _url_part(kind: str, url: str) -> dict[str, Any]:
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+
+
+def _encode_part(name: str, part: Mapping[str, Any], allow_urls: bool) -> dict[str, Any]:
+    """A message's part, with the image that it holds itself, if any, as a URL; the URLs that it has are checked."""
+    for kind, encode in (("image", image_url), ("video", video_url)):
+        if part.get("type") == kind and source_key(part) is not None:
+            return _url_part(kind, encode(f"{name}.{kind}", part, allow_urls))
+        address = part.get(f"{kind}_url")
+        url = address.get("url") if isinstance(address, Mapping) else address
+        if isinstance(url, str):
+            _check_url(f"{name}.{kind}_url", url, allow_urls)
+    return dict(part)
+
+
+def _insert_media(messages: list[dict[str, Any]], kind: str, urls: list[str]) -> None:
+    parts = [_url_part(kind, url) for url in urls]
+    places = [
+        (message["content"], i)
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for i, part in enumerate(message["content"])
+        if part.get("type") == kind
+    ]
+    if places and len(places) != len(parts):
+        raise ValueError(f"prompt.{kind}s: got {len(parts)}, expected {len(places)}, one for each place in the chat")
+    if places:
+        for (content, i), part in zip(places, parts, strict=True):
+            content[i] = part
+    elif parts:
+        user_message = next((message for message in reversed(messages) if message["role"] == "user"), None)
+        if user_message is None:
+            raise ValueError(f"prompt.{kind}s: got {len(parts)}, but there is no user message to put them in")
+        content = user_message.get("content") or []
+        user_message["content"] = parts + ([{"type": "text", "text": content}] if isinstance(content, str) else content)
+
+
+def image_url(name: str, image: Any, allow_urls: bool = False) -> str:
+    """Encode an image as a `data:` URL; a PIL image as PNG, palettes and alpha turned into RGB.
+
+    Raises:
+        ValueError: The bytes, or those of the file, cannot be decoded as an image.
+
+    >>> from PIL import Image
+    >>> image_url("image", Image.new("L", (1, 1)))[:30]
+    'data:image/png;base64,iVBORw0K'
+    """
+    image = unwrap(image)
+    if hasattr(image, "convert") or hasattr(image, "__array__"):  # a PIL image; an array or a tensor
+        buffer = io.BytesIO()
+        load_image(name, image).save(buffer, "PNG")
+        return _data_url("image/png", buffer.getvalue())
+    if isinstance(image, str) and image.startswith(("data:", "http://", "https://")):
+        return _check_url(name, image, allow_urls)
+    raw = _read_bytes(name, image, "a PIL image, bytes, a path or a data: URL")
+    made_of = data_url(raw)
+    if made_of is None:
+        raise ValueError(f"{name}: got bytes that begin with {raw[:8]!r}, expected a {', '.join(MAGIC_BYTES)} file")
+    load_picture(name, raw)
+    return made_of
+
+
+def video_url(name: str, video: Any, allow_urls: bool = False) -> str:
+    """Encode a video file as a `data:` URL.
+
+    Raises:
+        ValueError: The file does not begin like a video.
+
+    >>> video_url("video", bytes(4) + b"ftyp")
+    'data:video/mp4;base64,AAAAAGZ0eXA='
+    """
+    video = unwrap(video)
+    if isinstance(video, str) and video.startswith(("data:", "http://", "https://")):
+        return _check_url(name, video, allow_urls)
+    raw = _read_bytes(name, video, "a video file's bytes, a path or a data: URL")
+    if not _VIDEO.match(raw):
+        raise ValueError(f"{name}: got bytes that begin with {raw[:8]!r}, expected an MP4, WebM, AVI, Ogg or MPEG file")
+    return _data_url("video/mp4", raw)
+
+
+def redact_secrets(text: str, secrets: Sequence[str] = (), most: int = 500) -> str:
+    """A server's words, fit for a record: no secret, no media payload, and not long.
+
+    >>> redact_secrets("no image data:image/png;base64," + "A" * 5000 + " for key-1", ["key-1"])
+    'no image [payload] for [secret]'
+    """
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        text = text.replace(secret, "[secret]")
+    text = _PAYLOAD.sub("[payload]", text)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _read_bytes(name: str, content: Any, expected: str) -> bytes:
+    if isinstance(content, (bytes, bytearray, memoryview)):
+        return bytes(content)
+    if isinstance(content, (str, os.PathLike)):
+        check_regular(content)
+        try:
+            return Path(content).read_bytes()
+        except OSError as error:
+            raise ValueError(f"{name}: cannot read {str(content)[:200]!r}: {error.strerror or error}") from None
+    raise ValueError(f"{name}: got {type(content).__name__}, expected {expected}")
+
+
+def _data_url(kind: str, raw: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+
+
+def _check_url(name: str, url: str, allow_urls: bool) -> str:
+    if url.startswith("data:") or (allow_urls and url.startswith(("http://", "https://"))):
+        return url
+    if allow_urls:
+        raise ValueError(f"{name}: got {url[:80]!r}, expected a data:, http:// or https:// URL")
+    raise ValueError(f"{name}: got a URL that the server would fetch, expected the image, or allow_urls=True")

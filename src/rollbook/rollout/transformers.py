@@ -1,0 +1,661 @@
+"""`TransformersEngine`: rollouts from a local transformers model, text or vision, and the preparation of its prompts.
+
+Invariant: a token's log-prob comes from the forward pass that it was sampled from, and its version is that of the
+weights at that time. The samples of a prompt depend on the prompt, its options and its seeds, not on the rest of the
+batch (up to the rounding of logits). A row that fails fails alone. Model and weights are left unchanged. A prompt with
+media is never truncated.
+
+A prompt runs through the model once for all of its samples; then its cache is repeated. Finished rows leave the batch
+once there are enough of them. A sample that is continued later runs through the model again.
+
+Images are PIL images, paths, `file://` and `data:` addresses, encoded bytes, arrays or tensors (height, width,
+channels, or channels first), or a mapping with one of them under `image`, `path`, `url` or `bytes`. Processed media go
+with token ids that contain their placeholders: `Prompt(token_ids=..., images={"pixel_values": ...,
+"image_grid_thw": ...})`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+
+from rollbook.batch.vision import BY_TOKEN, GRIDS, TYPES, placeholders, token_types
+from rollbook.core.checks import check_int
+from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
+from rollbook.core.images import load_image, source_key
+from rollbook.core.media import SHARED
+from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, RunInfo, Sample, Sampling
+from rollbook.models.actor import Actor
+from rollbook.models.heads import scoring
+from rollbook.rollout.decoding import (
+    MIN_TEMPERATURE,
+    DecodingBatch,
+    DecodingRow,
+    DecodingStats,
+    Finished,
+    ModelRunner,
+    StopTexts,
+    find_stop_start,
+)
+from rollbook.rollout.engine import BaseEngine, Cancel, Request
+
+_TOKENS = ("input_ids", "attention_mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedPrompt:
+    """A prompt as a model takes it.
+
+    `ids`: with placeholders expanded. `media`: the processor's tensors under the model's names, `None` without any.
+    `text`: what was tokenized. `truncated_from`: how many ids there were, if some were cut.
+
+    >>> PreparedPrompt(ids=(5, 6)).media is None
+    True
+    """
+
+    ids: tuple[int, ...]
+    media: Mapping[str, torch.Tensor] | None = None
+    text: str | None = None
+    truncated_from: int | None = None
+
+
+class PromptPreparer:
+    """Makes prompts ready with a tokenizer, or a processor that has one; `config` is the model's, if it is known.
+
+    `add_special_tokens` is for plain text; the text of a chat has its special tokens from the template.
+
+    >>> PromptPreparer().prepare(Prompt(token_ids=[5, 6, 7]), Sampling(max_prompt_tokens=2, prompt_overflow="left"))
+    PreparedPrompt(ids=(6, 7), media=None, text=None, truncated_from=3)
+    """
+
+    def __init__(
+        self, tokenizer: Any = None, processor: Any = None, config: Any = None, *, add_special_tokens: bool = False
+    ) -> None:
+        if processor is None and hasattr(tokenizer, "tokenizer"):
+            tokenizer, processor = None, tokenizer
+        self.processor = processor
+        self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
+        self.config = config
+        self.add_special_tokens = add_special_tokens
+
+    def prepare(self, prompt: Prompt, sampling: Sampling | None = None) -> PreparedPrompt:
+        """One prompt's ids, media and text; a `ValueError` says what is wrong with it."""
+        options = sampling if sampling is not None else Sampling()
+        ready = _processed_media(prompt)
+        if ready is not None:
+            prepared = self._with_ready(prompt, ready)
+        elif prompt.messages is not None:
+            messages, images, videos = _split_media(prompt)
+            prepared = self._tokenized(self._templated(prompt, messages), images, videos, special=False)
+        elif prompt.token_ids is not None:
+            prepared = self._with_ids(prompt)
+        else:
+            text = prompt.text or ""
+            prepared = self._tokenized(text, list(prompt.images), list(prompt.videos), special=self.add_special_tokens)
+        if not prepared.ids:
+            raise ValueError("prompt: got no tokens, expected at least one")
+        return self._fitted(prepared, options)
+
+    # --- text ---------------------------------------------------------------------------------------------------------
+
+    def _templated(self, prompt: Prompt, messages: list[dict[str, Any]]) -> str:
+        maker = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
+        if maker is None:
+            raise ValueError("prompt.messages: got a chat, expected token ids: there is no tokenizer")
+        if not getattr(maker, "chat_template", None):
+            raise ValueError("prompt.messages: got a chat, expected text or token ids: the tokenizer has no template")
+        tools = None if prompt.tools is None else [dict(tool) for tool in prompt.tools]
+        text = maker.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        return str(text)
+
+    def _tokenized(self, text: str, images: list[Any], videos: list[Any], special: bool) -> PreparedPrompt:
+        if self.tokenizer is None:
+            raise ValueError(f"prompt.text: got text ({text[:40]!r}), expected token ids: there is no tokenizer")
+        if not images and not videos:
+            ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+            return PreparedPrompt(ids=tuple(ids), text=text)
+        features = self._processed(text, images, videos, special)
+        ids = tuple(features["input_ids"].reshape(-1).tolist())
+        return PreparedPrompt(ids=ids, media=self._media(features, ids, len(images), len(videos)), text=text)
+
+    def _fitted(self, prepared: PreparedPrompt, sampling: Sampling) -> PreparedPrompt:
+        most, length = sampling.max_prompt_tokens, len(prepared.ids)
+        if most is None or length <= most:
+            return prepared
+        if prepared.media is not None:
+            raise ValueError(
+                f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens); one with media is not cut"
+            )
+        if sampling.prompt_overflow == "error":
+            raise ValueError(f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens)")
+        ids = prepared.ids[-most:] if sampling.prompt_overflow == "left" else prepared.ids[:most]
+        text = None if self.tokenizer is None else self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return PreparedPrompt(ids=ids, text=text, truncated_from=length)
+
+    # --- media --------------------------------------------------------------------------------------------------------
+
+    def _processed(self, text: str, images: list[Any], videos: list[Any], special: bool) -> Any:
+        """What the processor makes of text and media; the text has a placeholder for each of them."""
+        if self.processor is None:
+            raise ValueError(f"prompt: got {len(images)} images and {len(videos)} videos, expected none: no processor")
+        if videos and getattr(self.processor, "video_processor", None) is None:
+            raise ValueError(f"prompt.videos: got {len(videos)}, expected none: the processor takes no videos")
+        for medium, count in (("image", len(images)), ("video", len(videos))):
+            marks = [
+                getattr(self.processor, name, None) for name in (f"{medium}_token", f"boi_{medium}_token", "boi_token")
+            ]
+            written = [text.count(mark) for mark in marks if isinstance(mark, str) and mark in text]
+            if written and written[0] != count:
+                raise ValueError(
+                    f"prompt.{medium}s: got {count}, expected {written[0]}, one for each {medium} in the prompt's text"
+                )
+        media: dict[str, Any] = {}
+        if images:
+            media["images"] = [load_image(f"prompt.images[{i}]", image) for i, image in enumerate(images)]
+        if videos:
+            media["videos"] = videos
+        return self.processor(text=[text], return_tensors="pt", add_special_tokens=special, **media)
+
+    def _media(
+        self, features: Mapping[str, Any], ids: Sequence[int], images: int = 0, videos: int = 0
+    ) -> dict[str, torch.Tensor]:
+        media = {name: value for name, value in features.items() if name not in _TOKENS and value is not None}
+        for name, value in media.items():
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"media[{name!r}]: got {type(value).__name__}, expected a tensor")
+        holder = self.config if placeholders(self.config) else self.processor
+        token_ids = placeholders(holder)
+        for medium, count in (("image", images), ("video", videos)):
+            if medium in token_ids and ids.count(token_ids[medium]) < count:
+                raise ValueError(
+                    f"prompt.{medium}s: got {count}, expected {ids.count(token_ids[medium])}, as many as the prompt "
+                    "has placeholders for"
+                )
+            grid = media.get(f"{medium}_grid_thw")
+            merge = getattr(getattr(self.config, "vision_config", None), "spatial_merge_size", None)
+            if grid is not None and medium in token_ids and merge is not None:
+                expected = int(grid.reshape(-1, 3).prod(-1).sum()) // merge**2
+                if ids.count(token_ids[medium]) != expected:
+                    raise ValueError(
+                        f"prompt: got {ids.count(token_ids[medium])} {medium} placeholders, expected {expected}, by "
+                        "its grids"
+                    )
+        if (
+            TYPES not in media
+            and any(grid in media for grid in GRIDS)
+            and ("image" in token_ids or "video" in token_ids)
+        ):
+            # Models whose positions go by these types ask for them, in training too.
+            media[TYPES] = token_types(torch.tensor([list(ids)]), holder)
+        return {name: SHARED.keep(value) for name, value in media.items()}
+
+    def _with_ready(self, prompt: Prompt, ready: Mapping[str, Any]) -> PreparedPrompt:
+        if prompt.token_ids is None:
+            raise ValueError("prompt.images: got processed media, expected them beside token_ids with placeholders")
+        tensors = {name: torch.as_tensor(value) for name, value in ready.items()}
+        ids = tuple(prompt.token_ids)
+        return PreparedPrompt(ids=ids, media=self._media(tensors, ids), text=self._decoded(ids))
+
+    def _with_ids(self, prompt: Prompt) -> PreparedPrompt:
+        """Token ids that hold the expanded placeholders of the images beside them."""
+        ids = tuple(prompt.token_ids or ())
+        if not prompt.images and not prompt.videos:
+            return PreparedPrompt(ids=ids, text=self._decoded(ids))
+        marks = [
+            str(getattr(self.processor, f"{medium}_token", "")) * len(getattr(prompt, f"{medium}s"))
+            for medium in ("image", "video")
+        ]
+        features = self._processed("".join(marks), list(prompt.images), list(prompt.videos), special=False)
+        alone = features["input_ids"].reshape(-1).tolist()
+        for token in set(placeholders(self.config or self.processor).values()):
+            if alone.count(token) != ids.count(token):
+                raise ValueError(
+                    f"prompt.token_ids: got {ids.count(token)} placeholders ({token}), expected {alone.count(token)}, "
+                    "as many as its media give"
+                )
+        # By-token entries are of the placeholders alone, without the text.
+        features = {name: value for name, value in features.items() if name not in BY_TOKEN}
+        return PreparedPrompt(ids=ids, media=self._media(features, ids), text=self._decoded(ids))
+
+    def _decoded(self, ids: Sequence[int]) -> str | None:
+        return None if self.tokenizer is None else str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _processed_media(prompt: Prompt) -> Mapping[str, Any] | None:
+    """Media that are processed already, of images and of videos, or `None`."""
+    ready = [
+        entry
+        for entry in (*prompt.images, *prompt.videos)
+        if isinstance(entry, Mapping) and not source_key(entry) and entry
+    ]
+    if not ready:
+        return None
+    if len(ready) != len(prompt.images) + len(prompt.videos):
+        raise ValueError("prompt.images: got processed media among others, expected only such, or none")
+    return {name: value for entry in ready for name, value in entry.items()}
+
+
+def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
+    """A chat's messages with bare image and video parts, and the images and videos of these parts in their order."""
+    beside = {"image": iter(prompt.images), "video": iter(prompt.videos)}
+    inside: dict[str, list[Any]] = {"image": [], "video": []}
+    bare = {"image": 0, "video": 0}
+
+    def part_of(part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        medium = {"image": "image", "image_url": "image", "video": "video"}.get(kind or "")
+        if medium is None:
+            return part
+        key = source_key(part)
+        if key is None:
+            bare[medium] += 1
+            image = next(beside[medium], None)
+            if image is None:
+                raise ValueError(
+                    f"prompt.{medium}s: got {bare[medium] - 1}, expected one for each {medium} part of the messages"
+                )
+        else:
+            image = part[key]
+        inside[medium].append(image)
+        return {"type": medium}
+
+    messages = []
+    for message in prompt.messages or ():
+        content = message.get("content")
+        if isinstance(content, (list, tuple)):
+            message = {**message, "content": [part_of(part) for part in content]}
+        messages.append(dict(message))
+    for medium, rest in beside.items():
+        left = list(rest)
+        if left and inside[medium]:
+            raise ValueError(
+                f"prompt.{medium}s: got {bare[medium] + len(left)}, expected {bare[medium]}, one for each part of the "
+                f"messages without {medium} of its own"
+            )
+        inside[medium] += left  # their places are marked in the messages' text
+    return messages, inside["image"], inside["video"]
+
+
+_TURN = 32
+"""After so many tokens a call lets others have the model."""
+_WINDOW = 4
+"""So many batches' prompts are made ready, and sorted by length, before the first of them is run."""
+
+
+_actor_engines: WeakKeyDictionary[Actor, TransformersEngine] = WeakKeyDictionary()
+
+
+class TransformersEngine(BaseEngine):
+    """Rollout engine over a transformers model: any causal or vision-language model, on any device, with PEFT adapters.
+
+    `TransformersEngine(actor)` samples from the weights of an `Actor`, with its tokenizer, and never samples the tokens
+    that the actor suppresses. Without further arguments, all calls for an actor return the same engine, so that it has
+    one `version`.
+
+    Args:
+        model: An `Actor`, a transformers model, or an object that has one as `.model`.
+        tokenizer: Tokenizer, or a processor. Without one, prompts are token ids.
+        processor: Processor for images and videos; it has the tokenizer too.
+        max_batch_rows: Largest number of samples per batch.
+        max_batch_tokens: Largest number of tokens per batch, if every sample becomes as long as it may. A batch that
+            does not fit in memory is split in halves.
+        version: Number of the policy, to be set when the weights change.
+        device: Device of the inputs; by default that of the model's input embeddings.
+        add_special_tokens: Whether the tokenizer adds special tokens to a prompt of plain text.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...     num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=32)
+    >>> engine = TransformersEngine(LlamaForCausalLM(config), version=3)
+    >>> samples = engine.generate([[5, 6, 7], [8]], n=2, max_tokens=4, ignore_eos=True, temperature=0.5)
+    >>> [len(sample.response_ids) for sample in samples], samples[0].versions, samples[0].finish_reason
+    ([4, 4, 4, 4], [3, 3, 3, 3], 'length')
+    """
+
+    def __new__(cls, model: Any, *arguments: Any, **options: Any) -> Self:
+        if not isinstance(model, Actor) or arguments or options:
+            return super().__new__(cls)
+        engine = _actor_engines.get(model)
+        if not isinstance(engine, cls):
+            engine = _actor_engines[model] = super().__new__(cls)
+        return engine
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        processor: Any = None,
+        *,
+        max_batch_rows: int = 256,
+        max_batch_tokens: int = 262_144,
+        version: int = 0,
+        device: torch.device | str | None = None,
+        add_special_tokens: bool = False,
+    ) -> None:
+        if hasattr(self, "runner"):
+            return  # the engine that an actor has already
+        suppress: tuple[int, ...] = ()
+        if isinstance(model, Actor):
+            suppress = tuple(model.suppress)
+            if tokenizer is None and processor is None:
+                tokenizer, processor = model.tokenizer, model.processor
+        self.model = _unwrap_model(model)
+        self.config = self.model.config
+        if getattr(self.config, "is_encoder_decoder", False):
+            raise ValueError(f"model: got {type(self.model).__name__}, expected one that decodes without an encoder")
+        self.max_batch_rows = check_int("max_batch_rows", max_batch_rows, 1)
+        self.max_batch_tokens = check_int("max_batch_tokens", max_batch_tokens, 1)
+        self.version = check_int("version", version)
+        self.preparer = PromptPreparer(tokenizer, processor, self.config, add_special_tokens=add_special_tokens)
+        self.tokenizer: Any = self.preparer.tokenizer
+        self.processor = self.preparer.processor
+        self.runner = ModelRunner(self.model, device)
+        self._placeholders = frozenset(self.runner.suppressed)
+        # Tokens that have no probability in training are not sampled; prompts may contain them.
+        self.runner.suppressed = tuple(sorted({*self.runner.suppressed, *suppress}))
+        self.ends = _end_ids(self.runner.base, self.tokenizer)
+        """The ids that end a response."""
+        self._turns = threading.Lock()
+
+    @property
+    def stats(self) -> DecodingStats:
+        """What it has done so far, in numbers."""
+        return self.runner.stats
+
+    @property
+    def run(self) -> RunInfo:
+        """What all samples have in common, as of now: adapters and templates can be changed."""
+        import transformers
+
+        named = str(getattr(self.config, "_name_or_path", "") or "")
+        adapters = getattr(self.model, "active_adapters", None) if hasattr(self.model, "peft_config") else None
+        names = adapters() if callable(adapters) else adapters
+        template = template_fingerprint(self.processor)
+        return RunInfo(
+            engine="transformers",
+            engine_version=transformers.__version__,
+            model=named or type(self.runner.base).__name__,
+            tokenizer=self._tokenizer_fingerprint,
+            chat_template=template if template is not None else template_fingerprint(self.tokenizer),
+            adapter=",".join(names) if names else None,
+        )
+
+    @cached_property
+    def _tokenizer_fingerprint(self) -> str | None:
+        return tokenizer_fingerprint(self.tokenizer)  # of a large vocabulary it takes a while
+
+    # --- a call -------------------------------------------------------------------------------------------------------
+
+    def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
+        run_id = self.run.id
+        stops: dict[tuple[str, ...], StopTexts] = {}
+        for window in self._windows(requests):
+            rows: list[DecodingRow] = []
+            for request in window:
+                try:
+                    rows += self._rows(request, stops, run_id, ready=not cancel.requested)
+                except Exception as error:  # this prompt's own failure
+                    for k in range(len(request.eids)):
+                        yield request.position + k, request.failed(k, error, run_id)
+            waiting = deque(self._planned(rows))
+            while waiting:
+                yield from self._batch(waiting.popleft(), waiting, cancel)
+
+    def _batch(
+        self, rows: list[DecodingRow], waiting: deque[list[DecodingRow]], cancel: Cancel
+    ) -> Iterator[tuple[int, Sample]]:
+        """Run one batch to its end; if it fails, its halves wait, and a single row is given up."""
+        batch = DecodingBatch(self.runner, rows, lambda: self.version)
+        while batch.count:
+            if cancel.requested:
+                for row in batch.unfinished:
+                    yield row.place, self._sample(row, "abort")
+                return
+            failure: Exception | None = None
+            try:
+                finished = self._advance(batch, cancel)
+            except Exception as error:
+                failure = error.with_traceback(None)  # its frames hold the batch's memory
+            if failure is None:
+                for row, reason, stop in finished:
+                    yield row.place, self._sample(row, reason, stop)
+                continue
+            left = batch.unfinished
+            del batch
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if len(left) == 1:
+                yield left[0].place, self._sample(left[0], "error", failure)
+            else:
+                self.runner.stats.splits += 1
+                half = len(left) // 2
+                waiting.extendleft((left[half:], left[:half]))
+            return
+
+    def _advance(self, batch: DecodingBatch, cancel: Cancel) -> list[Finished]:
+        """Sample tokens until rows finish, or others should have a turn. Nobody else uses the model meanwhile."""
+        with self._turns, scoring(self.model), _attention(batch):
+            for _ in range(_TURN):
+                finished = batch.step()
+                if finished or cancel.requested:
+                    return finished
+        return []
+
+    # --- its rows -----------------------------------------------------------------------------------------------------
+
+    def _windows(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
+        window: list[Request] = []
+        rows = 0
+        for request in requests:
+            window.append(request)
+            rows += len(request.eids)
+            if rows >= _WINDOW * self.max_batch_rows:
+                yield window
+                window, rows = [], 0
+        if window:
+            yield window
+
+    def _rows(
+        self, request: Request, stops: dict[tuple[str, ...], StopTexts], run_id: str, ready: bool
+    ) -> list[DecodingRow]:
+        sampling, before = request.sampling, request.started
+        if ready or before is not None:
+            prepared = self._prepared(request)
+        else:  # cancelled already: they come back as they are, to be made ready when they go on
+            prepared = PreparedPrompt(ids=tuple(request.prompt.token_ids or ()))
+        kind: LogprobsKind | None = (
+            "raw" if sampling.logprobs is not None and sampling.temperature < MIN_TEMPERATURE else sampling.logprobs
+        )
+        if before is not None and before.response_ids:
+            before_kind = before.logprobs_kind if before.logprobs is not None else None
+            if before_kind != kind:
+                raise ValueError(f"logprobs: got {kind!r}, expected {before_kind!r}, which the sample has so far")
+        if sampling.extra:
+            raise ValueError(
+                f"extra: got {sorted(sampling.extra)}, expected none: this engine has no options of its own"
+            )
+        for name in ("suppress", "stop_token_ids"):
+            for i, token in enumerate(getattr(sampling, name)):
+                if token >= self.runner.vocabulary:
+                    raise ValueError(f"{name}[{i}]: got {token}, expected an id below {self.runner.vocabulary}")
+        texts = None
+        if sampling.stop:
+            if self.tokenizer is None:
+                raise ValueError(f"stop: got {list(sampling.stop)}, expected none: there is no tokenizer")
+            texts = stops.setdefault(tuple(sampling.stop), StopTexts(sampling.stop, self._decode_all))
+        # What is left of the model's positions ends a response as `max_tokens` does.
+        positions = self.runner.positions
+        room = sys.maxsize if positions is None else positions - len(prepared.ids)
+        if before is not None and len(before.response_ids) >= room:
+            raise ValueError(f"sample {before.eid}: got one that fills the model's {positions} positions")
+        return [
+            DecodingRow(
+                request=request,
+                k=k,
+                run_id=run_id,
+                prepared=prepared,
+                ids=list(before.response_ids) if before is not None else [],
+                logprobs=list(before.logprobs or ()) if before is not None else [],
+                versions=list(before.versions or ()) if before is not None else [],
+                kind=kind,
+                limit=min(request.done + request.budget, room),
+                room=room,
+                suppress=tuple(sorted({*sampling.suppress, *self.runner.suppressed})),
+                ends=frozenset() if sampling.ignore_eos else self.ends,
+                stop_ids=frozenset(sampling.stop_token_ids),
+                texts=texts,
+            )
+            for k in range(len(request.eids))
+        ]
+
+    def _prepared(self, request: Request) -> PreparedPrompt:
+        """The prompt's tokens and media: of a sample that goes on exactly those that it has."""
+        prompt, sampling, before = request.prompt, request.sampling, request.started
+        has_ids = before is not None and before.prompt_ids
+        if before is not None and has_ids and (before.media is not None or not _has_media(prompt)):
+            prepared = PreparedPrompt(ids=tuple(before.prompt_ids), media=before.media, text=before.prompt_text)
+        else:
+            prepared = self.preparer.prepare(prompt, sampling)
+            if before is not None and has_ids and prepared.ids != tuple(before.prompt_ids):
+                raise ValueError(f"prompt: got {len(prepared.ids)} tokens that are not those of sample {before.eid}")
+        wrong = next((i for i, token in enumerate(prepared.ids) if token >= self.runner.vocabulary), None)
+        if wrong is not None:
+            raise ValueError(
+                f"prompt[{wrong}]: got token {prepared.ids[wrong]}, expected one below {self.runner.vocabulary}"
+            )
+        bare = sum(token in self._placeholders for token in prepared.ids) if not prepared.media else 0
+        if bare:
+            raise ValueError(f"prompt: got {bare} placeholders of media, and no media, expected both or neither")
+        if self.runner.positions is not None and len(prepared.ids) >= self.runner.positions:
+            raise ValueError(
+                f"prompt: got {len(prepared.ids)} tokens, expected fewer than {self.runner.positions}, the model's "
+                "positions"
+            )
+        return prepared
+
+    def _planned(self, rows: list[DecodingRow]) -> Iterator[list[DecodingRow]]:
+        """Rows in batches: those of a prompt together, the longest first where there are several batches."""
+        if len(rows) > self.max_batch_rows or len(rows) * max((row.longest for row in rows), default=0) > (
+            self.max_batch_tokens
+        ):
+            rows = sorted(rows, key=lambda row: row.longest, reverse=True)
+        batch: list[DecodingRow] = []
+        longest, shape = 0, None
+        for row in rows:
+            longest = max(longest, row.longest)
+            full = len(batch) == self.max_batch_rows or (len(batch) + 1) * longest > self.max_batch_tokens
+            if batch and (full or (None not in (shape, row.shape) and row.shape != shape)):
+                yield batch
+                batch, longest, shape = [], row.longest, None
+            batch.append(row)
+            shape = row.shape if shape is None else shape
+        if batch:
+            yield batch
+
+    # --- its samples --------------------------------------------------------------------------------------------------
+
+    def _decode_all(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _text(self, row: DecodingRow, stopped: bool, stop: str | int | None) -> str | None:
+        if self.tokenizer is None:
+            return None
+        text = self._decode(row.ids)
+        if not stopped or row.request.sampling.include_stop:
+            return text
+        if isinstance(stop, str):
+            cut = find_stop_start(stop, row.ids, self._decode)
+            return text if cut < 0 else text[:cut]  # a stop text of special tokens is not in it
+        return self._decode(row.ids[:-1])
+
+    def _sample(self, row: DecodingRow, reason: FinishReason, stop: str | int | Exception | None = None) -> Sample:
+        request, before, prepared = row.request, row.request.started, row.prepared
+        fields: dict[str, Any] = {
+            "prompt_ids": list(prepared.ids),
+            "response_ids": row.ids,
+            "logprobs": None if row.kind is None else row.logprobs,
+            "logprobs_kind": row.kind,
+            "versions": row.versions if len(row.versions) == len(row.ids) else None,
+            "text": self._text(row, reason == "stop", None if isinstance(stop, Exception) else stop),
+            "prompt_text": prepared.text,
+            "media": prepared.media,
+            "sampling": {**request.options(row.k), "suppress": list(row.suppress)},
+            "metrics": dict(before.metrics) if before is not None else {},
+            "info": dict(before.info) if before is not None else {},
+        }
+        if prepared.truncated_from is not None:
+            fields["info"]["prompt_truncated_from"] = prepared.truncated_from
+        if isinstance(stop, Exception):
+            return request.failed(row.k, stop, row.run_id, **fields)
+        return Sample(
+            prompt=request.prompt,
+            eid=request.eids[row.k],
+            finish_reason=reason,
+            stop_reason=stop,
+            run_id=row.run_id,
+            group_size=before.group_size if before is not None else request.sampling.n,
+            **fields,
+        )
+
+
+def _has_media(prompt: Prompt) -> bool:
+    """Whether a prompt has images or videos, in the parts of its messages too."""
+    contents = [message.get("content") for message in prompt.messages or ()]
+    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
+    kinds = ("image", "image_url", "video")
+    return bool(prompt.images or prompt.videos) or any(
+        isinstance(part, dict) and part.get("type") in kinds for part in parts
+    )
+
+
+def _attention(batch: DecodingBatch) -> AbstractContextManager[None]:
+    """Attention for sequences that grow by a token. cuDNN plans its kernels for each length, which takes longer than
+    the model's forward pass: not without a mask, where flash attention does as well; with one, lengths are rounded."""
+    if batch.padded or batch.runner.device.type != "cuda":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    context: AbstractContextManager[None] = sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+    return context
+
+
+def _unwrap_model(source: Any) -> Any:
+    """The transformers model itself, or the one inside: of an object with `.model`, compiled, or run in parallel."""
+    from transformers import PreTrainedModel
+
+    model = source
+    for name in ("_orig_mod", "module"):  # of torch.compile, of DistributedDataParallel
+        if isinstance(model, torch.nn.Module) and isinstance(inner := model._modules.get(name), torch.nn.Module):
+            model = inner
+    # A transformers model and a PEFT one have a `.model` as well: their trunk.
+    while not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config") and hasattr(model, "model"):
+        model = model.model
+    if not isinstance(model, torch.nn.Module) or not (hasattr(model, "config") and hasattr(model, "generate")):
+        raise ValueError(
+            f"model: got {type(source).__name__}, expected a transformers model or an object with `.model`"
+        )
+    return model
+
+
+def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends a response, by the model's generation config, its configs and the tokenizer."""
+    end_ids: set[int] = set()
+    text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else None
+    for holder in (getattr(model, "generation_config", None), model.config, text, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        end_ids.update(token for token in (ids if isinstance(ids, (list, tuple)) else [ids]) if isinstance(token, int))
+    return frozenset(token for token in end_ids if token >= 0)
