@@ -467,13 +467,13 @@ def grow(book: Book, count: int) -> None:
                 }
                 rows.append(tuple(made.values()))
             tx.many(f"INSERT INTO records ({', '.join(columns)}) VALUES ({marks})", rows)
-            work.record(tx, [work.Event("admitted", row[0]) for row in rows])
+            work.record_events(tx, [work.Event("admitted", row[0]) for row in rows])
             reports.admitted(tx, False, len(rows))
             reward = columns.index("reward")
             for consumer in listening:
                 values = [None if consumer.settings.sampler.key is None else row[reward] for row in rows]
                 gids = columns.index("gid")
-                work.enter(
+                work.enter_rows(
                     tx,
                     consumer,
                     [
@@ -482,7 +482,7 @@ def grow(book: Book, count: int) -> None:
                     ],
                 )
         for consumer in listening:
-            consumers.save(tx, consumer)
+            consumers.save_consumer(tx, consumer)
 
 
 def million(options: Options) -> Report:

@@ -125,7 +125,7 @@ def test_one_record_or_one_step_is_read_alone(
 ) -> None:
     measured: list[int] = []
     frames: set[Any] = set()
-    rows, runs = bulk.Bulk.rows, reading.runs
+    rows, runs = bulk.Bulk.rows, reading.read_runs
 
     def count_rows(self: bulk.Bulk, columns: Any, count: int) -> Any:
         measured.append(count)

@@ -549,8 +549,8 @@ def test_nothing_hangs_on_asserts(template: Path, tmp_path: Path) -> None:
         "print(done.stdout)\n"
     )
     assert json.loads(in_child(source, *folders)) == [
-        *("Damaged", "Damaged"),
-        *("NotABook", "NotABook"),
-        *("Damaged", "Damaged"),
-        *("read", "Damaged"),
+        *("CorruptBookError", "CorruptBookError"),
+        *("NotABookError", "NotABookError"),
+        *("CorruptBookError", "CorruptBookError"),
+        *("read", "CorruptBookError"),
     ]

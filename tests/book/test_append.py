@@ -16,8 +16,18 @@ from hypothesis import given, settings
 
 import rollbook
 from rollbook import EID, Experience, Experiences
-from rollbook.book import Appended, Book, BookError, Conflict, Damaged, LockTimeout, MaxSize, Uniform, group_commit
-from rollbook.book.admission import Admit
+from rollbook.book import (
+    AppendResult,
+    Book,
+    BookError,
+    ConflictError,
+    CorruptBookError,
+    LockTimeoutError,
+    MaxSize,
+    Uniform,
+    group_commit,
+)
+from rollbook.book.admission import AppendTransaction
 from rollbook.book.objects import ObjectShelf
 from rollbook.core.experiences import from_rows
 from tests.book.records import check, group, ledger, record, records, take
@@ -27,11 +37,11 @@ from tests.strategies import exact, exact_rows, full_record, record_lists
 def test_what_append_returned_for_is_there_after_opening_again(durable_url: str) -> None:
     made = records(3, reward=0.5)
     with rollbook.open(durable_url) as book:
-        assert book.append(made) == Appended(admitted=3)
+        assert book.append(made) == AppendResult(admitted=3)
     with rollbook.open(durable_url) as book:
         assert len(book) == 3
         assert exact_rows(book.get([each.eid.uid for each in made])) == exact_rows(made)
-        assert book.append(made) == Appended(known=3)
+        assert book.append(made) == AppendResult(known=3)
         check(book)
 
 
@@ -41,8 +51,8 @@ def test_one_several_columns_and_a_generator_are_taken(url: str) -> None:
         assert book.append(records(2)).admitted == 2
         assert book.append(Experiences(records(2, start=2))).admitted == 2
         assert book.append(each for each in records(2, start=4)).admitted == 2
-        assert book.append([]) == Appended()
-        assert book.append(Experiences()) == Appended()
+        assert book.append([]) == AppendResult()
+        assert book.append(Experiences()) == AppendResult()
         assert len(book) == 7 and len(book.where().uids()) == 7
         assert [event.kind for event in book.history("//0/0/one")] == ["admitted"]
 
@@ -62,12 +72,12 @@ def test_the_same_record_again_changes_nothing(url: str) -> None:
         made = records(3, reward=1.0)
         book.append(made)
         before = ledger(book)
-        assert book.append(made) == Appended(known=3)
-        assert book.append(made[1]) == Appended(known=1)
+        assert book.append(made) == AppendResult(known=3)
+        assert book.append(made[1]) == AppendResult(known=1)
         assert ledger(book) == before
         take(book, 2)
         before = ledger(book)
-        assert book.append(made) == Appended(known=3)
+        assert book.append(made) == AppendResult(known=3)
         assert ledger(book) == before
 
 
@@ -76,14 +86,14 @@ def test_the_same_record_is_known_after_revisions_of_every_kind(url: str) -> Non
         first = record(suffix="a", info={"i": 1})
         book.append(first)
         scored = first.replace(reward=0.5)
-        assert book.append(scored) == Appended(revised=1)
+        assert book.append(scored) == AppendResult(revised=1)
         advanced = scored.replace(advantages=torch.ones(3))
-        assert book.append(advanced) == Appended(revised=1)
+        assert book.append(advanced) == AppendResult(revised=1)
         book.revise(first, reward=0.75, author="ana")
         before = ledger(book)
         # As it was admitted, and as it was after each addition.
         for each in (first, scored, advanced):
-            assert book.append(each) == Appended(known=1)
+            assert book.append(each) == AppendResult(known=1)
         assert ledger(book) == before
         assert book["//0/0/a"].reward == 0.75
 
@@ -95,7 +105,7 @@ def test_late_fields_are_revisions(url: str) -> None:
         more = first.replace(
             reward=0.25, advantages=torch.tensor([1.0, 2.0, 3.0]), returns=torch.zeros(3), info={"i": 1, "judge": "x"}
         )
-        assert book.append([more, record(suffix="c"), record(suffix="b")], author="scorer") == Appended(
+        assert book.append([more, record(suffix="c"), record(suffix="b")], author="scorer") == AppendResult(
             admitted=1, known=1, revised=1
         )
         assert exact(book["//0/0/a"]) == exact(more)
@@ -124,7 +134,7 @@ def test_a_different_record_under_the_same_id_names_the_field(name: str, value: 
     )
     book.append(first)
     before = ledger(book)
-    with pytest.raises(Conflict, match=rf"//0/0/a.*{name}"):
+    with pytest.raises(ConflictError, match=rf"//0/0/a.*{name}"):
         book.append([record(suffix="new"), first.replace(**{name: value})])
     assert ledger(book) == before
     assert "//0/0/new" not in book
@@ -134,7 +144,7 @@ def test_a_conflict_writes_nothing(url: str) -> None:
     with rollbook.open(url) as book:
         book.append(record(suffix="a", reward=0.5))
         before = ledger(book)
-        with pytest.raises(Conflict, match="reward"):
+        with pytest.raises(ConflictError, match="reward"):
             book.append([record(suffix="b"), record(suffix="a", reward=0.75), record(suffix="c")])
         assert ledger(book) == before
 
@@ -142,9 +152,9 @@ def test_a_conflict_writes_nothing(url: str) -> None:
 def test_duplicates_within_one_call(url: str) -> None:
     with rollbook.open(url) as book:
         one = record(suffix="a")
-        assert book.append([one, one, record(suffix="b"), one]) == Appended(admitted=2, known=2)
+        assert book.append([one, one, record(suffix="b"), one]) == AppendResult(admitted=2, known=2)
         assert len(book) == 2
-        with pytest.raises(Conflict, match=r"records 1 and 2 .* '//0/0/c'"):
+        with pytest.raises(ConflictError, match=r"records 1 and 2 .* '//0/0/c'"):
             book.append([record(suffix="d"), record(suffix="c"), record(suffix="c", reward=1.0)])
         assert "//0/0/d" not in book
 
@@ -172,9 +182,9 @@ def test_evaluation_records_are_kept_beside_and_never_leased(url: str) -> None:
         with pytest.raises(ValueError, match="eid: got str '0/t/0'.*EID.parse"):
             book.fail("0/t/0", "timeout")  # type: ignore[arg-type]
         assert book.history("//0/0/0000")[0].detail == {"evaluation": True}
-        with pytest.raises(Conflict, match="for training, it is there for evaluation"):
+        with pytest.raises(ConflictError, match="for training, it is there for evaluation"):
             book.append(records(1))
-        with pytest.raises(Conflict, match="for evaluation, it is there for training"):
+        with pytest.raises(ConflictError, match="for evaluation, it is there for training"):
             book.append(records(1, start=2), evaluation=True)
         # Neither a revision nor a group of its task makes one a record to train on.
         book.revise("//0/0/0000", reward=1.0, author="ana", retrain=True)
@@ -217,7 +227,7 @@ def test_any_record_comes_back_exactly(rows: list[Experience]) -> None:
     with rollbook.open("memory:") as book:
         book.append(list(kept.values()))
         assert exact_rows(book.get(list(kept))) == exact_rows(kept.values())
-        assert book.append(list(kept.values())) == Appended(known=len(kept))
+        assert book.append(list(kept.values())) == AppendResult(known=len(kept))
         check(book)
 
 
@@ -247,7 +257,7 @@ def test_odd_records_come_back_exactly_from_every_kind_of_book(url: str) -> None
         assert exact_rows(book.get([each.eid.uid for each in made])) == exact_rows(made)
         assert exact(book[made[2].eid]) == exact(made[2])
         assert exact_rows(book.lease(len(made)).experiences) == exact_rows(made)
-        assert book.append(made) == Appended(known=len(made))
+        assert book.append(made) == AppendResult(known=len(made))
 
 
 def test_columns_of_a_newer_version_survive(url: str) -> None:
@@ -259,7 +269,7 @@ def test_columns_of_a_newer_version_survive(url: str) -> None:
         book.append(records(1, start=2))
         found = book.get(["//0/0/0001", "//0/0/0000", "//0/0/0002"])
         assert exact_rows(found)[:2] == [exact(many[1]), exact(many[0])]
-        assert book.append(found) == Appended(known=3)
+        assert book.append(found) == AppendResult(known=3)
 
 
 def test_records_stay_as_they_were_when_the_callers_change(url: str) -> None:
@@ -275,7 +285,7 @@ def test_records_stay_as_they_were_when_the_callers_change(url: str) -> None:
 
 def test_two_threads_that_append_the_same_admit_it_once(url: str) -> None:
     with rollbook.open(url) as book:
-        results: list[Appended] = []
+        results: list[AppendResult] = []
         threads = [threading.Thread(target=lambda: results.append(book.append(records(8)))) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -365,7 +375,7 @@ def test_an_append_waits_for_other_threads_no_longer_than_its_timeout(
         writer.append(0)
         writer.append(1, timeout=0.05)
         writer.threads[1].join(30)
-        assert isinstance(writer.errors.pop(1), LockTimeout)
+        assert isinstance(writer.errors.pop(1), LockTimeoutError)
         writer.append(2)
         writer.finish()
         assert not writer.errors
@@ -378,14 +388,14 @@ def test_an_append_that_fails_does_not_fail_those_beside_it(tmp_path: Path, monk
         writer = HeldWriter(book, monkeypatch, OSError("disk full"))
         for number in range(4):
             writer.append(number)
-        admits = Admit.__call__
+        admits = AppendTransaction.__call__
 
-        def faulty(self: Admit, tx: Any) -> Any:
+        def faulty(self: AppendTransaction, tx: Any) -> Any:
             if self.coming.select([0])[0].info["i"] == 2:
                 raise OSError("bad append")
             return admits(self, tx)
 
-        monkeypatch.setattr(Admit, "__call__", faulty)
+        monkeypatch.setattr(AppendTransaction, "__call__", faulty)
         writer.finish()
         assert {number: str(error) for number, error in writer.errors.items()} == {0: "disk full", 2: "bad append"}
         assert sorted(row.info["i"] for row in book) == [1, 3]
@@ -394,7 +404,7 @@ def test_an_append_that_fails_does_not_fail_those_beside_it(tmp_path: Path, monk
 
 def test_aappend(url: str) -> None:
     with rollbook.open(url) as book:
-        assert asyncio.run(book.aappend(records(2), evaluation=True)) == Appended(admitted=2)
+        assert asyncio.run(book.aappend(records(2), evaluation=True)) == AppendResult(admitted=2)
         assert book.counts().evaluation == 2
 
 
@@ -525,7 +535,7 @@ def test_a_flipped_bit_is_seen_by_whoever_reads_the_record() -> None:
         for data in values.values():
             at = memory.index(data) + len(data) // 2
             memory[at] ^= 1
-            with pytest.raises(Damaged, match="does not match its checksum"):
+            with pytest.raises(CorruptBookError, match="does not match its checksum"):
                 book[rows[9].eid.uid]
             assert exact(book[rows[8].eid.uid]) == exact(rows[8])
             memory[at] ^= 1

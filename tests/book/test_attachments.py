@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rollbook import EID, Experience, Experiences
 from rollbook.book import attachments
-from rollbook.book.attachments import COLUMN, REFERENCES, Blob, blob_size, lift, open_blob, references, restore
+from rollbook.book.attachments import COLUMN, REFERENCES, Blob, blob_size, extract, open_blob, references, restore
 from rollbook.core.columns import MEDIA
 from rollbook.core.errors import WireError
 from rollbook.core.fields import Field, declare, withdraw
@@ -40,7 +40,7 @@ def url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def shelf(lifted: attachments.Lifted) -> dict[str, bytes]:
+def shelf(lifted: attachments.Extracted) -> dict[str, bytes]:
     return {name: blob.data for name, blob in lifted.blobs.items()}
 
 
@@ -127,7 +127,7 @@ def heavy_lists(draw: st.DrawFn) -> list[Experience]:
 @given(heavy_lists(), st.sampled_from([1, 2, 3, 8, 50, 1024]))
 def test_what_is_lifted_comes_back_exactly(rows: list[Experience], least: int) -> None:
     many = Experiences(rows)
-    lifted = lift(many, least)
+    lifted = extract(many, least)
     stored = decode(encode(lifted.stripped)) if rows else lifted.stripped
     assert references(stored) == lifted.uses
     assert {name for used in lifted.uses for name in used} == set(lifted.blobs)
@@ -141,7 +141,7 @@ def test_what_is_lifted_comes_back_exactly(rows: list[Experience], least: int) -
 def test_selecting_and_joining_stripped_records_makes_no_difference(
     one: list[Experience], other: list[Experience], seed: int
 ) -> None:
-    first, second = lift(Experiences(one), 4), lift(Experiences(other), 4)
+    first, second = extract(Experiences(one), 4), extract(Experiences(other), 4)
     order = np.random.default_rng(seed).permutation(len(one) + len(other))[: 1 + seed % 4]
     joined = Experiences.concat([first.stripped, second.stripped])
     fetch = {**shelf(first), **shelf(second)}.__getitem__
@@ -154,21 +154,21 @@ def test_selecting_and_joining_stripped_records_makes_no_difference(
 @given(heavy_lists(), st.integers(0, 3), st.integers(0, 5))
 def test_a_slice_is_lifted_by_itself(rows: list[Experience], start: int, stop: int) -> None:
     part = Experiences(rows)[start:stop]
-    lifted = lift(part, 4)
-    assert lifted.uses == lift(Experiences(rows[start:stop]), 4).uses
+    lifted = extract(part, 4)
+    assert lifted.uses == extract(Experiences(rows[start:stop]), 4).uses
     assert exact_rows(restore(lifted.stripped, shelf(lifted).__getitem__)) == exact_rows(rows[start:stop])
 
 
 def test_a_slice_does_not_copy_its_parent() -> None:
     rows = [record(multi_modal_inputs={"pixel_values": make_tensor(torch.uint8, (100_000,), i)}) for i in range(9)]
-    column = lift(Experiences(rows)[3:4]).stripped.column("multi_modal_inputs")
+    column = extract(Experiences(rows)[3:4]).stripped.column("multi_modal_inputs")
     assert column is not None
     assert column.nbytes < 1000
     assert sum(buffer.size for buffer in column.buffers() if buffer is not None) < 1000
 
 
 def test_a_record_says_no_to_being_read_before_it_is_restored() -> None:
-    stripped = lift(Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG})])).stripped
+    stripped = extract(Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG})])).stripped
     with pytest.raises(WireError, match="multi_modal_inputs"):
         stripped.values("multi_modal_inputs")
     with pytest.raises(WireError, match="info"):
@@ -176,7 +176,7 @@ def test_a_record_says_no_to_being_read_before_it_is_restored() -> None:
 
 
 def test_what_surrounds_a_medium_stays_where_it_was() -> None:
-    stripped = lift(Experiences([record(multi_modal_inputs=PIXELS, messages=[{"url": url(PNG)}])])).stripped
+    stripped = extract(Experiences([record(multi_modal_inputs=PIXELS, messages=[{"url": url(PNG)}])])).stripped
     media, text = stripped.column("multi_modal_inputs"), stripped.column("messages")
     assert media is not None
     assert text is not None
@@ -192,27 +192,27 @@ def test_what_surrounds_a_medium_stays_where_it_was() -> None:
 def test_without_media_the_very_same_records_are_given_back() -> None:
     prose = "Let $x = \\frac{1}{2}$; then `x + x == 1` and so on. 漢字 " * 200
     many = Experiences([record(messages=[{"role": "user", "content": prose}], info={"data": "QUJD"})] * 3)
-    lifted = lift(many)
+    lifted = extract(many)
     assert lifted.stripped is many
     assert (lifted.blobs, lifted.uses) == ({}, [(), (), ()])
     assert restore(many, NONE.__getitem__) is many
     assert references(many) == [(), (), ()]
     nothing = Experiences()
-    assert lift(nothing).stripped is nothing
-    assert lift(nothing).uses == references(nothing) == []
+    assert extract(nothing).stripped is nothing
+    assert extract(nothing).uses == references(nothing) == []
 
 
 def test_small_media_stay() -> None:
     grid = {"image_grid_thw": torch.ones(1, 3, dtype=torch.int64), "pixels": torch.zeros(1023, dtype=torch.uint8)}
     many = Experiences([record(multi_modal_inputs=grid, info={"png": bytes(1023)})])
-    assert lift(many).stripped is many
-    assert [blob.shape for blob in lift(many, 1023).blobs.values()] == [(), (1023,)]
+    assert extract(many).stripped is many
+    assert [blob.shape for blob in extract(many, 1023).blobs.values()] == [(), (1023,)]
 
 
 @pytest.mark.parametrize("least", [0, -1, 1.5, True, "1024"])
 def test_least_is_a_number_of_bytes(least: Any) -> None:
     with pytest.raises(ValueError, match=r"least: got .*, expected a whole number"):
-        lift(Experiences([record()]), least)
+        extract(Experiences([record()]), least)
 
 
 @pytest.mark.parametrize("least", [1, 2, 3, 4, 5, 30, 31, 32, 33, 64, 1024])
@@ -220,8 +220,8 @@ def test_least_is_a_number_of_bytes(least: Any) -> None:
 def test_least_is_met_to_the_byte_wherever_the_piece_lies(least: int, lead: str) -> None:
     for shift in range(0, 70, 3):
         many = Experiences([record(info={"before": lead, "n": "," * shift, "b": bytes(least)})])
-        assert [len(blob.payload) for blob in lift(many, least).blobs.values()] == [least]
-        assert lift(many, least + 1).stripped is many
+        assert [len(blob.payload) for blob in extract(many, least).blobs.values()] == [least]
+        assert extract(many, least + 1).stripped is many
 
 
 def test_each_medium_is_kept_once() -> None:
@@ -229,7 +229,7 @@ def test_each_medium_is_kept_once() -> None:
     rows = [record(multi_modal_inputs=PIXELS if i % 2 else twin, info={"png": PNG}) for i in range(16)]
     rows.append(record(messages=[{"image": {"url": url(PNG)}}, {"audio": {"data": base64.b64encode(PNG).decode()}}]))
     rows.append(record())
-    lifted = lift(Experiences(rows))
+    lifted = extract(Experiences(rows))
     assert sorted(blob.kind for blob in lifted.blobs.values()) == ["bytes", "tensor"]
     assert [len(used) for used in lifted.uses] == [2] * 16 + [1, 0]
     assert len(encode(lifted.stripped)) < 20_000
@@ -249,7 +249,7 @@ def test_media_that_differ_in_anything_are_two() -> None:
     ]
     rows = [record(multi_modal_inputs={"pixel_values": tensor}) for tensor in different]
     rows.append(record(info={"b": bytes(2048)}))
-    assert len(lift(Experiences(rows)).blobs) == len(rows)
+    assert len(extract(Experiences(rows)).blobs) == len(rows)
 
 
 def test_base64_that_is_not_written_as_usual_comes_back_as_it_was() -> None:
@@ -262,14 +262,14 @@ def test_base64_that_is_not_written_as_usual_comes_back_as_it_was() -> None:
         "%2B" * 900,
     ]
     rows = [record(messages=[{"url": f"data:image/png;base64,{way}"}, {"data": way}]) for way in ways]
-    lifted = lift(Experiences(rows))
+    lifted = extract(Experiences(rows))
     assert {blob.kind for blob in lifted.blobs.values()} == {"text"}
     assert all(lifted.uses)
     assert exact_rows(restore(lifted.stripped, shelf(lifted).__getitem__)) == exact_rows(rows)
 
 
 def test_the_hash_is_sha256_of_kind_description_and_bytes() -> None:
-    lifted = lift(Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG})]))
+    lifted = extract(Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG})]))
     pixels = PIXELS["pixel_values"].numpy().tobytes()
     assert set(lifted.blobs) == {
         hashlib.sha256(b"rollbook medium 1\0tensor\0float32 4,1024\0" + pixels).hexdigest(),
@@ -291,11 +291,11 @@ def test_a_columns_rows_that_are_null_or_no_tensors_are_left_alone() -> None:
     column = pa.Array.from_buffers(MEDIA, 3, [pa.py_buffer(b"\x05"), offsets], children=[flat])
     many = Experiences([record()] * 3)
     odd = Experiences._of({**many.columns, "multi_modal_inputs": column}, 3)
-    assert lift(odd).stripped is odd
-    lifted = lift(odd, 1)
+    assert extract(odd).stripped is odd
+    lifted = extract(odd, 1)
     assert lifted.stripped is odd
     good = Experiences._of({**many.columns, "multi_modal_inputs": pa.array([entries, None, entries[4:]], MEDIA)}, 3)
-    lifted = lift(good)
+    lifted = extract(good)
     assert [len(used) for used in lifted.uses] == [1, 0, 1]
     assert same_columns(good, restore(lifted.stripped, shelf(lifted).__getitem__))
 
@@ -311,7 +311,7 @@ def test_bytes_beneath_a_null_are_nothing() -> None:
         flat = pa.Array.from_buffers(whole.values.type, 2, [nulls], children=[*parts, held])
         column = pa.Array.from_buffers(MEDIA, 1, whole.buffers()[:2], children=[flat])
         many = Experiences._of({**Experiences([record()]).columns, "multi_modal_inputs": column}, 1)
-        lifted = lift(many)
+        lifted = extract(many)
         assert len(lifted.blobs) == found
         back = restore(lifted.stripped, shelf(lifted).__getitem__)
         assert back.columns["multi_modal_inputs"].to_pylist() == column.to_pylist()
@@ -320,7 +320,7 @@ def test_bytes_beneath_a_null_are_nothing() -> None:
     text = Experiences([record(info={"png": PNG})]).columns["info"]
     null = pa.Array.from_buffers(text.type, 1, [none_there, *text.buffers()[1:]])
     many = Experiences._of({**Experiences([record()]).columns, "info": null}, 1)
-    assert lift(many).stripped is many
+    assert extract(many).stripped is many
 
 
 def test_text_that_is_no_json_comes_back_as_it_was() -> None:
@@ -328,7 +328,7 @@ def test_text_that_is_no_json_comes_back_as_it_was() -> None:
     texts = [f'"data":"{piece}', f'{piece}"', f'{{"data":"{piece}"', f'""data":"{piece}""data":"{piece}"', None]
     many = Experiences([record()] * len(texts))
     odd = Experiences._of({**many.columns, "messages": pa.array(texts, pa.large_string())}, len(texts))
-    lifted = lift(odd)
+    lifted = extract(odd)
     assert [len(used) for used in lifted.uses] == [0, 0, 1, 1, 0]
     assert same_columns(odd, restore(lifted.stripped, shelf(lifted).__getitem__))
 
@@ -337,10 +337,10 @@ def test_text_that_is_no_json_comes_back_as_it_was() -> None:
 
 
 def test_a_reference_in_a_users_data_is_data() -> None:
-    key = next(iter(lift(Experiences([record(info={"png": PNG})])).blobs))
+    key = next(iter(extract(Experiences([record(info={"png": PNG})])).blobs))
     mine = {"$bytes": f"sha256:{key}", COLUMN: [{"column": "info", "at": 0, "hash": key}], "url": f"sha256:{key}"}
     rows = [record(info=mine, response_text=f"sha256:{key}"), record(info={"png": PNG, "mine": mine})]
-    lifted = lift(Experiences(rows))
+    lifted = extract(Experiences(rows))
     assert lifted.uses == [(), (key,)]
     assert exact_rows(restore(lifted.stripped, shelf(lifted).__getitem__)) == exact_rows(rows)
 
@@ -352,7 +352,7 @@ def test_a_column_of_that_name_is_kept_under_another() -> None:
         for fields in ({}, {"info": {"png": PNG}}):
             plain = Experiences([record(**fields)])
             many = decode(encode(Experiences._of({**plain.columns, **extra}, 1)))
-            lifted = lift(many)
+            lifted = extract(many)
             assert lifted.uses == references(lifted.stripped) == [tuple(lifted.blobs)]
             back = restore(decode(encode(lifted.stripped)), shelf(lifted).__getitem__)
             assert same_columns(many, back)
@@ -362,7 +362,7 @@ def test_a_field_that_the_reader_does_not_know_is_restored_too() -> None:
     declare(Field("sketch", "json"))
     try:
         many = Experiences([record(sketch={"png": PNG})])
-        lifted = lift(many)
+        lifted = extract(many)
     finally:
         withdraw("sketch")
     assert references(lifted.stripped) == [tuple(lifted.blobs)]
@@ -374,7 +374,7 @@ def test_a_field_that_the_reader_does_not_know_is_restored_too() -> None:
 
 
 def test_each_blob_is_fetched_once_and_none_for_columns_that_were_left_out() -> None:
-    lifted = lift(Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG}) for _ in range(5)]))
+    lifted = extract(Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG}) for _ in range(5)]))
     stored, asked = shelf(lifted), list[str]()
 
     def fetch(key: str) -> memoryview:
@@ -392,7 +392,7 @@ def test_each_blob_is_fetched_once_and_none_for_columns_that_were_left_out() -> 
 
 def test_writing_on_a_restored_tensor_changes_nothing_else() -> None:
     rows = [record(multi_modal_inputs=PIXELS, info={"t": PIXELS["pixel_values"]}) for _ in range(2)]
-    lifted = lift(Experiences(rows))
+    lifted = extract(Experiences(rows))
     stored = {key: bytearray(data) for key, data in shelf(lifted).items()}
     back = restore(lifted.stripped, stored.__getitem__)
     first = back[0]
@@ -410,13 +410,13 @@ def test_writing_on_a_restored_tensor_changes_nothing_else() -> None:
     ("fields", "name"), [({"multi_modal_inputs": PIXELS}, "multi_modal_inputs"), ({"info": {"b": PNG}}, "info")]
 )
 def test_a_missing_blob_is_named(fields: dict[str, Any], name: str) -> None:
-    lifted = lift(Experiences([record(), record(**fields)]))
+    lifted = extract(Experiences([record(), record(**fields)]))
     with pytest.raises(WireError, match=rf"record 1: {name}: the medium sha256:{lifted.uses[1][0]} is missing"):
         restore(lifted.stripped, NONE.__getitem__)
 
 
 def test_a_blob_in_anothers_place_is_refused() -> None:
-    lifted = lift(Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG})]))
+    lifted = extract(Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG})]))
     one, other = lifted.blobs
     swapped = {one: lifted.blobs[other].data, other: lifted.blobs[one].data}
     with pytest.raises(
@@ -432,7 +432,7 @@ def blobs() -> list[Blob]:
     text = f"data:image/png;base64,{'-_' * 40}"
     media = {"a": torch.arange(40, dtype=torch.bfloat16).reshape(5, 8), "b": torch.tensor(1.5, dtype=torch.complex128)}
     row = record(multi_modal_inputs=media, info={"png": b"0123456789" * 5, "url": text})
-    return list(lift(Experiences([row]), 16).blobs.values())
+    return list(extract(Experiences([row]), 16).blobs.values())
 
 
 def test_a_blob_is_read_back_from_its_bytes() -> None:
@@ -509,7 +509,7 @@ def test_a_forged_blob_is_found_by_its_hash() -> None:
 
 
 def test_a_damaged_blob_names_the_record_it_was_for() -> None:
-    lifted = lift(Experiences([record(), record(info={"png": PNG})]))
+    lifted = extract(Experiences([record(), record(info={"png": PNG})]))
     damaged = {key: data[:70] + b"?" + data[71:] for key, data in shelf(lifted).items()}
     with pytest.raises(WireError, match=r"record 1: info: the medium sha256:\w+ is damaged: byte 56: .*checksum"):
         restore(lifted.stripped, damaged.__getitem__)
@@ -543,7 +543,7 @@ def with_references(stripped: Experiences, listed: Any, kind: pa.DataType = REFE
     ],
 )
 def test_a_reference_that_nobody_wrote_is_refused(change: dict[str, Any], message: str) -> None:
-    lifted = lift(Experiences([record(info={"png": PNG}, multi_modal_inputs={"a": torch.ones(1)})]))
+    lifted = extract(Experiences([record(info={"png": PNG}, multi_modal_inputs={"a": torch.ones(1)})]))
     item = lifted.stripped.columns[COLUMN][0].as_py()[0]
     stored = {**shelf(lifted), "0" * 64: b""}
     with pytest.raises(WireError, match=message):
@@ -551,7 +551,7 @@ def test_a_reference_that_nobody_wrote_is_refused(change: dict[str, Any], messag
 
 
 def test_references_of_another_type_or_to_one_place_are_refused() -> None:
-    lifted = lift(Experiences([record(info={"png": PNG}, multi_modal_inputs=PIXELS)]))
+    lifted = extract(Experiences([record(info={"png": PNG}, multi_modal_inputs=PIXELS)]))
     fetch = shelf(lifted).__getitem__
     for wrong in (
         with_references(lifted.stripped, 7, pa.int64()),
@@ -570,7 +570,7 @@ def test_references_of_another_type_or_to_one_place_are_refused() -> None:
 
 
 def test_a_reference_does_not_reach_into_the_next_record() -> None:
-    lifted = lift(Experiences([record(info={"png": PNG})]))
+    lifted = extract(Experiences([record(info={"png": PNG})]))
     text, item = lifted.stripped.columns["info"], lifted.stripped.columns[COLUMN][0].as_py()[0]
     offsets = pa.py_buffer(np.array([0, item["at"] + 70, len(text[0].as_py())], dtype=np.int64))
     split = pa.Array.from_buffers(text.type, 2, [None, offsets, text.buffers()[2]])
@@ -582,8 +582,8 @@ def test_a_reference_does_not_reach_into_the_next_record() -> None:
 
 def test_a_medium_that_is_not_what_the_record_says_is_refused() -> None:
     """Whoever writes a frame can refer to any medium of the book, but not as something else."""
-    pixels = lift(Experiences([record(multi_modal_inputs=PIXELS)]))
-    flat = lift(Experiences([record(multi_modal_inputs={"pixel_values": PIXELS["pixel_values"].reshape(-1)})]))
+    pixels = extract(Experiences([record(multi_modal_inputs=PIXELS)]))
+    flat = extract(Experiences([record(multi_modal_inputs={"pixel_values": PIXELS["pixel_values"].reshape(-1)})]))
     entry = {**pixels.stripped.columns["multi_modal_inputs"][0].as_py()[0], "shape": [4096]}
     column = pa.array([[entry]], MEDIA)
     wrong = Experiences._of({**pixels.stripped.columns, "multi_modal_inputs": column}, 1)
@@ -594,7 +594,7 @@ def test_a_medium_that_is_not_what_the_record_says_is_refused() -> None:
 
 
 def test_a_few_references_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    lifted = lift(Experiences([record(multi_modal_inputs=PIXELS) for _ in range(8)]))
+    lifted = extract(Experiences([record(multi_modal_inputs=PIXELS) for _ in range(8)]))
     monkeypatch.setattr(attachments, "DEFAULT_LIMITS", Limits(max_bytes=8 * 4 * 4096 - 1))
     with pytest.raises(WireError, match="record 7: .* more than the limit of 131071 bytes"):
         restore(lifted.stripped, shelf(lifted).__getitem__)

@@ -18,11 +18,11 @@ from rollbook import EID, Experience
 from rollbook.book import (
     BookError,
     EasyToHard,
-    LeaseLost,
+    LeaseLostError,
     MaxUses,
     MinSize,
     Proportional,
-    QuotaExceeded,
+    QuotaExceededError,
     ledger,
 )
 
@@ -168,7 +168,7 @@ def test_revisions_keep_the_quota(url: str) -> None:
     for i in range(30):
         book.revise(one, info={"note": f"{i}" + "x" * 20_000}, author="ana")
         assert sum(book.shelf.segments().values()) < 200_000
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(QuotaExceededError):
         book.revise(one, info={"note": "y" * 300_000}, author="ana")
     assert str(book[one.eid.uid].info["note"]).startswith("29")
     assert book.redact(one, ["info"], author="ana") == 1
@@ -179,7 +179,7 @@ def test_an_append_of_late_fields_and_new_records_is_one(url: str) -> None:
     old = record()
     book.append(old)
     more = old.replace(advantages=[0.5, 0.5])
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(QuotaExceededError):
         book.append([more, record(1, info={"text": "y" * 400_000})])
     assert book[old.eid.uid].advantages is None
     assert len(book) == 1
@@ -278,7 +278,7 @@ def test_a_clock_that_is_put_back_does_not_keep_a_dead_holders_records(url: str)
     clock.now += 8
     assert len(book.lease(2)) == 1
     assert living.ack() == 1
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseLostError):
         dead.ack()
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import rollbook
 from rollbook import Experience
-from rollbook.book import Book, BookError, NewerLayout, NotABook, findings
+from rollbook.book import Book, BookError, NewerLayoutError, NotABookError, findings
 from rollbook.book.findings import KINDS, Report
 from rollbook.book.repairing import repair
 from rollbook.book.shelves import FolderShelf
@@ -520,17 +520,17 @@ def test_a_record_of_unknown_history_is_not_handed_out_twice(tmp_path: Path) -> 
 
 
 def test_what_is_no_book_is_not_repaired(tmp_path: Path) -> None:
-    with pytest.raises(NotABook):
+    with pytest.raises(NotABookError):
         repair(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NotABook):
+    with pytest.raises(NotABookError):
         repair(tmp_path / "empty")
     rollbook.open(tmp_path / "newer").close()
     connection = sqlite3.connect(tmp_path / "newer" / "ledger.sqlite")
     connection.execute("UPDATE meta SET value = '999' WHERE key = 'layout'")
     connection.commit()
     connection.close()
-    with pytest.raises(NewerLayout):
+    with pytest.raises(NewerLayoutError):
         repair(tmp_path / "newer")
 
 

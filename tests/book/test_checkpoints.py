@@ -18,17 +18,17 @@ from rollbook.book import (
     Balanced,
     Book,
     BookError,
-    Conflict,
+    ConflictError,
     EasyToHard,
     First,
     Last,
-    LeaseLost,
+    LeaseLostError,
     MaxSize,
     MaxUses,
     NewestPolicy,
     Priority,
     Proportional,
-    ReadOnly,
+    ReadOnlyError,
     SamplesToInserts,
     Uniform,
     work,
@@ -88,7 +88,7 @@ def seen(book: Book) -> dict[str, Any]:
             "tallies": {row[:4] for row in tallies},
             "weights": {row[:3]: pytest.approx(row[4], abs=1e-9) for row in tallies},
             "consumers": [(*row[:3], {**json.loads(row[3]), "shifts": []}, *row[4:]) for row in held],
-            "version": work.announced(tx),
+            "version": work.announced_version(tx),
         }
 
 
@@ -176,7 +176,7 @@ def test_a_checkpoint_is_listed_and_its_name_is_taken(book: Book) -> None:
     [point] = book.checkpoints()
     assert (point.name, point.records, point.policy_version) == ("one", 4, 3)
     book.append(some(range(2, 3)))
-    with pytest.raises(Conflict, match="'one'.*2 events ago"):
+    with pytest.raises(ConflictError, match="'one'.*2 events ago"):
         book.checkpoint("one")
     made = [book.checkpoint() for _ in range(3)]
     assert len(set(made)) == 3
@@ -230,7 +230,7 @@ def test_a_reader_makes_and_rewinds_nothing(tmp_path: Any) -> None:
     with rollbook.open(tmp_path / "book", "r") as reader:
         assert [p.name for p in reader.checkpoints()] == ["a"]
         for act in (reader.checkpoint, lambda: reader.forget("a"), lambda: reader.rewind("a")):
-            with pytest.raises(ReadOnly):
+            with pytest.raises(ReadOnlyError):
                 act()
 
 
@@ -375,9 +375,9 @@ def test_living_leases_end_and_their_holders_are_told(book: Book) -> None:
             assert tx.one("SELECT COUNT(*) FROM work WHERE state <> 'waiting' OR lease IS NOT NULL") == (0,)
     assert done.leases == 0
     for lease in (held, later):
-        with pytest.raises(LeaseLost, match="it is voided"):
+        with pytest.raises(LeaseLostError, match="it is voided"):
             lease.ack()
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             lease.renew()
     assert book.lease(3).uids == held.uids + later.uids
 
@@ -689,7 +689,7 @@ def test_deletion_is_never_undone(book: Book) -> None:
         counts = book.counts()
         assert (counts.trained, counts.dropped.get("deleted")) == (1, 2)
         sound(book)
-    with pytest.raises(Conflict, match="deleted"):
+    with pytest.raises(ConflictError, match="deleted"):
         book.append(record(2, 0).replace(tokens=[5, 5, 5]))
     with book.ledger.read() as tx:
         assert tx.one("SELECT inserts FROM consumers") == (3,)
@@ -795,7 +795,7 @@ def test_any_history_after_a_checkpoint_is_undone(
             try:
                 if lease:
                     lease.nack()
-            except LeaseLost:
+            except LeaseLostError:
                 continue
         book.lease(1).nack()  # what time brings about has come
         moment = now[0]

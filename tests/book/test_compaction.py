@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import rollbook
 from rollbook.book import compaction, windows
 from rollbook.book.book import Book
-from rollbook.book.errors import BookError, QuotaExceeded, ReadOnly
+from rollbook.book.errors import BookError, QuotaExceededError, ReadOnlyError
 from rollbook.book.limits import MaxSize
 from rollbook.book.shelves import Place
 from rollbook.cli import main
@@ -496,7 +496,7 @@ def test_a_quota_is_kept_by_removing_the_oldest_finished_records(url: str) -> No
 def test_a_quota_never_takes_what_waits(url: str) -> None:
     with rollbook.open(url, quota=60_000) as book:
         kept: dict[int, Experience] = {}
-        with pytest.raises(QuotaExceeded, match=r"60000.*consumer 'train' is not done with \d+ records"):
+        with pytest.raises(QuotaExceededError, match=r"60000.*consumer 'train' is not done with \d+ records"):
             for i in range(0, 500, 10):
                 book.append([record(j) for j in range(i, i + 10)])
                 kept |= {j: record(j) for j in range(i, i + 10)}
@@ -505,7 +505,7 @@ def test_a_quota_never_takes_what_waits(url: str) -> None:
         with book.lease(10) as lease:
             lease.ack()
         # Too large for what is finished: nothing is taken for nothing.
-        with pytest.raises(QuotaExceeded):
+        with pytest.raises(QuotaExceededError):
             book.append([record(j, "y" * 3000) for j in range(1000, 1010)])
         sound(book, kept)
         assert book.append([record(900)]).admitted == 1
@@ -717,7 +717,7 @@ def test_what_is_damaged_is_reported_and_left(tmp_path: Path) -> None:
 
 def test_a_book_for_reading_is_not_compacted(tmp_path: Path) -> None:
     rollbook.open(tmp_path / "book").close()
-    with rollbook.open(tmp_path / "book", "r") as book, pytest.raises(ReadOnly, match="compact"):
+    with rollbook.open(tmp_path / "book", "r") as book, pytest.raises(ReadOnlyError, match="compact"):
         book.compact()
 
 

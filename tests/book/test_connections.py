@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 import rollbook
-from rollbook.book import LockTimeout, OutcomeUnknown, postgres, windows
+from rollbook.book import LockTimeoutError, OutcomeUnknownError, postgres, windows
 from tests.book.records import check, records
 
 # --- a commit without an answer -------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_an_outcome_that_cannot_be_found_out_is_said_to_be_unknown(
 
         def unknown_then_repeated(act: Callable[[], object]) -> object:
             proxy.cut, proxy.cuts = "everything", 0
-            with pytest.raises(OutcomeUnknown, match=r"outcome is unknown; repeat the same call.*no connection"):
+            with pytest.raises(OutcomeUnknownError, match=r"outcome is unknown; repeat the same call.*no connection"):
                 act()
             proxy.cut = ""
             return act()
@@ -173,7 +173,7 @@ def test_timeouts_include_the_wait_for_a_paused_writer(paused: int, durable_url:
         assert not lease and f"got 0: {durable_url.split('?')[0]}" in lease.short
         assert "other writers held the ledger for 0." in lease.short and f"{name} " in lease.short
         assert str(paused) in lease.short
-        with pytest.raises(LockTimeout, match=f"other writers held the ledger for 0.*{paused}") as caught:
+        with pytest.raises(LockTimeoutError, match=f"other writers held the ledger for 0.*{paused}") as caught:
             book.append(records(1), timeout=0.1)
         assert isinstance(caught.value, TimeoutError) and len(book) == 0
         if book.ledger.dialect == "postgresql":

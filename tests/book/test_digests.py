@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest as H
 
 from rollbook import EID, CustomField, Experience, Experiences
-from rollbook.book.additions import changed
-from rollbook.book.digests import Digests, digests, is_late
+from rollbook.book.additions import compare
+from rollbook.book.digests import ContentHashes, content_hashes, is_late
 from rollbook.core import freeform
 from rollbook.core.equality import same
 from rollbook.core.fields import FIELDS, Field, declare, withdraw
@@ -34,7 +34,7 @@ Rows = list[Experience]
 
 def one(record: Experience) -> tuple[bytes, bytes]:
     """The digests of a record that is alone in its columns."""
-    found = digests(Experiences([record]))
+    found = content_hashes(Experiences([record]))
     return found.whole[0], found.core[0]
 
 
@@ -51,30 +51,30 @@ def whole(**given: Any) -> bytes:
 def test_neighbours_slices_and_gathering_change_nothing(rows: Rows) -> None:
     alone = [one(row) for row in rows]
     many = Experiences(rows)
-    found = digests(many)
+    found = content_hashes(many)
     assert list(zip(found.whole, found.core, strict=True)) == alone
     for start in range(len(rows)):
-        assert digests(many[start:]).whole == found.whole[start:]
-        assert digests(many[: start + 1]).core == found.core[: start + 1]
+        assert content_hashes(many[start:]).whole == found.whole[start:]
+        assert content_hashes(many[: start + 1]).core == found.core[: start + 1]
     back = list(range(len(rows)))[::-1]
-    assert digests(many.take(back)) == found.take(back)
+    assert content_hashes(many.take(back)) == found.take(back)
     parts = Experiences.concat([Experiences([row]) for row in rows])
-    assert digests(parts) == found
-    assert digests(Experiences(many.rows())) == found
+    assert content_hashes(parts) == found
+    assert content_hashes(Experiences(many.rows())) == found
 
 
 @FEW
 @given(rows=record_lists(max_size=4))
 def test_round_trips_change_nothing(rows: Rows, tmp_path_factory: pytest.TempPathFactory) -> None:
     many = Experiences(rows)
-    found = digests(many)
-    assert digests(Experiences.from_bytes(many.to_bytes())) == found
-    assert digests(Experiences.from_bytes(many.to_bytes("lz4"))) == found
-    assert digests(Experiences.from_arrow(many.to_arrow())) == found
+    found = content_hashes(many)
+    assert content_hashes(Experiences.from_bytes(many.to_bytes())) == found
+    assert content_hashes(Experiences.from_bytes(many.to_bytes("lz4"))) == found
+    assert content_hashes(Experiences.from_arrow(many.to_arrow())) == found
     if rows:
         path = tmp_path_factory.mktemp("p") / "rows.parquet"
         many.to_parquet(path)
-        assert digests(Experiences.from_parquet(path)) == found
+        assert content_hashes(Experiences.from_parquet(path)) == found
 
 
 def test_columns_give_what_rows_give() -> None:
@@ -85,8 +85,8 @@ def test_columns_give_what_rows_give() -> None:
         Experience(eid=eids[0], tokens=[0, 1, 2], reward=0.5),
         Experience(eid=eids[1], tokens=[3, 4, 5, 6], reward=0),
     ]
-    assert digests(many) == digests(Experiences(rows))
-    assert digests(Experiences()) == Digests([], [])
+    assert content_hashes(many) == content_hashes(Experiences(rows))
+    assert content_hashes(Experiences()) == ContentHashes([], [])
 
 
 # --- equal or not -------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_every_byte_of_an_8_bit_float_is_told_from_those_it_differs_from() -> No
         tensors = torch.arange(256, dtype=torch.uint8).view(getattr(torch, kind)).split(1)
         eid = EID(suffix="s")
         rows = [Experience(eid=eid, tokens=[1, 2], multi_modal_inputs={"t": tensor}) for tensor in tensors]
-        found = digests(Experiences(rows)).whole
+        found = content_hashes(Experiences(rows)).whole
         wide = torch.cat([tensor.float() for tensor in tensors])
         alike = (wide[:, None] == wide) | (wide.isnan()[:, None] & wide.isnan())
         assert [[a == b for b in found] for a in found] == alike.tolist(), kind
@@ -217,12 +217,12 @@ def test_a_row_in_a_wider_column_keeps_its_digest() -> None:
     assert len(set(alone)) == len(rows)
     many = Experiences(rows)
     assert many.column("returns").codes is not None
-    assert digests(many).whole == alone
+    assert content_hashes(many).whole == alone
     # And with a type that no column holds beside them: some rows stand aside.
     wide = rows[0].replace(returns=torch.tensor([2**63, 1], dtype=torch.uint64))
     many = Experiences([*rows, wide])
     assert many.column("returns__other") is not None
-    assert digests(many).whole == [*alone, one(wide)[0]]
+    assert content_hashes(many).whole == [*alone, one(wide)[0]]
 
 
 def _variants() -> dict[str, Experience]:
@@ -275,7 +275,7 @@ def test_every_single_change_shows() -> None:
         late = not name or (field is not None and is_late(field))
         assert (core == found[""][1]) == late, name
     # All of them in one batch, with their side columns beside each other.
-    assert digests(Experiences(list(variants.values()))).whole == [pair[0] for pair in found.values()]
+    assert content_hashes(Experiences(list(variants.values()))).whole == [pair[0] for pair in found.values()]
 
 
 def test_empty_and_missing_are_one_only_where_a_record_cannot_tell_them_apart() -> None:
@@ -286,7 +286,7 @@ def test_empty_and_missing_are_one_only_where_a_record_cannot_tell_them_apart() 
 
 def test_unknown_columns() -> None:
     rows = [full_record(seed=seed) for seed in range(3)]
-    plain = digests(Experiences(rows))
+    plain = content_hashes(Experiences(rows))
     columns = {
         "theirs": pa.array([1, None, 3]),
         "text": pa.array(["a", None, "漢"]),
@@ -299,30 +299,30 @@ def test_unknown_columns() -> None:
     seen = {plain.whole[0]}
     for name, array in columns.items():
         many = Experiences.from_arrow(Experiences(rows).to_arrow().append_column(name, array))
-        found = digests(many)
+        found = content_hashes(many)
         assert found.whole[1] == plain.whole[1], "a null is a neighbour's doing"
         assert (found.whole[0] in seen) == (name == "nothing")
         seen.add(found.whole[0])
         assert (found.core[2] != plain.core[2]) == (name != "nothing")
-        assert digests(Experiences.from_bytes(many.to_bytes())) == found
-        assert digests(many[1:]) == found.take([1, 2])
-        assert digests(Experiences([*many.rows(), rows[0]])).whole == [*found.whole, plain.whole[0]]
+        assert content_hashes(Experiences.from_bytes(many.to_bytes())) == found
+        assert content_hashes(many[1:]) == found.take([1, 2])
+        assert content_hashes(Experiences([*many.rows(), rows[0]])).whole == [*found.whole, plain.whole[0]]
     union = pa.UnionArray.from_dense(
         pa.array([0] * 3, pa.int8()), pa.array([0, 1, 2], pa.int32()), [pa.array([1, 2, 3])]
     )
     many = Experiences(rows)
     many._columns["odd"] = union
     with pytest.raises(ValueError, match="column 'odd': an unknown column of type .*union"):
-        digests(many)
+        content_hashes(many)
 
 
 def test_a_new_field_changes_no_record_without_it() -> None:
     rows = list(_variants().values())[:8]
-    before = digests(Experiences(rows))
+    before = content_hashes(Experiences(rows))
     declare(Field("aaa", kind="tensor", axis="response", dtype="float32"))
     declare(Field("zzz", kind="text"))
     try:
-        assert digests(Experiences(rows)) == before
+        assert content_hashes(Experiences(rows)) == before
         late, core = (one(rows[0].replace(**change)) for change in ({"aaa": [1, 2, 3]}, {"zzz": "x"}))
         assert late[1] == before.core[0] != core[1]
         assert len({late[0], core[0], before.whole[0]}) == 3
@@ -345,7 +345,7 @@ def test_hostile_free_form_text_is_refused() -> None:
     ):
         many._columns["tools"] = pa.array([text], pa.large_string())
         with pytest.raises(ValueError, match="record 0: tools: "):
-            digests(many)
+            content_hashes(many)
 
 
 # --- what a second record adds ------------------------------------------------------------------------------------
@@ -355,12 +355,12 @@ def test_hostile_free_form_text_is_refused() -> None:
 @given(record=records(), names=st.sets(st.sampled_from([name for name, field in FIELDS.items() if is_late(field)])))
 def test_what_was_left_out_is_what_is_added(record: Experience, names: set[str]) -> None:
     bare = record.replace(**dict.fromkeys(names))
-    addition = changed(bare, record)
+    addition = compare(bare, record)
     assert addition.conflict is None
     assert addition.merged == record
     expected = {n for n in names if getattr(record, n) is not None and not isinstance(getattr(record, n), dict)}
     assert {name for name in addition.added if name in FIELDS} == expected
-    back = changed(record, bare)
+    back = compare(record, bare)
     assert (back.merged, back.added, back.conflict) == (record, (), None)
     assert back.merged is record
 
@@ -380,12 +380,12 @@ def test_conflicts_are_named() -> None:
         ),
     }
     for name, (change, message) in cases.items():
-        addition = changed(old, old.replace(**change))
+        addition = compare(old, old.replace(**change))
         assert addition.merged is old and not addition.added
         assert str(addition.conflict) == message, name
     tokens = old.tokens.clone()
     tokens[3] += 1
-    found = changed(old, old.replace(tokens=tokens)).conflict
+    found = compare(old, old.replace(tokens=tokens)).conflict
     assert found is not None
     assert found.field == "tokens" and found.given == f"int32[5] with {int(tokens[3])} at 3"
 
@@ -395,7 +395,7 @@ def test_an_addition_merges_entries_and_keeps_the_rest() -> None:
     new = old.replace(
         reward=float("nan"), advantages=[1.0, 2.0, 3.0], returns=None, info={"late": 2, 7: 8, "seed": 1.0}
     )
-    addition = changed(old, new)
+    addition = compare(old, new)
     assert addition.added == ("reward", "advantages", "info.late", "info.7")
     assert addition.merged.info == {"seed": 1, "judge": {"a": 1}, "late": 2, 7: 8}
     assert same(addition.merged.returns, old.returns) and addition.merged.reward != addition.merged.reward
@@ -406,9 +406,9 @@ def test_an_addition_merges_entries_and_keeps_the_rest() -> None:
 def test_unknown_columns_conflict() -> None:
     table = Experiences([full_record(), full_record(), full_record()]).to_arrow()
     a, b, c = Experiences.from_arrow(table.append_column("theirs", pa.array([1, 2, None]))).rows()
-    assert str(changed(a, b).conflict) == "theirs: stored 1, given 2"
-    assert str(changed(a, c).conflict) == "theirs: stored 1, given None"
-    assert changed(c, full_record()).conflict is None
+    assert str(compare(a, b).conflict) == "theirs: stored 1, given 2"
+    assert str(compare(a, c).conflict) == "theirs: stored 1, given None"
+    assert compare(c, full_record()).conflict is None
 
 
 def test_odd_shapes_are_added_as_they_are() -> None:
@@ -418,11 +418,11 @@ def test_odd_shapes_are_added_as_they_are() -> None:
     given = {name: getattr(old, name) for name in FIELDS}
     new = restore({**given, "advantages": torch.ones(7), "info": {"m": 2}, "reward": None}, "test")
     assert new.odd == {"advantages"}
-    addition = changed(old, new)
+    addition = compare(old, new)
     assert addition.conflict is None
     assert addition.merged.advantages.tolist() == [1.0] * 7
     assert addition.merged.info == {"n": 1, "m": 2} and addition.merged.reward == old.reward
-    assert digests(Experiences([addition.merged])).core == digests(Experiences([old])).core
+    assert content_hashes(Experiences([addition.merged])).core == content_hashes(Experiences([old])).core
 
 
 # --- the stored format --------------------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ GOLDEN = [
 
 
 def test_the_stored_format() -> None:
-    found = digests(Experiences(_golden()))
+    found = content_hashes(Experiences(_golden()))
     assert [(a.hex(), b.hex()) for a, b in zip(*found, strict=True)] == GOLDEN
 
 

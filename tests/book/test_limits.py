@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import rollbook
 from rollbook.book import (
-    BackPressure,
+    BackPressureError,
     Balanced,
     EasyToHard,
     First,
@@ -141,10 +141,10 @@ def test_a_book_holds_back_whoever_is_ahead() -> None:
     part = SamplesToInserts(ratio=1.0, slack=4, lease_size=4, append_size=4)
     with rollbook.open("memory:", limiters=part) as book:
         book.append([record(i) for i in range(4)])
-        with pytest.raises(BackPressure, match="1 more would pass its ratio of 1 by more than 4"):
+        with pytest.raises(BackPressureError, match="1 more would pass its ratio of 1 by more than 4"):
             book.append(record(4), timeout=0)
         assert len(book) == 4
-        with pytest.raises(BackPressure, match="append_size = 4"):
+        with pytest.raises(BackPressureError, match="append_size = 4"):
             book.append([record(i) for i in range(10, 20)], timeout=0)
         assert book.append([record(i, reward=1.0) for i in range(100, 120)], evaluation=True).admitted == 20
         lease = book.lease(8)
@@ -152,7 +152,7 @@ def test_a_book_holds_back_whoever_is_ahead() -> None:
         assert book.append([record(i) for i in range(4, 8)], timeout=0).admitted == 4
         # What is given back was not handed out.
         lease.nack()
-        with pytest.raises(BackPressure):
+        with pytest.raises(BackPressureError):
             book.append(record(8), timeout=0)
 
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbook
-from rollbook.book import Book, ReadOnly, repair
-from rollbook.book.errors import Damaged
-from rollbook.book.measurements import numbers, plain
+from rollbook.book import Book, ReadOnlyError, repair
+from rollbook.book.errors import CorruptBookError
+from rollbook.book.measurements import finite_numbers, json_number
 from rollbook.inspect.following import Follower
 from rollbook.inspect.index import Index
 from rollbook.inspect.records import Reader
@@ -45,14 +45,14 @@ def test_what_was_logged_is_read_by_step_and_outlives_the_process(durable_url: s
         assert (first, none, step) == (0, {}, 1)
         assert math.isnan(found.pop("kl"))
         assert found == {"loss": 0.25, "tokens": 7, "grad_norm": math.inf, "low": -math.inf, "eval/avg@4": 1}
-        with pytest.raises(ReadOnly, match="log"):
+        with pytest.raises(ReadOnlyError, match="log"):
             book.log(2, {"loss": 1.0})
 
 
 @given(st.dictionaries(st.text(min_size=1), NUMBERS))
 def test_every_number_survives_strict_json(metrics: dict[str, float]) -> None:
-    text = json.dumps(plain(metrics), allow_nan=False)
-    found = numbers(json.loads(text), "a line")
+    text = json.dumps(json_number(metrics), allow_nan=False)
+    found = finite_numbers(json.loads(text), "a line")
     assert found.keys() == metrics.keys()
     for name, value in metrics.items():
         assert type(found[name]) is type(value)
@@ -176,5 +176,5 @@ def test_a_damaged_row_is_said_to_be_one(column: str, value: Any) -> None:
         logged(book, 1)
         with book.ledger.write() as tx:
             tx.run(f"UPDATE events SET {column} = ? WHERE kind = 'metrics'", (value,))
-        with pytest.raises(Damaged, match="event 1"):
+        with pytest.raises(CorruptBookError, match="event 1"):
             book.metrics()

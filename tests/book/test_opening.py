@@ -10,7 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 
 import rollbook
-from rollbook.book import Appended, BookError, Last, NewerLayout, NotABook, ReadOnly, disk, schema
+from rollbook.book import AppendResult, BookError, Last, NewerLayoutError, NotABookError, ReadOnlyError, disk, schema
 from rollbook.book.disk import Disk
 from rollbook.book.opening import LEDGER
 from rollbook.book.repairing import repair
@@ -31,14 +31,14 @@ def files(folder: Path) -> dict[str, int]:
 
 def test_modes(durable_url: str) -> None:
     for mode in ("r", "r+"):
-        with pytest.raises(NotABook, match="there is no book here"):
+        with pytest.raises(NotABookError, match="there is no book here"):
             rollbook.open(durable_url, mode=mode)
     with pytest.raises(ValueError, match="mode: got 'w'"):
         rollbook.open(durable_url, mode="w")
     with rollbook.open(durable_url) as book:
         book.append(records(2))
     with rollbook.open(durable_url, mode="r+") as book:
-        assert book.append(records(3)) == Appended(admitted=1, known=2)
+        assert book.append(records(3)) == AppendResult(admitted=1, known=2)
     with rollbook.open(durable_url, mode="r") as book:
         assert numbers(book.where()) == [0, 1, 2]
         assert book.counts().waiting == 3 and book.consumer().lease_seconds == 300.0
@@ -57,9 +57,9 @@ def test_modes(durable_url: str) -> None:
             lambda: book.consumer(sampler=Last(), change=True),
         ]
         for write in writes:
-            with pytest.raises(ReadOnly, match="opened for reading"):
+            with pytest.raises(ReadOnlyError, match="opened for reading"):
                 write()
-    with pytest.raises(ReadOnly, match="settings"):
+    with pytest.raises(ReadOnlyError, match="settings"):
         rollbook.open(durable_url, mode="r", lease_seconds=3.0)
     with rollbook.open(durable_url) as book:
         assert len(book) == 3
@@ -68,7 +68,7 @@ def test_modes(durable_url: str) -> None:
 
 def test_refusing_makes_nothing(tmp_path: Path) -> None:
     for mode in ("r", "r+"):
-        with pytest.raises(NotABook):
+        with pytest.raises(NotABookError):
             rollbook.open(tmp_path / "book", mode=mode)
     with pytest.raises(ValueError, match="sampler"):
         rollbook.open(tmp_path / "other", sampler="uniform")
@@ -115,9 +115,9 @@ def test_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(NotABook, match="got a file, expected a folder"):
+    with pytest.raises(NotABookError, match="got a file, expected a folder"):
         rollbook.open(tmp_path / "file")
-    with pytest.raises((NotABook, OSError)):
+    with pytest.raises((NotABookError, OSError)):
         rollbook.open(tmp_path / "file" / "below")
     assert (tmp_path / "file").read_text() == "x"
 
@@ -129,7 +129,7 @@ def test_a_folder_of_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "ledger.sqlite").unlink()
     (tmp_path / "target").write_bytes(b"")
     (tmp_path / "ledger.sqlite").symlink_to(tmp_path / "target")
-    with pytest.raises(NotABook, match="a link"):
+    with pytest.raises(NotABookError, match="a link"):
         rollbook.open(tmp_path)
 
 
@@ -150,7 +150,7 @@ def test_memory_is_always_new() -> None:
         one.append(records(1))
         assert len(two) == 0
     for mode in ("r", "r+"):
-        with pytest.raises(NotABook, match="a book in memory is always new"):
+        with pytest.raises(NotABookError, match="a book in memory is always new"):
             rollbook.open("memory:", mode=mode)
     with pytest.raises(ValueError, match="data: .* only a book in PostgreSQL"):
         rollbook.open("memory:", data="somewhere")
@@ -183,14 +183,14 @@ def test_a_newer_layout_is_refused(durable_url: str) -> None:
     set_layout(durable_url, str(schema.LAYOUT + 1))
     for mode in ("a", "r+", "r"):
         with pytest.raises(
-            NewerLayout, match=f"has layout {schema.LAYOUT + 1}, this version knows up to {schema.LAYOUT}"
+            NewerLayoutError, match=f"has layout {schema.LAYOUT + 1}, this version knows up to {schema.LAYOUT}"
         ):
             rollbook.open(durable_url, mode=mode)
 
 
 def test_a_layout_that_is_no_number_is_refused(durable_url: str) -> None:
     set_layout(durable_url, "one")
-    with pytest.raises(NotABook, match="got layout 'one', expected a number"):
+    with pytest.raises(NotABookError, match="got layout 'one', expected a number"):
         rollbook.open(durable_url)
 
 
@@ -202,7 +202,7 @@ def test_an_older_layout_is_migrated_by_whoever_may_write(durable_url: str, monk
     monkeypatch.setattr(schema, "LAYOUT", now + 2)
     monkeypatch.setitem(schema.MIGRATIONS, now, ("CREATE TABLE notes (id {INT}, seen {REAL})",))
     monkeypatch.setitem(schema.MIGRATIONS, now + 1, ("INSERT INTO notes (id, seen) VALUES (7, 0.5)",))
-    with pytest.raises(NotABook, match=f"has layout {now}; open it for writing once, and it becomes {now + 2}"):
+    with pytest.raises(NotABookError, match=f"has layout {now}; open it for writing once, and it becomes {now + 2}"):
         rollbook.open(durable_url, mode="r")
     with rollbook.open(durable_url, mode="r+") as book:
         assert schema.layout_of(book.ledger) == now + 2
@@ -269,7 +269,7 @@ def test_two_books_in_one_database(postgres_url: str) -> None:
         assert (numbers(one.lease(9)), numbers(two.lease(9))) == ([0, 1], [5])
     with pytest.raises(ValueError, match="schema: got 'a b'"):
         rollbook.open(f"{postgres_url}{sign}schema=a b")
-    with pytest.raises(NotABook):
+    with pytest.raises(NotABookError):
         rollbook.open(f"{postgres_url}{sign}schema=three", mode="r+")
 
 

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook.book import postgres_shelf, schema
-from rollbook.book.errors import BookError, Damaged, NewerLayout, NotABook
+from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError, NewerLayoutError, NotABookError
 from rollbook.book.postgres import PostgresLedger, connect
 from rollbook.book.postgres_shelf import PostgresShelf
-from rollbook.book.shelves import FolderShelf, MissingSegment, Place, Shelf, new_name
+from rollbook.book.shelves import FolderShelf, Place, Shelf, new_name
 from tests.book.postgres import Server
 
 SCHEMA = 'a "book"'  # a name that has to be quoted
@@ -128,7 +128,7 @@ def test_remove_takes_every_row_of_one_segment(shelf: PostgresShelf, small_rows:
     for place in (several, full):
         shelf.remove(place.segment)
         assert not shelf.has(place.segment)
-        with pytest.raises(MissingSegment, match=place.segment):
+        with pytest.raises(MissingSegmentError, match=place.segment):
             shelf.get(place)
         shelf.remove(place.segment)
     assert bytes(shelf.get(kept)) == b"x" * 500
@@ -148,7 +148,7 @@ def test_a_failed_put_leaves_no_row(shelf: PostgresShelf, small_rows: int, postg
 def test_a_length_that_is_not_there_is_refused_before_memory_is_taken(shelf: PostgresShelf, length: int) -> None:
     [place] = shelf.put([b"x" * 64])
     for read in (shelf.get, lambda place: shelf.get_many([place])):
-        with pytest.raises(Damaged, match="the segment has 128"):
+        with pytest.raises(CorruptBookError, match="the segment has 128"):
             read(Place(place.segment, 64, length))
 
 
@@ -158,7 +158,7 @@ NAMES = {"empty": "", "folder": "../x", "quoted": "x' OR true --", "continued": 
 @pytest.mark.parametrize("segment", NAMES.values(), ids=NAMES)
 def test_names_that_are_none_are_refused(shelf: PostgresShelf, segment: str) -> None:
     for act in (shelf.has, shelf.busy, shelf.remove, lambda name: shelf.get(Place(name, 64, 1))):
-        with pytest.raises(Damaged, match="is not a segment's name"):
+        with pytest.raises(CorruptBookError, match="is not a segment's name"):
             act(segment)
 
 
@@ -166,23 +166,23 @@ def test_damaged_rows_are_refused(shelf: PostgresShelf, small_rows: int, postgre
     [place] = shelf.put([b"x" * 1000])
     cut = Place(place.segment, place.offset, 600)
     run(postgres_url, "UPDATE blobs SET data = substring(data FROM 1 FOR 100) WHERE segment LIKE '%%/2'")
-    with pytest.raises(Damaged, match="reaches to byte 664"):
+    with pytest.raises(CorruptBookError, match="reaches to byte 664"):
         shelf.get(cut)
     run(postgres_url, "DELETE FROM blobs WHERE segment LIKE '%%/2'")
-    with pytest.raises(Damaged, match="reaches to byte 664"):
+    with pytest.raises(CorruptBookError, match="reaches to byte 664"):
         shelf.get(cut)
     assert bytes(shelf.get(Place(place.segment, 64, 300))) == b"x" * 300
     run(postgres_url, "UPDATE blobs SET data = set_byte(data, 8, 9) WHERE segment = %s", place.segment)
-    with pytest.raises(NewerLayout):
+    with pytest.raises(NewerLayoutError):
         shelf.get(cut)
     run(postgres_url, "UPDATE blobs SET data = set_byte(data, 0, 9) WHERE segment = %s", place.segment)
-    with pytest.raises(Damaged, match="magic"):
+    with pytest.raises(CorruptBookError, match="magic"):
         shelf.get(cut)
 
 
 def test_without_tables_there_is_no_book(postgres_url: str) -> None:
     shelf = PostgresShelf(PostgresLedger(postgres_url, SCHEMA))
-    with pytest.raises(NotABook, match="blobs"):
+    with pytest.raises(NotABookError, match="blobs"):
         shelf.put([b"x"])
     shelf.close()
 

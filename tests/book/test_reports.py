@@ -11,7 +11,7 @@ import pytest
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.book import LeaseLost, MaxAge, MaxSize, MaxUses, Priority
+from rollbook.book import LeaseLostError, MaxAge, MaxSize, MaxUses, Priority
 from tests.book.records import Clock, check, group, record, take
 
 
@@ -70,7 +70,7 @@ def test_counts_add_up_whatever_happens(url: str) -> None:
                 leases.append(book.lease(3, consumer="other", seconds=5))
             elif what == 4 and leases:
                 lease = leases.pop(rng.randrange(len(leases)))
-                with suppress(LeaseLost):
+                with suppress(LeaseLostError):
                     lease.ack() if rng.random() < 0.5 else lease.nack(drop=rng.random() < 0.2)
             elif what == 5:
                 clock.now += rng.choice([1, 10])

@@ -29,20 +29,15 @@ from rollbook import Experience
 from rollbook.book import disk as disk_module
 from rollbook.book import windows
 from rollbook.book.disk import Disk, network_mount
-from rollbook.book.errors import Damaged, NewerLayout
-from rollbook.book.objects import ObjectShelf, _Recent
-from rollbook.book.shelves import (
-    ALIGN,
-    FolderShelf,
-    MemoryShelf,
-    MissingSegment,
-    Place,
-    SegmentBusy,
-    Shelf,
-    WriterStopped,
-    header,
-    new_name,
+from rollbook.book.errors import (
+    CorruptBookError,
+    MissingSegmentError,
+    NewerLayoutError,
+    SegmentBusyError,
+    WriterStoppedError,
 )
+from rollbook.book.objects import ObjectShelf, _Recent
+from rollbook.book.shelves import ALIGN, FolderShelf, MemoryShelf, Place, Shelf, header, new_name
 from rollbook.core import wire
 from tests.book.forgetful import FailingDisk, ForgetfulDisk
 
@@ -139,7 +134,7 @@ def test_what_was_put_stays(kind: str, steps: list[tuple[str, Any]], seed: int, 
                 if segments:
                     segment = segments[given % len(segments)]
                     if shelf.busy(segment):
-                        with pytest.raises(SegmentBusy):
+                        with pytest.raises(SegmentBusyError):
                             shelf.remove(segment)
                     else:
                         shelf.remove(segment)
@@ -147,7 +142,7 @@ def test_what_was_put_stays(kind: str, steps: list[tuple[str, Any]], seed: int, 
                         gone = [place for place in stored if place.segment == segment]
                         for place in gone:
                             del stored[place]
-                            with pytest.raises(MissingSegment):
+                            with pytest.raises(MissingSegmentError):
                                 (shelf if kind == "memory" else open_shelf(kind, folder, disk)).get(place)
                         assert not shelf.has(segment)
             elif kind in ("folder", "file"):
@@ -188,7 +183,7 @@ def test_the_disk_forgets(tmp_path: Path, forgotten: str) -> None:
     disk = Lazy(tmp_path / "attic")
     [place] = FolderShelf(tmp_path, disk).put([b"data"])
     disk.power_loss()
-    with pytest.raises((Damaged, MissingSegment)):
+    with pytest.raises((CorruptBookError, MissingSegmentError)):
         FolderShelf(tmp_path).get(place)
 
 
@@ -213,15 +208,15 @@ def test_places_that_are_not_there(shelf: Shelf) -> None:
     size = shelf.segments()[place.segment]
     reads: list[Callable[[Place], Any]] = [shelf.get, lambda place: shelf.get_many([second, place])]
     for read in reads:
-        with pytest.raises(Damaged, match="reaches to byte"):
+        with pytest.raises(CorruptBookError, match="reaches to byte"):
             read(Place(place.segment, 64, size - 63))
-        with pytest.raises(Damaged, match="reaches to byte"):
+        with pytest.raises(CorruptBookError, match="reaches to byte"):
             read(Place(place.segment, 1 << 50, 1 << 50))
         for offset, length in [(0, 10), (-64, 10), (64, -1), ("64", 10), (64.0, 10), (64, None)]:
-            with pytest.raises(Damaged, match="no part lies at"):
+            with pytest.raises(CorruptBookError, match="no part lies at"):
                 read(Place(place.segment, offset, length))  # type: ignore[arg-type]
         other = new_name()
-        with pytest.raises(MissingSegment, match=other):
+        with pytest.raises(MissingSegmentError, match=other):
             read(Place(other, 64, 10))
     assert not shelf.has(other) and not shelf.busy(other)
     shelf.remove(other)
@@ -239,7 +234,7 @@ def test_hostile_names(shelf: Shelf, name: Any) -> None:
     shelf.put([b"something"])
     reads = (lambda name: shelf.get(Place(name, 64, 1)), lambda name: shelf.get_many([Place(name, 64, 1)]))
     for use in (shelf.has, shelf.busy, shelf.remove, *reads):
-        with pytest.raises(Damaged, match="not a segment's name"):
+        with pytest.raises(CorruptBookError, match="not a segment's name"):
             use(name)
 
 
@@ -320,7 +315,7 @@ def test_a_growing_and_a_removed_segment(tmp_path: Path) -> None:
     for part in parts:
         places += writer.put([part])
         views.append(reader.get(places[-1]))
-    with pytest.raises(SegmentBusy):
+    with pytest.raises(SegmentBusyError):
         reader.remove(places[0].segment)
     writer.seal()
     reader.remove(places[0].segment)
@@ -329,7 +324,7 @@ def test_a_growing_and_a_removed_segment(tmp_path: Path) -> None:
     views[0][:10] = bytes(10)
     assert views[0] == bytes(10) + parts[0][10:] and views[1:] == parts[1:]
     for shelf in (writer, reader):
-        with pytest.raises(MissingSegment):
+        with pytest.raises(MissingSegmentError):
             shelf.get(places[0])
 
 
@@ -467,7 +462,7 @@ def test_two_processes_and_a_kill(tmp_path: Path) -> None:
             assert shelf.get(one) == b"%d" % i * 90 and shelf.get(two) == b"%d" % i * 100
         busy = {name for name in shelf.segments() if shelf.busy(name)}
         assert busy == {mine[-1].segment, theirs[-1].segment}
-        with pytest.raises(SegmentBusy):
+        with pytest.raises(SegmentBusyError):
             shelf.remove(theirs[-1].segment)
         other.send_signal(signal.SIGKILL)
         other.wait(60)
@@ -547,7 +542,7 @@ def test_a_failed_write_stops_the_writer(tmp_path: Path, operation: str, at: int
     assert caught.value.errno == code and first.segment in str(caught.value)
     calls = dict(disk.calls)
     for _ in range(3):
-        with pytest.raises(WriterStopped, match=os.strerror(code)) as stopped:
+        with pytest.raises(WriterStoppedError, match=os.strerror(code)) as stopped:
             shelf.put([b"after"])
         assert stopped.value.__cause__ is caught.value
     assert disk.calls == calls, "nothing was tried again"
@@ -563,7 +558,7 @@ def test_a_failed_folder_sync_stops_the_writer(tmp_path: Path, at: int) -> None:
     shelf = FolderShelf(tmp_path, FailingDisk("sync_folder", at, errno.EIO))
     with pytest.raises(OSError, match=tmp_path.name):
         shelf.put([b"x"])
-    with pytest.raises(WriterStopped):
+    with pytest.raises(WriterStoppedError):
         shelf.put([b"x"])
 
 
@@ -629,18 +624,18 @@ def test_every_byte_of_the_header_counts(tmp_path: Path) -> None:
     good = path.read_bytes()
     for at in range(ALIGN):
         path.write_bytes(good[:at] + bytes([good[at] ^ 0xFF]) + good[at + 1 :])
-        with pytest.raises((Damaged, NewerLayout), match=place.segment):
+        with pytest.raises((CorruptBookError, NewerLayoutError), match=place.segment):
             shelf.get(place)
     newer = struct.pack("<8sII40x", good[:8], 2, 128)
     path.write_bytes(newer + struct.pack("<Q", xxhash.xxh3_64_intdigest(newer)) + good[64:])
-    with pytest.raises(NewerLayout, match="layout 2"):
+    with pytest.raises(NewerLayoutError, match="layout 2"):
         shelf.get(place)
     for cut in (0, 10, 63):
         path.write_bytes(good[:cut])
-        with pytest.raises(Damaged, match="cut short"):
+        with pytest.raises(CorruptBookError, match="cut short"):
             shelf.get(place)
     path.write_bytes(good[:66])
-    with pytest.raises(Damaged, match="reaches to byte 68"):
+    with pytest.raises(CorruptBookError, match="reaches to byte 68"):
         shelf.get(place)
     path.write_bytes(good)
     assert shelf.get(place) == b"data"
@@ -661,7 +656,7 @@ def test_links_pipes_and_folders_are_not_followed(tmp_path: Path, kind: str) -> 
     os.mkfifo(folder / names[1])
     (folder / names[2]).mkdir()
     for name in names:
-        with pytest.raises(Damaged, match="expected a plain file"):
+        with pytest.raises(CorruptBookError, match="expected a plain file"):
             shelf.get(Place(name, place.offset, place.length))
         assert not shelf.has(name)
     assert shelf.segments() == before
@@ -683,7 +678,7 @@ def test_a_folder_of_segments_that_is_a_link(tmp_path: Path) -> None:
         shelf.segments,
     ]
     for use in uses:
-        with pytest.raises(Damaged, match="expected a folder"):
+        with pytest.raises(CorruptBookError, match="expected a folder"):
             use()
     assert secret.get(place) == b"secret"
 
@@ -724,7 +719,7 @@ def test_objects_that_are_no_segments(tmp_path: Path) -> None:
     name = new_name()
     fs.pipe_file(f"{root}/{name}", b"anything that is longer than a header" * 10)
     fs.pipe_file(f"{root}/readme.txt", b"not ours")
-    with pytest.raises(Damaged, match="not that of a segment"):
+    with pytest.raises(CorruptBookError, match="not that of a segment"):
         shelf.get(Place(name, 64, 10))
     assert len(shelf.segments()) == 2
     [place] = shelf.put([b"y"])

@@ -14,7 +14,7 @@ import pytest
 
 import rollbook
 from rollbook import EID
-from rollbook.book import Book, BookError, LeaseLost, MaxUses, Uniform, inbox, windows
+from rollbook.book import Book, BookError, LeaseLostError, MaxUses, Uniform, inbox, windows
 from tests.book.conftest import KINDS
 from tests.book.test_checkpoints import durable_url, many_books, place_of, record, seen, sequence, some, sound
 
@@ -398,7 +398,7 @@ def test_a_fork_is_the_book_at_the_checkpoint_and_goes_the_same_way(book: Book, 
     now = seen(book), events(book)
     with book.fork("saved", target) as other:
         assert (seen(book), events(book)) == now
-        inbox.drain_all(other)
+        inbox.drain_inboxes(other)
         mine = seen(other)
         assert mine["work"][: len(then["work"])] == then["work"]
         assert {row[3] for row in mine["work"][len(then["work"]) :]} == {"waiting", "dropped"}  # one made since
@@ -448,7 +448,7 @@ def test_a_fork_ends_leases_that_lived_at_the_checkpoint(book: Book) -> None:
         assert rows(other, "SELECT samples FROM consumers") == [(0,)]
         assert set(other.lease(6).uids) == {each.eid.uid for each in some(range(3))}
         sound(other)
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseLostError):
         lease.nack()
 
 

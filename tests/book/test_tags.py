@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import EID, Experience, Experiences
-from rollbook.book.tags import NOT_A_NUMBER, SCORED, UNSCORED, Tags, numbers, reward, tags
+from rollbook.book.tags import NOT_A_NUMBER, SCORED, UNSCORED, IndexColumns, index_columns, number_column, reward_of
 from tests.strategies import FREEFORM, full_record, record_lists
 
 FEW = settings(max_examples=60)
@@ -78,10 +78,10 @@ def test_tags_are_what_the_records_say(rows: list[Experience], version: Any) -> 
         rows[0] = rows[0].replace(info={**rows[0].info, "model_version": version})
     expected = [naive(row) for row in rows]
     many = Experiences(rows)
-    assert [tag._asdict() for tag in tags(many)] == expected
-    assert [tag._asdict() for tag in tags(Experiences.from_bytes(many.to_bytes())[1:])] == expected[1:]
-    assert [tag._asdict() for row in rows for tag in tags(Experiences([row]))] == expected
-    for tag in tags(many):
+    assert [tag._asdict() for tag in index_columns(many)] == expected
+    assert [tag._asdict() for tag in index_columns(Experiences.from_bytes(many.to_bytes())[1:])] == expected[1:]
+    assert [tag._asdict() for row in rows for tag in index_columns(Experiences([row]))] == expected
+    for tag in index_columns(many):
         assert tag.length == tag.prompt_tokens + tag.response_tokens
         assert {type(value) for value in tag} <= {str, int, float, type(None)}
 
@@ -90,20 +90,20 @@ def test_tags_are_what_the_records_say(rows: list[Experience], version: Any) -> 
 @given(rows=record_lists(max_size=4))
 def test_a_database_gives_tags_back_as_they_were(rows: list[Experience]) -> None:
     rows = [row.replace(eid=EID.parse(row.eid.uid.replace("\0", "0"))) for row in rows]
-    found = tags(Experiences(rows))
+    found = index_columns(Experiences(rows))
     with sqlite3.connect(":memory:") as database:
-        database.execute(f"CREATE TABLE t ({', '.join(Tags._fields)})")
-        database.executemany(f"INSERT INTO t VALUES ({', '.join('?' * len(Tags._fields))})", found)
-        assert list(map(Tags._make, database.execute("SELECT * FROM t ORDER BY rowid"))) == found
+        database.execute(f"CREATE TABLE t ({', '.join(IndexColumns._fields)})")
+        database.executemany(f"INSERT INTO t VALUES ({', '.join('?' * len(IndexColumns._fields))})", found)
+        assert list(map(IndexColumns._make, database.execute("SELECT * FROM t ORDER BY rowid"))) == found
     for row, tag in zip(rows, found, strict=True):
-        back = reward(tag)
+        back = reward_of(tag)
         assert back == row.reward or (back != back and row.reward != row.reward)
         assert not any(isinstance(value, str) and "\0" in value for value in tag)
 
 
 def test_groups() -> None:
     eids = [EID(), EID(), EID(batch=1), EID(task="a/b"), EID(1, 2, run=3), EID("1", "2", run=4), EID(run=3)]
-    found = tags(Experiences([Experience(eid=eid, tokens=[1, 2]) for eid in eids]))
+    found = index_columns(Experiences([Experience(eid=eid, tokens=[1, 2]) for eid in eids]))
     alone = [0, 1, 6]
     assert [found[i].gid for i in alone] == [eids[i].uid for i in alone]
     assert [tag.gid for i, tag in enumerate(found) if i not in alone] == ["1/", "/a%2Fb", "1/2", "1/2"]
@@ -113,12 +113,12 @@ def test_groups() -> None:
 def test_ids_that_a_database_cannot_keep_are_refused() -> None:
     many = Experiences([Experience(tokens=[1, 2]), Experience(eid=EID(task="a\0b"), tokens=[1, 2])])
     with pytest.raises(ValueError, match=r"record 1: eid: got '/a\\x00b/.*expected no NUL"):
-        tags(many)
+        index_columns(many)
 
 
 def _versions(*rows: dict[str, Any]) -> list[tuple[int | None, int | None]]:
     records = [Experience(**{"tokens": [1, 2, 3, 4, 5], "prompt_length": 2, **row}) for row in rows]
-    return [(tag.version_min, tag.version_max) for tag in tags(Experiences(records))]
+    return [(tag.version_min, tag.version_max) for tag in index_columns(Experiences(records))]
 
 
 def test_versions_are_of_the_tokens_that_count() -> None:
@@ -155,7 +155,7 @@ def test_masks_of_any_type(dtype: str) -> None:
     mask = torch.tensor([0.0, -0.0, 1.0]).to(getattr(torch, dtype))
     record = Experience(tokens=[1, 2, 3, 4, 5], prompt_length=2, action_mask=mask, policy_versions=[1, 2, 3])
     plain = Experience(tokens=[1, 2, 3, 4, 5], prompt_length=2, action_mask=[True, True, False])
-    found = tags(Experiences([plain, record]))
+    found = index_columns(Experiences([plain, record]))
     assert [tag.trained_tokens for tag in found] == [2, 1]
     assert (found[1].version_min, found[1].version_max) == (3, 3)
 
@@ -163,9 +163,9 @@ def test_masks_of_any_type(dtype: str) -> None:
 def test_pairs_and_cut_prompts() -> None:
     pair = Experience(tokens=[1, 2], chosen=[3, 4, 5], rejected=torch.tensor([6], dtype=torch.int64))
     cut = Experience(tokens=[1, 2], prompt_length=5, truncate_status="prompt_truncated", logprobs=[0.0])
-    found = tags(Experiences([pair, cut]))
+    found = index_columns(Experiences([pair, cut]))
     assert [tag[9:13] for tag in found] == [(6, 2, 4, 4), (2, 2, 0, 0)]
-    assert tags(Experiences()) == []
+    assert index_columns(Experiences()) == []
 
 
 # --- numbers ------------------------------------------------------------------------------------------------------
@@ -206,8 +206,8 @@ def test_numbers_of_free_form_values() -> None:
     for field in ("info", "metrics"):
         rows = [Experience(tokens=[1, 2], **{field: {"x": value, "y": 0}}) for value, _ in VALUES]
         many = Experiences([*rows, Experience(tokens=[1, 2])])
-        assert numbers(many, f"{field}.x") == [*(number for _, number in VALUES), None]
-    found = numbers(Experiences([Experience(tokens=[1, 2], info={"x": math.nan})]), "info.x")
+        assert number_column(many, f"{field}.x") == [*(number for _, number in VALUES), None]
+    found = number_column(Experiences([Experience(tokens=[1, 2], info={"x": math.nan})]), "info.x")
     assert found[0] is not None and math.isnan(found[0])
 
 
@@ -222,18 +222,18 @@ def test_names_with_dots_quotes_and_tags() -> None:
         {"a": {"b": {7: 0, "c": 7}}},
     ]
     many = Experiences([Experience(tokens=[1, 2], info=info) for info in infos])
-    assert numbers(many, "info.a.b.c") == [1, 2, 3, 4, None, 6, 7]
+    assert number_column(many, "info.a.b.c") == [1, 2, 3, 4, None, 6, 7]
     odd = ['say "hi"', "$tuple", "tab\t", "漢", "a/b", "ends."]
     many = Experiences([Experience(tokens=[1, 2], info={name: 1}) for name in odd])
     for i, name in enumerate(odd):
-        assert numbers(many, f"info.{name}") == [1.0 if j == i else None for j in range(len(odd))], name
+        assert number_column(many, f"info.{name}") == [1.0 if j == i else None for j in range(len(odd))], name
 
 
 @FEW
 @given(values=st.lists(FREEFORM, max_size=4))
 def test_numbers_of_anything(values: list[Any]) -> None:
     many = Experiences([Experience(tokens=[1, 2], info={"x": value, "": 0}) for value in values])
-    found = numbers(many, "info.x")
+    found = number_column(many, "info.x")
     for value, number in zip(values, found, strict=True):
         if type(value) in (bool, int, float) and abs(value) < 1e300:
             assert number == float(value)  # as near as a float is to it
@@ -243,11 +243,11 @@ def test_numbers_of_anything(values: list[Any]) -> None:
 def test_numbers_of_tags() -> None:
     rows = [full_record(reward=value, eid=EID(batch=batch)) for value, batch in ((0.5, 3), (math.nan, "x"), (None, ""))]
     many = Experiences(rows)
-    found = numbers(many, "reward")
+    found = number_column(many, "reward")
     assert found[0] == 0.5 and math.isnan(found[1] or 0.0) and found[2] is None
-    assert numbers(many, "batch") == [3.0, None, None]
-    assert numbers(many, "response_tokens") == [3.0] * 3
-    assert numbers(many, "group_size") == [4.0] * 3
+    assert number_column(many, "batch") == [3.0, None, None]
+    assert number_column(many, "response_tokens") == [3.0] * 3
+    assert number_column(many, "group_size") == [4.0] * 3
     for key, guess in {"rewards": "'reward'", "info.": "info.NAME", "length.x": "'length'", 3: "tag"}.items():
         with pytest.raises(ValueError, match=f"key: got .*{guess}"):
-            numbers(many, key)  # type: ignore[arg-type]
+            number_column(many, key)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 
 import rollbook
 from rollbook import EID
-from rollbook.book import LeaseLost, UnknownConsumer, consumers, repair
+from rollbook.book import LeaseLostError, UnknownConsumerError, consumers, repair
 from tests.book.records import Clock, check, group, ledger, record, records
 
 
@@ -67,7 +67,9 @@ def test_consumer_groups_are_created_listed_and_removed(
             lambda: book.remove_consumer("trian"),
             lambda: book.trained("trian"),
         ):
-            with pytest.raises(UnknownConsumer, match=r"^consumer: got 'trian', .*; did you mean 'train'\?") as caught:
+            with pytest.raises(
+                UnknownConsumerError, match=r"^consumer: got 'trian', .*; did you mean 'train'\?"
+            ) as caught:
                 call()
             assert isinstance(caught.value, KeyError)
         lease = book.lease(1, consumer="replay", create=True, by="group")
@@ -79,12 +81,12 @@ def test_consumer_groups_are_created_listed_and_removed(
         with pytest.raises(ValueError, match="remove_consumer: got 'train'"):
             book.remove_consumer("train")
 
-        delete = consumers.delete_removed
+        delete = consumers.delete_removed_consumers
         monkeypatch.setattr(consumers, "delete_removed", lambda ledger: None)  # As if it were killed there.
         book.remove_consumer("replay")
         monkeypatch.setattr(consumers, "delete_removed", delete)
         assert list(book.consumers()) == ["train"] and book.check().ok
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             lease.ack()
         with book.snapshot("memory:") as copy:
             check(copy)
@@ -111,7 +113,7 @@ def test_a_lost_lease_is_told_once() -> None:
         book.append(record())
         with book.lease(1, seconds=10) as lease:
             clock.now += 11
-            with pytest.raises(LeaseLost):
+            with pytest.raises(LeaseLostError):
                 lease.ack()
-        with pytest.raises(LeaseLost), book.lease(1, seconds=10):
+        with pytest.raises(LeaseLostError), book.lease(1, seconds=10):
             clock.now += 11

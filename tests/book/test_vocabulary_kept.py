@@ -13,7 +13,7 @@ import rollbook
 from rollbook import Experience
 from rollbook.book import vocabularies
 from rollbook.book.checking import check
-from rollbook.book.errors import Damaged
+from rollbook.book.errors import CorruptBookError
 from rollbook.core.vocabulary import Vocabulary
 from tests.tiny import bytes_, words
 
@@ -84,7 +84,7 @@ def test_damage_is_one_error(tmp_path: Path) -> None:
         connection.close()
         with (
             rollbook.open(tmp_path / "book", "r") as book,
-            pytest.raises(Damaged, match="the vocabulary in its ledger"),
+            pytest.raises(CorruptBookError, match="the vocabulary in its ledger"),
         ):
             book.vocabulary()
 
@@ -107,4 +107,4 @@ def test_a_tokenizer_without_a_usable_vocabulary_does_not_stop_an_append() -> No
             assert book.append(record(1)).admitted == 1
         assert [str(one.message) for one in said if "its vocabulary is not kept" in str(one.message)]
         assert book.vocabulary() is None
-        assert vocabularies.kept(book) is None
+        assert vocabularies.read_vocabulary(book) is None

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 import rollbook
 from rollbook import Experience
-from rollbook.book import ConnectionLost, Lease, OutcomeUnknown
+from rollbook.book import ConnectionLostError, Lease, OutcomeUnknownError
 from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.models import Actor
 from rollbook.train.algorithm import Algorithm
@@ -165,7 +165,7 @@ def test_a_step_is_acknowledged_again_while_the_server_cannot_be_reached(monkeyp
     book = rollbook.open("memory:")
     book.append(scored([1.0, 0.0]))
     run = Trainer(models()[0], None, book, Algorithm.of("grpo"), groups=1)
-    acknowledge, failures = Lease.ack, [ConnectionLost("no server"), OutcomeUnknown("no answer")]
+    acknowledge, failures = Lease.ack, [ConnectionLostError("no server"), OutcomeUnknownError("no answer")]
 
     def ack(lease: Lease, *args: Any, **options: Any) -> int:
         count = acknowledge(lease, *args, **options)

@@ -48,7 +48,7 @@ class Addition:
     """Why it is another record."""
 
 
-def changed(old: Experience, new: Experience) -> Addition:
+def compare(old: Experience, new: Experience) -> Addition:
     """What `new` adds to `old`, a stored record of the same id, or where they conflict.
 
     `new` may bring late fields (see `is_late`) that `old` lacks, and new keys in its dicts; what it does not have
@@ -57,10 +57,10 @@ def changed(old: Experience, new: Experience) -> Addition:
     >>> from rollbook import Experience
     >>> old = Experience(eid={"suffix": "a"}, tokens=[1, 2, 3], info={"seed": 7})
     >>> late = old.replace(reward=1.0, info={"judge": "b"})
-    >>> addition = changed(old, late)
+    >>> addition = compare(old, late)
     >>> addition.added, addition.merged.reward, addition.merged.info
     (('reward', 'info.judge'), 1.0, {'seed': 7, 'judge': 'b'})
-    >>> str(changed(late, old.replace(reward=0.0)).conflict)
+    >>> str(compare(late, old.replace(reward=0.0)).conflict)
     'reward: stored 1.0, given 0.0'
     """
     added: list[str] = []
@@ -72,7 +72,7 @@ def changed(old: Experience, new: Experience) -> Addition:
             if not same(a, b):
                 return Addition(old, conflict=_difference(name, a, b))
         elif field.kind == "json":
-            found, conflict = _entries(name, a, b)
+            found, conflict = _compare_entries(name, a, b)
             if conflict is not None:
                 return Addition(old, conflict=conflict)
             added.extend(f"{name}.{key}" for key in found)
@@ -97,7 +97,7 @@ def changed(old: Experience, new: Experience) -> Addition:
     return Addition(new.replace(**kept) if new.odd else old.replace(**brought), tuple(added))
 
 
-def _entries(name: str, old: dict[Any, Any], new: dict[Any, Any]) -> tuple[dict[Any, Any], Difference | None]:
+def _compare_entries(name: str, old: dict[Any, Any], new: dict[Any, Any]) -> tuple[dict[Any, Any], Difference | None]:
     """The entries that only `new` has, and the first that both have and that differs."""
     found: dict[Any, Any] = {}
     for key, value in new.items():
@@ -113,10 +113,10 @@ _short.maxstring = _short.maxother = _short.maxlong = 60
 
 
 def _difference(field: str, old: Any, new: Any) -> Difference:
-    return Difference(field, _shown(old, new), _shown(new, old))
+    return Difference(field, _show_value(old, new), _show_value(new, old))
 
 
-def _shown(value: Any, beside: Any) -> str:
+def _show_value(value: Any, beside: Any) -> str:
     """A value as an error shows it; of tensors and long texts what tells it from the other."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = str(value.dtype).removeprefix("torch.")

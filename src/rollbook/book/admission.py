@@ -30,8 +30,15 @@ from rollbook.book import (
     work,
 )
 from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.errors import BackPressure, BookError, Conflict, ConnectionLost, OutcomeUnknown, QuotaExceeded
-from rollbook.book.ledger import RETRY_SECONDS, ConcurrentChange, Transaction, took_effect
+from rollbook.book.errors import (
+    BackPressureError,
+    BookError,
+    ConflictError,
+    ConnectionLostError,
+    OutcomeUnknownError,
+    QuotaExceededError,
+)
+from rollbook.book.ledger import RETRY_SECONDS, ConcurrentChangeError, Transaction, took_effect
 from rollbook.book.shelves import Place
 from rollbook.core.experiences import Experiences, from_rows, uncollected
 from rollbook.core.row_layout import RowLayout
@@ -45,13 +52,13 @@ ATTEMPTS = 50
 FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
 """Rows whose ids may be taken again: records that a rewind dropped, and runs that failed and now gave a record."""
 _COLUMNS = (
-    *("seq", *tags.Tags._fields, "evaluation", "admitted", "revision", "whole", "core"),
+    *("seq", *tags.IndexColumns._fields, "evaluation", "admitted", "revision", "whole", "core"),
     *("segment", "start", "size", "slot", "bytes", "gone"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Appended:
+class AppendResult:
     """What an append did: how many records are new, how many were there already, how many of those got new fields."""
 
     admitted: int = 0
@@ -60,8 +67,8 @@ class Appended:
     stale: int = 0
     """Of the admitted ones, how many were too old for some consumer as they came."""
 
-    def __add__(self, other: Appended) -> Appended:
-        return Appended(
+    def __add__(self, other: AppendResult) -> AppendResult:
+        return AppendResult(
             self.admitted + other.admitted,
             self.known + other.known,
             self.revised + other.revised,
@@ -70,12 +77,12 @@ class Appended:
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class PendingAppend:
     """Records on their way in, with what the ledger will say of them."""
 
     many: Experiences | RowLayout
-    digests: digests.Digests
-    tags: Sequence[tags.Tags]
+    digests: digests.ContentHashes
+    tags: Sequence[tags.IndexColumns]
     evaluation: bool
     frame: Any = None
     """Their bytes, if they were made already."""
@@ -84,9 +91,9 @@ class Coming:
     uses: Sequence[tuple[str, ...]] = ()
     """With `frame`: the media of each record; empty if there are none."""
 
-    def take(self, indices: list[int]) -> Coming:
-        kept = digests.Digests(*([column[i] for i in indices] for column in self.digests))
-        return Coming(self.select(indices), kept, [self.tags[i] for i in indices], self.evaluation)
+    def take(self, indices: list[int]) -> PendingAppend:
+        kept = digests.ContentHashes(*([column[i] for i in indices] for column in self.digests))
+        return PendingAppend(self.select(indices), kept, [self.tags[i] for i in indices], self.evaluation)
 
     def select(self, indices: list[int]) -> Experiences:
         """The records at `indices`, on memory of their own."""
@@ -113,7 +120,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def as_many(given: Any) -> Experiences:
+def as_experiences(given: Any) -> Experiences:
     """One record, some, or columns, as columns."""
     return given if isinstance(given, Experiences) else from_rows(_rows(given), copy=False)
 
@@ -128,33 +135,35 @@ def _rows(records: Any) -> list[Any]:
     return list(records)
 
 
-def _prepare(records: Experiences | list[Any], evaluation: bool) -> Coming:
+def _prepare(records: Experiences | list[Any], evaluation: bool) -> PendingAppend:
     """Encode records, and compute what the ledger will say of them."""
     # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
     # by this thread's next append: columns that the caller holds stay out of it.
     with uncollected():
         layout = None if isinstance(records, Experiences) else RowLayout.of(records)
         if layout is not None and not evaluation and not attachments.may_hold_media(layout):
-            return _described(layout, evaluation, encode(layout, out=_scratch.of), {}, ())
-        columns = as_many(records)
-        lifted = attachments.lift(columns, evaluation=[evaluation] * len(columns))
+            return _describe(layout, evaluation, encode(layout, out=_scratch.of), {}, ())
+        columns = as_experiences(records)
+        lifted = attachments.extract(columns, evaluation=[evaluation] * len(columns))
         frame = encode(lifted.stripped, out=_scratch.of, settle=columns is not records)
-        return _described(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
+        return _describe(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
 
 
-def _described(records: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> Coming:
-    ids = identities.ids(records.columns["eid"])
-    return Coming(records, digests.digests(records, ids), tags.tags(records, ids), evaluation, *encoded)
+def _describe(records: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> PendingAppend:
+    ids = identities.printed_ids(records.columns["eid"])
+    return PendingAppend(
+        records, digests.content_hashes(records, ids), tags.index_columns(records, ids), evaluation, *encoded
+    )
 
 
-def append(
+def append_records(
     book: Book, given: Any, *, evaluation: bool, author: str, timeout: float | None
-) -> tuple[Appended, dict[str, str]]:
+) -> tuple[AppendResult, dict[str, str]]:
     """See `Book.append`; also, by id, which records were "admitted", too old as they came ("stale") or "revised"."""
     records = given if isinstance(given, Experiences) else _rows(given)
     if not records:
-        return Appended(), {}
-    coming, doubled = _once(_prepare(records, evaluation))
+        return AppendResult(), {}
+    coming, doubled = _deduplicate(_prepare(records, evaluation))
     end = None if timeout is None else time.monotonic() + timeout
     # Where bytes and rows are written by one transaction, the first attempt takes all records for new and writes them
     # at once; if some are not, it writes nothing.
@@ -167,21 +176,21 @@ def append(
             hopeful, fresh, known, revisions = False, list(range(len(coming.tags))), 0, []
         else:
             with book.ledger.read() as tx:
-                fresh, known, revisions = _sorted_out(tx, coming)
+                fresh, known, revisions = _classify(tx, coming)
                 check_tokenizer(tx, book)
-                held = _held(tx, evaluation, len(fresh))
+                held = _limiter_wait(tx, evaluation, len(fresh))
             if held is not None:
                 _wait(held, end)
                 continue
         new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
         fates: dict[str, str] = {}
-        admit = Admit(book, new) if fresh else None
+        admit = AppendTransaction(book, new) if fresh else None
         # Without a limit, or one of 0 s for limiters, the lock has its default limit.
         lock_wait = max(end - time.monotonic(), 0.0) if end is not None and timeout else None
         try:
             if revisions:
                 # In one transaction with the new ones, which comes about only if one of them brings something.
-                changed = revising.add(book, coming, revisions, author, admit, lock_wait)
+                changed = revising.add_fields(book, coming, revisions, author, admit, lock_wait)
                 fates = dict.fromkeys(changed, "revised")
                 known += len(revisions) - len(changed)
             if admit is not None and admit.stale is None:
@@ -191,7 +200,7 @@ def append(
                         admit(tx)
                 else:
                     book.group_commit.run(book, admit, lock_wait)
-        except (_Overtaken, ConcurrentChange):
+        except (_ConcurrentAppendError, ConcurrentChangeError):
             attempts += 1
             if attempts > ATTEMPTS:
                 raise BookError(
@@ -199,13 +208,13 @@ def append(
                     "was removed; nothing was admitted"
                 ) from None
             continue
-        except (ConnectionLost, OutcomeUnknown) as error:
+        except (ConnectionLostError, OutcomeUnknownError) as error:
             # Ids make a second attempt safe; a look tells new records from those that were known before this call.
             if not took_effect(book.ledger, error, admit.is_there if admit else lambda tx: False) or revisions:
                 if time.monotonic() >= last_retry:
                     raise
                 continue
-        result = Appended(known=known + doubled, revised=len(fates))
+        result = AppendResult(known=known + doubled, revised=len(fates))
         if admit is None or admit.stale is None:
             return result, fates
         from rollbook.book.compaction import after_append
@@ -214,21 +223,21 @@ def append(
         book.untold = None
         after_append(book)
         fates |= {tag.uid: "stale" if i in admit.stale else "admitted" for i, tag in enumerate(new.tags)}
-        return result + Appended(admitted=len(fresh), stale=len(admit.stale)), fates
+        return result + AppendResult(admitted=len(fresh), stale=len(admit.stale)), fates
 
 
-def _once(coming: Coming) -> tuple[Coming, int]:
+def _deduplicate(coming: PendingAppend) -> tuple[PendingAppend, int]:
     """Each id once: the same record twice in one append counts once."""
     first: dict[str, int] = {}
     for i, tag in enumerate(coming.tags):
         j = first.setdefault(tag.uid, i)
         if coming.digests.whole[i] != coming.digests.whole[j]:
-            raise Conflict(f"append: records {j} and {i} are different and have the same id {tag.uid!r}")
+            raise ConflictError(f"append: records {j} and {i} are different and have the same id {tag.uid!r}")
     doubled = len(coming.tags) - len(first)
     return (coming.take(list(first.values())), doubled) if doubled else (coming, 0)
 
 
-def _sorted_out(tx: Transaction, coming: Coming) -> tuple[list[int], int, list[tuple[int, int]]]:
+def _classify(tx: Transaction, coming: PendingAppend) -> tuple[list[int], int, list[tuple[int, int]]]:
     """Which records are new, how many are known, and which known ones (index, number) may bring new fields."""
     place = {tag.uid: i for i, tag in enumerate(coming.tags)}
     fresh = dict.fromkeys(place.values())
@@ -244,7 +253,7 @@ def _sorted_out(tx: Transaction, coming: Coming) -> tuple[list[int], int, list[t
                 continue  # The id is free: see `FREE`.
             del fresh[i]
             if bool(evaluation) != coming.evaluation:
-                raise Conflict(
+                raise ConflictError(
                     f"{uid}: got it for {_purpose(coming.evaluation)}, it is there for {_purpose(evaluation)}"
                 )
             same = whole is not None and bytes(whole) == coming.digests.whole[i]
@@ -253,7 +262,7 @@ def _sorted_out(tx: Transaction, coming: Coming) -> tuple[list[int], int, list[t
             elif gone is not None:
                 # What was sampled is the same: it stays gone, and late fields have nothing to be added to.
                 if core is None or bytes(core) != coming.digests.core[i]:
-                    raise Conflict(f"{uid}: got a record under the id of one that is gone ({gone})")
+                    raise ConflictError(f"{uid}: got a record under the id of one that is gone ({gone})")
                 known += 1
             else:
                 revisions.append((i, seq))
@@ -291,12 +300,12 @@ class Encoded:
     uses: Sequence[tuple[str, ...]]
 
     @classmethod
-    def of(cls, coming: Coming) -> Encoded:
+    def of(cls, coming: PendingAppend) -> Encoded:
         """Encode records, unless they are encoded already."""
         if coming.frame is not None:
             return cls(coming.frame, coming.blobs, coming.uses)
-        columns = as_many(coming.many)
-        lifted = attachments.lift(columns, evaluation=[coming.evaluation] * len(columns))
+        columns = as_experiences(coming.many)
+        lifted = attachments.extract(columns, evaluation=[coming.evaluation] * len(columns))
         return cls(encode(lifted.stripped), lifted.blobs, lifted.uses)
 
     def parts(self, known: Collection[str]) -> tuple[list[Any], list[str]]:
@@ -316,7 +325,7 @@ class Encoded:
         return Stored(places[0], dict(zip(new, places[1:], strict=True)), self.uses)
 
 
-def store_all(book: Book, admits: Sequence[Admit]) -> None:
+def store_all(book: Book, admits: Sequence[AppendTransaction]) -> None:
     """Put the bytes of appends on the shelf, with one sync; those that are there already stay where they are."""
     admits = [admit for admit in admits if admit.stored is None]
     if not admits:
@@ -346,41 +355,41 @@ def check_quota(book: Book, size: int) -> None:
         with book.ledger.read() as tx:
             states = (work.WAITING, work.COOLING, work.LEASED)
             counts = {
-                consumer.name: work.tally(tx, consumer, *states)[0] + inbox.size(tx, consumer.id)
+                consumer.name: work.count_rows(tx, consumer, *states)[0] + inbox.inbox_size(tx, consumer.id)
                 for consumer in consumers.all_consumers(tx)
             }
-        raise QuotaExceeded(
+        raise QuotaExceededError(
             f"quota: the book has {sum(book.shelf.segments().values())} bytes and would get {size} more, expected at "
             f"most {book.quota}; nothing that could be removed was left"
             + "".join(f"; consumer {name!r} is not done with {n} records" for name, n in counts.items() if n)
         )
 
 
-def _held(tx: Transaction, evaluation: bool, count: int) -> str | None:
+def _limiter_wait(tx: Transaction, evaluation: bool, count: int) -> str | None:
     """Why a limiter holds these records back, if one does."""
     if evaluation or not count:
         return None
     for consumer in consumers.all_consumers(tx):
         if consumer.settings.ratio is not None:
-            consumer.inserts += inbox.size(tx, consumer.id)
-            reason = _held_back(tx, consumer, count)
+            consumer.inserts += inbox.inbox_size(tx, consumer.id)
+            reason = _limiter_reason(tx, consumer, count)
             if reason is not None:
                 return reason
     return None
 
 
-class _Overtaken(Exception):
+class _ConcurrentAppendError(Exception):
     """Other writers changed what is new, or filled what a limiter leaves: look again."""
 
 
-class Admit:
+class AppendTransaction:
     """New records, in two steps: `store` writes their bytes, a call writes the ledger in a transaction. A shelf that
     lies in the ledger's database gets the bytes in the same transaction."""
 
-    def __init__(self, book: Book, coming: Coming) -> None:
+    def __init__(self, book: Book, coming: PendingAppend) -> None:
         self.book = book
         self.coming = coming
-        self.columns = kinds.kinds_of(coming.many) - book.known_kinds
+        self.columns = kinds.column_types(coming.many) - book.known_kinds
         self.encoded = Encoded.of(coming)
         self.stored: Stored | None = None
         self.placed: Stored | None = None
@@ -401,9 +410,9 @@ class Admit:
     def keep_vocabulary(self) -> None:
         """Prepare the tokenizer's vocabulary for the ledger, if that does not have it."""
         if self.book.untold is not None and self.vocabulary is None:
-            from rollbook.book.vocabularies import to_keep
+            from rollbook.book.vocabularies import encode_vocabulary
 
-            self.vocabulary = to_keep(self.book)
+            self.vocabulary = encode_vocabulary(self.book)
 
     def is_there(self, tx: Transaction) -> bool:
         """Whether a call wrote the ledger and was committed."""
@@ -418,51 +427,51 @@ class Admit:
         uids = [tag.uid for tag in coming.tags]
         same_uids, consumer_rows, meta_rows, [(base,)] = tx.ask(
             (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
-            (consumers.ALL, ()),
+            (consumers.SELECT_CONSUMERS, ()),
             ("SELECT key, value FROM meta WHERE key IN ('tokenizer', 'policy_version', 'lineage')", ()),
             tx.next_number("records", len(uids)),
         )
         meta = dict(meta_rows)
         if not all(free for _, _, free in same_uids):
-            raise _Overtaken
+            raise _ConcurrentAppendError
         if book.tokenizer is not None and meta.get("tokenizer", book.tokenizer) != book.tokenizer:
-            raise _Overtaken
+            raise _ConcurrentAppendError
         self.placed = stored = self._placed(tx)
         purging.seal_purged(tx, book, stored.frame.segment)
-        listening = [] if coming.evaluation else consumers.parsed_rows(consumer_rows)
+        listening = [] if coming.evaluation else consumers.parse_consumers(consumer_rows)
         # Where an append depends on how many records there are, or the other way round, appends come one by one.
         limited = []
         for consumer in [each for each in listening if each.settings.ratio or each.settings.max_size]:
             limited.append(_counted(tx, book, consumer))
-            if _held_back(tx, limited[-1], len(uids)):
-                raise _Overtaken
+            if _limiter_reason(tx, limited[-1], len(uids)):
+                raise _ConcurrentAppendError
         if same_uids:
             renamed = [(f"{uid}~{seq}", seq) for seq, uid, _ in sorted(same_uids)]
             tx.many("UPDATE records SET uid = ? WHERE seq = ?", renamed)
-        insert(tx, coming, stored, base)
+        insert_records(tx, coming, stored, base)
         stale: set[int] = set()
         numbers: dict[int, str] = {}
-        lineage = lineages.of(meta)
-        if lineage.number and lineages.are_named(coming.many):
-            lineage = lineages.read(tx, lock=True)
+        lineage = lineages.parse_lineage(meta)
+        if lineage.number and lineages.name_lineage(coming.many):
+            lineage = lineages.read_lineage(tx, lock=True)
         newest = [tag.version_max for tag in coming.tags]
         abandoned = lineage.admit(tx, coming.many, base, newest) if lineage.number else set()
         for consumer in listening:
             key = consumer.settings.sampler.key
-            if key is not None and key not in tags.Tags._fields:
-                numbers[consumer.id] = json.dumps(tags.numbers(coming.many, key))
+            if key is not None and key not in tags.IndexColumns._fields:
+                numbers[consumer.id] = json.dumps(tags.number_column(coming.many, key))
             if consumer.settings.max_staleness is not None:
-                floor = work.floor_of(lineage.announced, consumer.settings.max_staleness)
+                floor = work.version_floor(lineage.announced, consumer.settings.max_staleness)
                 versions = [tag.version_min for tag in coming.tags]
                 stale |= abandoned
                 stale.update(i for i, v in enumerate(versions) if floor is not None and v is not None and v < floor)
             if consumer.waiting > tx.now:
                 tx.notify(consumer.id)
-        inbox.add(tx, [consumer.id for consumer in listening], base, len(uids), numbers)
+        inbox.add_to_inbox(tx, [consumer.id for consumer in listening], base, len(uids), numbers)
         for consumer in limited:
-            while not inbox.drain(tx, book, consumer):
+            while not inbox.drain_inbox(tx, book, consumer):
                 pass
-            consumers.save(tx, consumer)
+            consumers.save_consumer(tx, consumer)
         if self.columns:
             tx.insert("columns", ("name", "type"), sorted(self.columns), "ON CONFLICT DO NOTHING")
         if book.tokenizer is not None and ("tokenizer" not in meta or self.vocabulary is not None):
@@ -480,24 +489,24 @@ class Admit:
             return self.encoded.stored(self.book.shelf.insert(tx, parts), new)  # type: ignore[attr-defined]
         stored = self.stored
         if stored is None:
-            raise _Overtaken
+            raise _ConcurrentAppendError
         segments = {stored.frame.segment, *(place.segment for place in stored.media.values())}
         if not all(map(self.book.shelf.has, segments)):
-            raise _Overtaken
+            raise _ConcurrentAppendError
         borrowed = _borrowed(stored)
         if borrowed and len(borrowed) > len(
             tx.all(f"SELECT hash FROM media WHERE hash {tx.in_texts}", (tx.array(borrowed),))
         ):
-            raise _Overtaken  # A medium that was known has been removed meanwhile.
+            raise _ConcurrentAppendError  # A medium that was known has been removed meanwhile.
         return stored
 
 
 def _counted(tx: Transaction, book: Book, consumer: Consumer) -> Consumer:
     """A consumer, locked, whose counts include every record before this append."""
-    locked = consumers.find(tx, consumer.name, lock=True)
+    locked = consumers.find_consumer(tx, consumer.name, lock=True)
     if locked is None:
-        raise _Overtaken
-    while not inbox.drain(tx, book, locked):
+        raise _ConcurrentAppendError
+    while not inbox.drain_inbox(tx, book, locked):
         pass
     return locked
 
@@ -506,7 +515,7 @@ def _borrowed(stored: Stored) -> list[str]:
     return list({key for keys in stored.uses for key in keys if key not in stored.media})
 
 
-def _held_back(tx: Transaction, consumer: Consumer, count: int) -> str | None:
+def _limiter_reason(tx: Transaction, consumer: Consumer, count: int) -> str | None:
     ratio = consumer.settings.ratio
     if ratio is None or ratio.inserts_left(consumer.inserts, consumer.samples) >= count:
         return None
@@ -514,7 +523,7 @@ def _held_back(tx: Transaction, consumer: Consumer, count: int) -> str | None:
         # Nothing is there to be handed out (groups that wait for their other runs): holding back would be for ever.
         return None
     if count > ratio.append_size:
-        raise BackPressure(
+        raise BackPressureError(
             f"append: got {count} records at once, consumer {consumer.name!r} lets at most append_size = "
             f"{ratio.append_size} in; append them in smaller pieces"
         )
@@ -526,20 +535,22 @@ def _held_back(tx: Transaction, consumer: Consumer, count: int) -> str | None:
 
 def _can_go_on(tx: Transaction, consumer: Consumer) -> bool:
     """Whether something is leased, rests, or could be leased now, so that samples can catch up without more inserts."""
-    if work.tally(tx, consumer, work.LEASED, work.COOLING)[0]:
+    if work.count_rows(tx, consumer, work.LEASED, work.COOLING)[0]:
         return True
     if consumer.grouped:
         return bool(tx.one("SELECT 1 FROM groups WHERE consumer = ? AND ready = 1 LIMIT 1", (consumer.id,)))
-    return work.tally(tx, consumer, work.WAITING)[0] > 0
+    return work.count_rows(tx, consumer, work.WAITING)[0] > 0
 
 
 def _wait(why: str, end: float | None) -> None:
     if end is not None and time.monotonic() >= end:
-        raise BackPressure(f"append: held back until the time was up, nothing was written: {why}")
+        raise BackPressureError(f"append: held back until the time was up, nothing was written: {why}")
     time.sleep(0.01)
 
 
-def insert(tx: Transaction, coming: Coming, stored: Stored | None, base: int, gone: str | None = None) -> None:
+def insert_records(
+    tx: Transaction, coming: PendingAppend, stored: Stored | None, base: int, gone: str | None = None
+) -> None:
     """Insert the records' rows, numbered from `base` on."""
     count = len(coming.tags)
     place = (None, None, None) if stored is None else (stored.frame.segment, stored.frame.offset, stored.frame.length)
@@ -575,11 +586,11 @@ def insert(tx: Transaction, coming: Coming, stored: Stored | None, base: int, go
         uses = [(key, base + i) for i, keys in enumerate(stored.uses) for key in keys]
         tx.insert("media_uses", ("hash", "seq"), uses)
     detail = {"evaluation": True} if coming.evaluation else None
-    work.record(tx, [work.Event("admitted", base + i, detail=detail) for i in range(count)])
+    work.record_events(tx, [work.Event("admitted", base + i, detail=detail) for i in range(count)])
     reports.admitted(tx, coming.evaluation, count)
 
 
-def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | None) -> int:
+def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | None) -> int:
     """See `Book.fail`."""
     from rollbook.core.experience import Experience
 
@@ -587,9 +598,11 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
         raise ValueError(f"reason: got {reason!r}, which the ledger says of records; expected another word")
     rows = [Experience(eid=eid, tokens=[0, 0], group_size=group_size) for eid in eids]
     many = from_rows(rows)
-    found = [tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0) for tag in tags.tags(many)]
-    coming = Coming(many, digests.digests(many), found, False)
-    with inbox.drained(book) as tx:
+    found = [
+        tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0) for tag in tags.index_columns(many)
+    ]
+    coming = PendingAppend(many, digests.content_hashes(many), found, False)
+    with inbox.write_drained(book) as tx:
         # A run that has a record, or failed already, is known: ids end in chance, and who starts again fails it again.
         gids, uids = tx.array([tag.gid for tag in found]), tx.array([tag.uid for tag in found])
         runs, same_uids = tx.ask(
@@ -613,24 +626,24 @@ def tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | N
             [(f"{uid}~{seq}", seq) for seq, uid, free in same_uids if free and uid in again],
         )
         base = tx.one(*tx.next_number("records", len(fresh)))[0]
-        insert(tx, coming, None, base, reason)
+        insert_records(tx, coming, None, base, reason)
         for consumer in consumers.all_consumers(tx):
-            work.enter(
+            work.enter_rows(
                 tx,
                 consumer,
                 [inbox.new_row(consumer, base + i, tag.gid, None, None, reason) for i, tag in enumerate(coming.tags)],
             )
-            consumers.save(tx, consumer)
+            consumers.save_consumer(tx, consumer)
     return len(fresh)
 
 
-def configure(
+def configure_consumer(
     tx: Transaction, book: Book, name: str, settings: dict[str, Any], *, create: bool, change: bool
 ) -> Settings:
     """See `Book.consumer`."""
-    if create and consumers.find(tx, name) is None:
+    if create and consumers.find_consumer(tx, name) is None:
         return book.make_consumer(tx, name, settings).settings
-    current = consumers.named(tx, name)
+    current = consumers.get_consumer(tx, name)
     new = current.settings.changed(settings)
     if new != current.settings and not change:
         names = [key for key in settings if getattr(new, key) != getattr(current.settings, key)]
@@ -639,35 +652,35 @@ def configure(
             f"{getattr(current.settings, names[0])!r}; change=True changes it for everybody"
         )
     if new != current.settings:
-        consumers.configure(tx, current, new)
+        consumers.save_settings(tx, current, new)
         # All that waits is ranked anew, piece by piece, before the next lease.
         current.state["unranked"] = current.state["oversized"] = 1
-        consumers.save(tx, current)
+        consumers.save_consumer(tx, current)
         tx.run("UPDATE inbox SET numbers = NULL WHERE consumer = ?", (current.id,))  # those of the former key
         # Whoever waits for a lease looks again when there is an event.
         detail = {"settings": json.loads(new.to_json())}
-        work.record(tx, [work.Event("configured", consumer=current.id, detail=detail)])
+        work.record_events(tx, [work.Event("configured", consumer=current.id, detail=detail)])
     return new
 
 
-def rerank(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
+def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
     """Rank waiting records anew, for a sampler or a seed that has changed, and hold a new bound on their number; return
     whether that is done."""
     start = consumer.state.get("unranked")
     if start is None:
-        if "oversized" not in consumer.state or not work.keep_size(tx, consumer, most):
+        if "oversized" not in consumer.state or not work.drop_over_size(tx, consumer, most):
             return "oversized" not in consumer.state
         del consumer.state["oversized"]
         return True
     sampler = consumer.settings.sampler
     # What is done with may have no bytes any more to read its number from, and needs no rank.
-    rows = work.rows(
+    rows = work.select_rows(
         tx,
         "consumer = ? AND seq >= ? AND state IN ('waiting', 'cooling', 'leased') ORDER BY seq LIMIT ?",
         (consumer.id, start, most),
     )
     seqs = [row.seq for row in rows]
-    values = [None] * len(seqs) if sampler.key is None else reading.numbers(book, tx, seqs, sampler.key)
+    values = [None] * len(seqs) if sampler.key is None else reading.read_numbers(book, tx, seqs, sampler.key)
     moves = []
     for row, value in zip(rows, values, strict=True):
         item = consumer.item(row.seq, row.uses, row.version, value)
@@ -675,14 +688,14 @@ def rerank(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
         moves.append((row, row._replace(value=value, weight=sampler.weight(item), rank=rank)))
     # Groups are made anew from their members when all of those have their ranks.
     grouped, consumer.grouped = consumer.grouped, False
-    work.change(tx, consumer, moves, [])
+    work.change_rows(tx, consumer, moves, [])
     consumer.grouped = grouped
     if len(rows) == most:
         consumer.state["unranked"] = seqs[-1] + 1
         return False
     del consumer.state["unranked"]
     if consumer.settings.max_staleness is not None:
-        work.forget_abandoned(tx, consumer)
+        work.drop_abandoned_rows(tx, consumer)
     if consumer.grouped:
-        groups.begin(tx, consumer)
+        groups.begin_groups(tx, consumer)
     return False

@@ -31,7 +31,7 @@ A blob, as a shelf keeps it, all numbers little-endian:
 >>> image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBO" * 500}}
 >>> asked = [{"role": "user", "content": [image]}]
 >>> many = Experiences([Experience(tokens=[1, 2, 3], messages=asked) for _ in range(4)])
->>> lifted = lift(many)
+>>> lifted = extract(many)
 >>> [(blob.kind, len(blob.payload)) for blob in lifted.blobs.values()], [len(used) for used in lifted.uses]
 ([('bytes', 1500)], [1, 1, 1, 1])
 >>> shelf = {name: blob.data for name, blob in lifted.blobs.items()}
@@ -214,7 +214,7 @@ def open_blob(data: Any, *, verify: bool = False) -> Blob:
 
 
 @dataclass(frozen=True, slots=True)
-class Lifted:
+class Extracted:
     """Records and their media, apart."""
 
     stripped: Experiences
@@ -276,7 +276,7 @@ def _from_base64(text: memoryview) -> bytes | None:
     return data if whole and len(text) == -(-len(data) // 3) * 4 else None
 
 
-def lift(many: Experiences, least: int = LEAST, evaluation: Sequence[bool] = ()) -> Lifted:
+def extract(many: Experiences, least: int = LEAST, evaluation: Sequence[bool] = ()) -> Extracted:
     """The records without their media of at least `least` bytes, and the media, each once.
 
     `evaluation` says of each record whether it is for evaluation; without it none is.
@@ -285,7 +285,7 @@ def lift(many: Experiences, least: int = LEAST, evaluation: Sequence[bool] = ())
     >>> from rollbook import Experience
     >>> image = torch.zeros(4, 1176, dtype=torch.bfloat16)
     >>> row = Experience(tokens=[1, 2, 3], multi_modal_inputs={"pixel_values": image, "image_grid_thw": [[1, 2, 2]]})
-    >>> lifted = lift(Experiences([row, row]))
+    >>> lifted = extract(Experiences([row, row]))
     >>> [(blob.dtype, blob.shape) for blob in lifted.blobs.values()]
     [('bfloat16', (4, 1176))]
     """
@@ -314,7 +314,7 @@ def lift(many: Experiences, least: int = LEAST, evaluation: Sequence[bool] = ())
     uses: list[tuple[str, ...]] = [()] * len(many)
     for row, items in listed.items():
         uses[row] = _distinct(items)
-    return Lifted(stripped, gathered.blobs, uses)
+    return Extracted(stripped, gathered.blobs, uses)
 
 
 def _distinct(listed: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -373,7 +373,7 @@ def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tupl
 
 
 def may_hold_media(layout: RowLayout) -> bool:
-    """Whether plain rows may have base64 that `lift` would take out: long texts are looked at, not parsed."""
+    """Whether plain rows may have base64 that `extract` would take out: long texts are looked at, not parsed."""
     shortest = -(-4 * LEAST // 3)
     for column in layout.columns.values():
         if isinstance(column, Values) and column.flat is not None and column.data is not None:
@@ -443,7 +443,7 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
     out of `stripped` need nothing.
 
     >>> from rollbook import Experience
-    >>> lifted = lift(Experiences([Experience(tokens=[1, 2], info={"png": bytes(2000)})]))
+    >>> lifted = extract(Experiences([Experience(tokens=[1, 2], info={"png": bytes(2000)})]))
     >>> restore(lifted.stripped, {}.__getitem__)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...

@@ -30,15 +30,15 @@ from rollbook.book import (
     snapshots,
     work,
 )
-from rollbook.book.admission import Appended
-from rollbook.book.checkpoints import Checkpoint, Rewound
-from rollbook.book.compaction import Compacted
+from rollbook.book.admission import AppendResult
+from rollbook.book.checkpoints import Checkpoint, RewindResult
+from rollbook.book.compaction import CompactionResult
 from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.errors import ReadOnly
+from rollbook.book.errors import ReadOnlyError
 from rollbook.book.group_commit import GroupCommit
 from rollbook.book.leasing import Lease
 from rollbook.book.ledger import Ledger, Transaction, let_others
-from rollbook.book.naming import text_of, uid_of, uids_of
+from rollbook.book.naming import check_text, uid_of, uids_of
 from rollbook.book.selecting import Selection
 from rollbook.book.shelves import Shelf
 from rollbook.core.addresses import redacted
@@ -67,7 +67,7 @@ class Book:
     >>> group = [rollbook.Experience(eid={"batch": 0, "task": 1, "run": r}, tokens=[1, 2, 3 + r], reward=float(r),
     ...                              group_size=2) for r in range(2)]
     >>> book.append(group)
-    Appended(admitted=2, known=0, revised=0, stale=0)
+    AppendResult(admitted=2, known=0, revised=0, stale=0)
     >>> book.append(group).known
     2
     >>> with book.lease(1, by="group") as lease:
@@ -116,13 +116,13 @@ class Book:
         """Have the consumer group "train" there, with these settings."""
         if self.read_only:
             if settings:
-                raise ReadOnly(f"{self.url}: opened for reading, and got settings ({', '.join(settings)})")
+                raise ReadOnlyError(f"{self.url}: opened for reading, and got settings ({', '.join(settings)})")
             return
         self.consumer(TRAIN, create=True, **settings)
 
     def _writable(self, what: str) -> None:
         if self.read_only:
-            raise ReadOnly(f"{what}: {self.url} was opened for reading (mode 'r')")
+            raise ReadOnlyError(f"{what}: {self.url} was opened for reading (mode 'r')")
 
     # --- bringing ---------------------------------------------------------------------------------------------
 
@@ -133,21 +133,21 @@ class Book:
         evaluation: bool = False,
         author: str = "",
         timeout: float | None = None,
-    ) -> Appended:
+    ) -> AppendResult:
         """Admit records; durable when it returns, all of them or none.
 
         The same record again changes nothing, whatever was revised since. A known id with fields that were missing
         (advantages, returns, a reward, new keys of `info`) is a revision by `author`; with anything else different it
-        is a `Conflict`. `evaluation=True`: kept beside, never leased for training. While a consumer's limiter holds
-        inserts back this waits, at most `timeout` seconds, and then raises `BackPressure`.
+        is a `ConflictError`. `evaluation=True`: stored for evaluation, never leased. While a rate limiter holds inserts
+        back, this waits at most `timeout` seconds, and then raises `BackPressureError`.
         """
         self._writable("append")
-        text_of("author", author, 0)
+        check_text("author", author, 0)
         if timeout is not None:
             check_float("timeout", timeout, 0.0)
-        return admission.append(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
+        return admission.append_records(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
 
-    async def aappend(self, experiences: Experience | Iterable[Experience], **options: Any) -> Appended:
+    async def aappend(self, experiences: Experience | Iterable[Experience], **options: Any) -> AppendResult:
         """`append` without blocking the event loop."""
         return await asyncio.to_thread(lambda: self.append(experiences, **options))
 
@@ -157,7 +157,7 @@ class Book:
         """A streaming writer: small appends are gathered for at most `delay` seconds, or until `batch` records are
         together, and admitted as one."""
         self._writable("writer")
-        text_of("author", author, 0)
+        check_text("author", author, 0)
         from rollbook.book.writer import Writer
 
         return Writer(self, delay=delay, batch=batch, most=most, evaluation=evaluation, author=author)
@@ -169,22 +169,22 @@ class Book:
         a crash in between leaves no group that waits for ever.
         """
         self._writable("fail")
-        text_of("reason", reason)
+        check_text("reason", reason)
         listed = [eids] if hasattr(eids, "uid") or isinstance(eids, (str, Mapping)) else list(eids)
-        return admission.tombstones(self, listed, reason, group_size) if listed else 0
+        return admission.append_tombstones(self, listed, reason, group_size) if listed else 0
 
     def drop(self, uids: Any, reason: str = "filtered", *, consumer: str | None = None) -> int:
         """Give up records that wait or rest, for one consumer or for all; they still count for their groups. How many
         were given up, by all these consumers together."""
         self._writable("drop")
-        text_of("reason", reason)
-        seqs = reading.numbers_of(self, uids_of(uids))
+        check_text("reason", reason)
+        seqs = reading.seqs_of(self, uids_of(uids))
         count = 0
-        for start in range(0, len(seqs), inbox.PIECE):
-            with inbox.drained(self) as tx:
-                groups = consumers.all_consumers(tx) if consumer is None else [consumers.named(tx, consumer)]
-                piece = seqs[start : start + inbox.PIECE]
-                count += sum(work.give_up(tx, group, piece, reason) for group in groups)
+        for start in range(0, len(seqs), inbox.CHUNK):
+            with inbox.write_drained(self) as tx:
+                groups = consumers.all_consumers(tx) if consumer is None else [consumers.get_consumer(tx, consumer)]
+                piece = seqs[start : start + inbox.CHUNK]
+                count += sum(work.drop_by_seq(tx, group, piece, reason) for group in groups)
             let_others(self.ledger)
         return count
 
@@ -199,17 +199,17 @@ class Book:
                 it, other settings than those of the group are refused.
 
         Raises:
-            UnknownConsumer: The book has no such group, and `create` is false.
+            UnknownConsumerError: The book has no such group, and `create` is false.
         """
         with self.ledger.read() as tx:
-            found = consumers.find(tx, name) if create else consumers.named(tx, name)
+            found = consumers.find_consumer(tx, name) if create else consumers.get_consumer(tx, name)
         if found is not None and found.settings.changed(settings) == found.settings:
             return found.settings
         self._writable("consumer")
         with self.ledger.write() as tx:
-            configured = admission.configure(tx, self, name, settings, create=create, change=change)
+            configured = admission.configure_consumer(tx, self, name, settings, create=create, change=change)
         if found is not None:
-            leasing.refresh(self, name)
+            leasing.refresh_consumer(self, name)
         return configured
 
     def remove_consumer(self, name: str) -> None:
@@ -228,8 +228,8 @@ class Book:
         if name == TRAIN:
             raise ValueError(f"remove_consumer: got {name!r}, which every book has")
         with self.ledger.write() as tx:
-            consumers.remove(tx, name)
-        consumers.delete_removed(self.ledger)
+            consumers.remove_consumer(tx, name)
+        consumers.delete_removed_consumers(self.ledger)
 
     def consumers(self) -> dict[str, Settings]:
         """The consumer groups there are, in the order they were made, and their settings."""
@@ -238,8 +238,8 @@ class Book:
 
     def make_consumer(self, tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
         """A new consumer group, offered all that is in the book for training."""
-        consumer = consumers.make(tx, name, Settings().changed(dict(settings or {})))
-        inbox.add_all(tx, consumer.id)
+        consumer = consumers.create_consumer(tx, name, Settings().changed(dict(settings or {})))
+        inbox.backfill_consumer(tx, consumer.id)
         return consumer
 
     def lease(
@@ -266,12 +266,12 @@ class Book:
             seconds: How long the lease lives without progress; by default the group's `lease_seconds`.
 
         Raises:
-            UnknownConsumer: The book has no such group, and `create` is false.
-            LockTimeout: With `timeout=None`: another writer held the ledger for 30 s.
+            UnknownConsumerError: The book has no such group, and `create` is false.
+            LockTimeoutError: With `timeout=None`: another writer held the ledger for 30 s.
         """
         self._writable("lease")
-        wanted = leasing.wanted(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
-        return leasing.lease(self, wanted, timeout)
+        wanted = leasing.check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
+        return leasing.lease_records(self, wanted, timeout)
 
     async def alease(
         self,
@@ -287,8 +287,8 @@ class Book:
     ) -> Lease:
         """`lease` without blocking the event loop; a wait that is cancelled has claimed nothing."""
         self._writable("lease")
-        wanted = leasing.wanted(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
-        return await leasing.alease(self, wanted, timeout)
+        wanted = leasing.check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
+        return await leasing.alease_records(self, wanted, timeout)
 
     # --- the policy's version -----------------------------------------------------------------------------------
 
@@ -297,16 +297,16 @@ class Book:
         self._writable("announce")
         version = check_int("version", version)
         with self.ledger.write() as tx:
-            is_new = work.announce(tx, version)
+            is_new = work.announce_version(tx, version)
         for name, settings in self.consumers().items() if is_new else ():
             if settings.max_staleness is not None:
-                leasing.drop_stale(self, name)
+                leasing.drop_stale_records(self, name)
 
     @property
     def policy_version(self) -> int | None:
         """The version that was announced last."""
         with self.ledger.read() as tx:
-            return work.announced(tx)
+            return work.announced_version(tx)
 
     @property
     def policy_lineage(self) -> int:
@@ -316,7 +316,7 @@ class Book:
         record of a version that a rewind abandoned is known as such, whenever it is appended.
         """
         with self.ledger.read() as tx:
-            return lineages.read(tx).number
+            return lineages.read_lineage(tx).number
 
     # --- measuring -----------------------------------------------------------------------------------------------
 
@@ -330,12 +330,12 @@ class Book:
         [(1, {'loss': 0.5, 'grad_norm': inf})]
         """
         self._writable("log")
-        measurements.log(self, step, metrics)
+        measurements.log_metrics(self, step, metrics)
 
     def metrics(self) -> list[tuple[int, dict[str, float]]]:
         """What was logged, step by step, of one name the last; without what came after a checkpoint that was rewound
         to."""
-        return measurements.read(self)
+        return measurements.read_metrics(self)
 
     # --- changing -----------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class Book:
         (1.0, 'ana')
         """
         self._writable("revise")
-        revising.signed(author, reason)
+        revising.check_signature(author, reason)
         if isinstance(uid, Mapping):
             if fields:
                 raise ValueError(f"revise: got {', '.join(fields)} beside a mapping, expected one of the two")
@@ -374,7 +374,7 @@ class Book:
         if not retrain and not all(changes.values()):
             raise ValueError("revise: got no field to change")
         check_choice("retrain", retrain, (False, True, "group"))
-        return revising.revise(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
+        return revising.revise_records(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
 
     def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
         """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
@@ -383,8 +383,8 @@ class Book:
         repeating it finishes.
         """
         self._writable("redact")
-        revising.signed(author, reason)
-        return revising.redact(self, uids_of(uids), list(fields), author=author, reason=reason)
+        revising.check_signature(author, reason)
+        return revising.redact_records(self, uids_of(uids), list(fields), author=author, reason=reason)
 
     def delete(self, uids: Any, *, author: str, reason: str | None = None) -> int:
         """Remove records; the ledger keeps their ids, so that they are not admitted again. The next compaction removes
@@ -394,8 +394,8 @@ class Book:
         repeating it finishes.
         """
         self._writable("delete")
-        revising.signed(author, reason)
-        return revising.delete(self, uids_of(uids), author=author, reason=reason)
+        revising.check_signature(author, reason)
+        return revising.delete_records(self, uids_of(uids), author=author, reason=reason)
 
     # --- points to go back to ------------------------------------------------------------------------------------
 
@@ -406,18 +406,18 @@ class Book:
         but the newest so many. What the oldest one needs is not removed.
         """
         self._writable("checkpoint")
-        return checkpoints.make(self, name, keep)
+        return checkpoints.make_checkpoint(self, name, keep)
 
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints that are kept, oldest first."""
-        return checkpoints.listed(self)
+        return checkpoints.list_checkpoints(self)
 
     def forget(self, name: str) -> None:
         """Forget a checkpoint; nothing is kept for its sake any more."""
         self._writable("forget")
-        checkpoints.forget(self, name)
+        checkpoints.forget_checkpoint(self, name)
 
-    def rewind(self, name: str, *, later: str = "keep") -> Rewound:
+    def rewind(self, name: str, *, later: str = "keep") -> RewindResult:
         """Go back to a checkpoint: acknowledgements that came after it are void, and their records are offered again.
 
         Every consumer is as it was (its settings, its counters, each record's uses and place), and so is the announced
@@ -438,11 +438,11 @@ class Book:
         (1, 1, {})
         """
         self._writable("rewind")
-        return checkpoints.rewind(self, name, later)
+        return checkpoints.rewind_book(self, name, later)
 
     def trained(self, consumer: str = TRAIN) -> dict[str, list[int | None]]:
         """The optimizer steps in which each record was trained on, by id: acknowledgements that no rewind voided."""
-        return checkpoints.trained(self, consumer)
+        return checkpoints.trained_steps(self, consumer)
 
     def fork(self, name: str, url: str | os.PathLike[str], **options: Any) -> Book:
         """Start another run from a checkpoint: a new book at `url` with all as it was then; this one stays as it is.
@@ -450,7 +450,7 @@ class Book:
         What came after the checkpoint is not in it, except revisions and deletions of what came before.
         `options`: those of `rollbook.open` that say how the new book is kept.
         """
-        return snapshots.copy(self, url, name, options)
+        return snapshots.copy_book(self, url, name, options)
 
     def snapshot(self, url: str | os.PathLike[str], **options: Any) -> Book:
         """Copy the book as it is at one moment to an empty `url`, of any kind, while others go on writing; the copy.
@@ -465,13 +465,13 @@ class Book:
         >>> len(book), len(copy)
         (2, 1)
         """
-        return snapshots.copy(self, url, None, options)
+        return snapshots.copy_book(self, url, None, options)
 
     # --- looking ------------------------------------------------------------------------------------------------
 
     def __getitem__(self, uid: str | EID) -> Experience:
         """The record as it is now."""
-        return reading.fetch(self, reading.numbers_of(self, [uid_of(uid)]))[0]
+        return reading.fetch(self, reading.seqs_of(self, [uid_of(uid)]))[0]
 
     def __iter__(self) -> Iterator[Experience]:
         """Every record as it is now, in the order of admission; those whose bytes are gone are left out."""
@@ -479,7 +479,7 @@ class Book:
 
     def get(self, uids: Any) -> Experiences:
         """Records by id, in this order."""
-        return reading.fetch(self, reading.numbers_of(self, uids_of(uids)))
+        return reading.fetch(self, reading.seqs_of(self, uids_of(uids)))
 
     def __contains__(self, uid: object) -> bool:
         with self.ledger.read() as tx:
@@ -499,7 +499,7 @@ class Book:
         Columns are those of the ledger (`rollbook.book.selecting.LEDGER_COLUMNS`), texts and numbers of a record, and
         entries of `info` and `metrics` as `info.NAME`.
         """
-        return Selection(self, selecting.conditions(conditions, equal))
+        return Selection(self, selecting.parse_conditions(conditions, equal))
 
     def scan(
         self, columns: Sequence[str] | None = None, *conditions: tuple[str, str, Any], rows: int = 1024, **equal: Any
@@ -533,7 +533,7 @@ class Book:
         """
         from rollbook.book import tables
 
-        return tables.sql(self, query, parameters, memory, seconds)
+        return tables.run_sql(self, query, parameters, memory, seconds)
 
     def counts(self, consumer: str = TRAIN) -> reports.Counts:
         """How far a consumer is: admitted = waiting + leased + trained + dropped, by reason."""
@@ -560,11 +560,13 @@ class Book:
         without one, or with a fingerprint alone."""
         from rollbook.book import vocabularies
 
-        return vocabularies.kept(self)
+        return vocabularies.read_vocabulary(self)
 
     # --- keeping house --------------------------------------------------------------------------------------------
 
-    def compact(self, *, garbage: float = 0.5, small: int = compaction.SMALL, grace: float = 3600.0) -> Compacted:
+    def compact(
+        self, *, garbage: float = 0.5, small: int = compaction.SMALL, grace: float = 3600.0
+    ) -> CompactionResult:
         """Remove bytes that nobody needs and merge small segments, beside readers and writers.
 
         Written anew are segments of which more than the share `garbage` is not needed, those that hold deleted or
@@ -632,7 +634,7 @@ class Book:
         author: str = "",
         on_error: str = "raise",
         **options: Any,
-    ) -> Appended:
+    ) -> AppendResult:
         """Append what a file, folder or database of any of `rollbook.io.transfer.FORMATS` holds, batch by batch.
 
         Again is nothing: records that are there already stay. `on_error="skip"` leaves out rows that cannot be read,
@@ -642,7 +644,7 @@ class Book:
         from rollbook.io import transfer
 
         self._writable("import_")
-        done = Appended()
+        done = AppendResult()
         with transfer.read(path, format, on_error=on_error, **options) as reading_:
             for batch in reading_:
                 done += self.append(batch, evaluation=evaluation, author=author)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from rollbook.book import consumers, inbox, purging, quarantine, work
-from rollbook.book.errors import BookError, Damaged
+from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
 from rollbook.book.findings import LISTED, Report
 from rollbook.book.inspecting import media_problems, pages, record_problems
 from rollbook.book.ledger import LAYOUT, Transaction, chunks
 from rollbook.book.schema import INDICES, TABLES
-from rollbook.book.shelves import ALIGN, FolderShelf, MissingSegment, Place
+from rollbook.book.shelves import ALIGN, FolderShelf, Place
 from rollbook.core.errors import WireError
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def readable(tx: Transaction) -> tuple[list[consumers.Consumer], dict[int, str]]
     bad: dict[int, str] = {}
     for number, name in tx.all("SELECT id, name FROM consumers ORDER BY id"):
         try:
-            found = consumers.find(tx, name)
+            found = consumers.find_consumer(tx, name)
         except ValueError as error:
             bad[number] = str(error)
         else:
@@ -217,7 +217,7 @@ def _count(tx: Transaction, report: Report, consumer: consumers.Consumer, admitt
             report.add("tally", f"{label}: weight {weight!r}, there is {heavy!r}", name)
         if key[0] not in work.STATES:
             report.add("work", f"{real} rows in a state {key[0]!r}, which is none", name)
-    total = sum(n for n, _ in there.values()) + inbox.size(tx, consumer.id)
+    total = sum(n for n, _ in there.values()) + inbox.inbox_size(tx, consumer.id)
     if total != admitted:
         report.add("work", f"{admitted} records were admitted, {total} are waiting, leased, trained or dropped", name)
     missing = tx.all(
@@ -244,7 +244,7 @@ def _stray(tx: Transaction, report: Report, kind: str, condition: str, what: str
 
 def _quarantined(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
-        for uid in quarantine.uids(tx):
+        for uid in quarantine.quarantined_uids(tx):
             problem = "its history was lost: it is held back from consumers that may have trained on it"
             report.add(quarantine.QUARANTINED, problem, uid)
 
@@ -375,7 +375,7 @@ def _events(book: Book, report: Report) -> None:
         seqs = [row.seq for row in page]
         with book.ledger.read() as tx:
             said = past(tx, seqs)
-            rows = [(consumer, row) for consumer in good for row in work.rows_of(tx, consumer, seqs)]
+            rows = [(consumer, row) for consumer in good for row in work.select_rows_by_seq(tx, consumer, seqs)]
         uids = {row.seq: row.tags.uid for row in page}
         for consumer, row in rows:
             mine = said.get((row.seq, consumer.id), Past())
@@ -409,15 +409,15 @@ def _shelf(book: Book, report: Report) -> None:
     for name in there:
         try:
             book.shelf.get(Place(name, ALIGN, 0))
-        except MissingSegment:
+        except MissingSegmentError:
             continue
-        except Damaged as error:
+        except CorruptBookError as error:
             if name not in used and not book.shelf.busy(name):
                 report.add("begun", f"a segment that was begun and is none: {error}", name)
             continue
         if name not in used and not book.shelf.busy(name):
             report.add("orphan", "a segment that nothing in the ledger points to", name)
-    for name, reason in purging.pending(book).items():
+    for name, reason in purging.pending_purges(book).items():
         report.add("pending", f"holds deleted or redacted bytes; {reason}", name)
     if isinstance(book.shelf, FolderShelf):
         for kind, path in beside(book.shelf):

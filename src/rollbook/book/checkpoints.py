@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.book import before, consumers, groups, inbox, lineages, purging, quarantine, reading, revising, work
 from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.errors import Conflict, Damaged, OutcomeUnknown
+from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError
 from rollbook.book.ledger import Transaction, chunks, parsed, write_once
-from rollbook.book.naming import text_of
-from rollbook.book.windows import reached
+from rollbook.book.naming import check_text
+from rollbook.book.windows import hit
 from rollbook.core.checks import check_choice, check_int
 
 if TYPE_CHECKING:
@@ -56,14 +56,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Rewound:
+class RewindResult:
     """What a rewind did."""
 
     checkpoint: str
     acks: int
     """Acknowledgements that were voided."""
     leases: int
-    """Leases that were ended; their holders get `LeaseLost`."""
+    """Leases that were ended; their holders get `LeaseLostError`."""
     later: int
     """Records that came after the checkpoint, and were kept or dropped."""
     forgotten: tuple[str, ...]
@@ -82,7 +82,7 @@ class Point(NamedTuple):
     state: dict[str, Any]
 
 
-def points(tx: Transaction) -> list[Point]:
+def checkpoint_points(tx: Transaction) -> list[Point]:
     """Every checkpoint, oldest first."""
     found = tx.all("SELECT name, event, seq, made, state FROM checkpoints ORDER BY event")
     return [_point(*row) for row in found]
@@ -94,15 +94,15 @@ def _point(name: Any, event: Any, seq: Any, made: Any, state: Any) -> Point:
     told, version = found.get("consumers"), found.get("policy_version")
     each_told = isinstance(told, list) and all(isinstance(each, dict) and type(each.get("id")) is int for each in told)
     if not each_told or any(type(number) is not int for number in (event, seq, 0 if version is None else version)):
-        raise Damaged(f"checkpoint {name!r}: got {str(state)[:100]!r}, expected what every consumer was like")
+        raise CorruptBookError(f"checkpoint {name!r}: got {str(state)[:100]!r}, expected what every consumer was like")
     return Point(name, event, seq, made, found)
 
 
-def find(tx: Transaction, name: str) -> Point:
+def find_checkpoint(tx: Transaction, name: str) -> Point:
     """The checkpoint of this name."""
     if not isinstance(name, str):
         raise ValueError(f"checkpoint: got {name!r}, expected its name, as book.checkpoint gave it")
-    text_of("checkpoint", name)
+    check_text("checkpoint", name)
     row = tx.one("SELECT name, event, seq, made, state FROM checkpoints WHERE name = ?", (name,))
     if row is None:
         known = [repr(each) for (each,) in tx.all("SELECT name FROM checkpoints ORDER BY event")]
@@ -113,10 +113,10 @@ def find(tx: Transaction, name: str) -> Point:
 # --- making and forgetting ----------------------------------------------------------------------------------------
 
 
-def make(book: Book, name: str | None, keep: int | None) -> str:
+def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
     """See `Book.checkpoint`."""
     if name is not None:
-        text_of("checkpoint", name, 1, 200)
+        check_text("checkpoint", name, 1, 200)
     if keep is not None:
         check_int("keep", keep, 1)
     # A call that repeats one whose outcome is unknown has its token.
@@ -129,9 +129,9 @@ def make(book: Book, name: str | None, keep: int | None) -> str:
         state = json.dumps(_state(tx, book))
         used = name if name is not None and _is_there(tx, name, state) else _make(tx, name, state, token)
         if keep is not None:
-            for old in points(tx)[:-keep]:
+            for old in checkpoint_points(tx)[:-keep]:
                 _forget(tx, old)
-        reached("during checkpoint")
+        hit("during checkpoint")
         return used
 
     try:
@@ -139,9 +139,9 @@ def make(book: Book, name: str | None, keep: int | None) -> str:
             book.ledger,
             transact,
             lambda tx, used: _of_token(tx, token) == used,
-            begin=lambda timeout: inbox.drained(book, timeout),
+            begin=lambda timeout: inbox.write_drained(book, timeout),
         )
-    except OutcomeUnknown:
+    except OutcomeUnknownError:
         book.unsettled_checkpoints[name] = token
         raise
 
@@ -162,7 +162,7 @@ def _is_there(tx: Transaction, name: str, state: str) -> bool:
         return False
     last = tx.one("SELECT MAX(id) FROM events")[0]
     if row != (last, state):
-        raise Conflict(
+        raise ConflictError(
             f"checkpoint: got {name!r}, which is the name of another point, {last - row[0]} events ago; expected a new "
             "name, or book.forget first"
         )
@@ -177,7 +177,7 @@ def _make(tx: Transaction, name: str | None, state: str, token: str) -> str:
         name = f"checkpoint-{last}"
         if tx.one("SELECT 1 FROM checkpoints WHERE name = ?", (name,)):
             name = None
-    work.record(tx, [work.Event("checkpoint", reason=name, detail={"token": token})])
+    work.record_events(tx, [work.Event("checkpoint", reason=name, detail={"token": token})])
     # The event is the checkpoint's own: no two have the same, and all that comes later has a larger number.
     event, seq = tx.one("SELECT (SELECT MAX(id) FROM events), (SELECT COALESCE(MAX(seq), 0) FROM records)")
     tx.run(
@@ -189,7 +189,7 @@ def _make(tx: Transaction, name: str | None, state: str, token: str) -> str:
 
 def _state(tx: Transaction, book: Book) -> dict[str, Any]:
     return {
-        "policy_version": work.announced(tx),
+        "policy_version": work.announced_version(tx),
         "consumers": [
             {
                 "id": each.id,
@@ -205,45 +205,45 @@ def _state(tx: Transaction, book: Book) -> dict[str, Any]:
     }
 
 
-def listed(book: Book) -> list[Checkpoint]:
+def list_checkpoints(book: Book) -> list[Checkpoint]:
     """See `Book.checkpoints`."""
     with book.ledger.read() as tx:
-        found = points(tx)
+        found = checkpoint_points(tx)
     return [Checkpoint(p.name, p.made, p.event, p.seq, p.state["policy_version"]) for p in found]
 
 
-def forget(book: Book, name: str) -> None:
+def forget_checkpoint(book: Book, name: str) -> None:
     """See `Book.forget`."""
     with book.ledger.write() as tx:
-        _forget(tx, find(tx, name))
+        _forget(tx, find_checkpoint(tx, name))
 
 
 def _forget(tx: Transaction, point: Point) -> None:
     tx.run("DELETE FROM checkpoints WHERE event = ?", (point.event,))
-    before.merge(tx, point.event)
-    work.record(tx, [work.Event("forgotten", reason=point.name)])
+    before.merge_undo(tx, point.event)
+    work.record_events(tx, [work.Event("forgotten", reason=point.name)])
 
 
 # --- going back ---------------------------------------------------------------------------------------------------
 
 
-def rewind(book: Book, name: str, later: str) -> Rewound:
+def rewind_book(book: Book, name: str, later: str) -> RewindResult:
     """See `Book.rewind`."""
     check_choice("later", later, ("keep", "drop"))
-    with inbox.drained(book) as tx:
-        done = undo(tx, book, find(tx, name), later)
-        reached("during rewind")
+    with inbox.write_drained(book) as tx:
+        done = undo_work(tx, book, find_checkpoint(tx, name), later)
+        hit("during rewind")
     return done
 
 
-def undo(tx: Transaction, book: Book, point: Point, later: str) -> Rewound:
+def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindResult:
     """Put everything back to the checkpoint, within a transaction."""
     # Newest first: each hands what it kept to the one before it, until all lies with this checkpoint.
-    forgotten = [each for each in reversed(points(tx)) if each.event > point.event]
+    forgotten = [each for each in reversed(checkpoint_points(tx)) if each.event > point.event]
     for each in forgotten:
         _forget(tx, each)
-    lineage = lineages.branch(tx, point.state["policy_version"], point.seq)
-    work.set_announced(tx, point.state["policy_version"])
+    lineage = lineages.branch_lineage(tx, point.state["policy_version"], point.seq)
+    work.set_announced_version(tx, point.state["policy_version"])
     acks = _void_acks(tx, point)
     leases = void_leases(tx, point.name)
     came = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND gone IS NULL", (point.seq,))[0]
@@ -258,8 +258,10 @@ def undo(tx: Transaction, book: Book, point: Point, later: str) -> Rewound:
             _put_back(tx, book, consumer, kept[consumer.id], point, revised, last)
         else:
             _begin_anew(tx, book, consumer, point, last)
-        consumers.save(tx, consumer)
-    done = Rewound(point.name, acks, leases, came, tuple(each.name for each in reversed(forgotten)), lineage.number)
+        consumers.save_consumer(tx, consumer)
+    done = RewindResult(
+        point.name, acks, leases, came, tuple(each.name for each in reversed(forgotten)), lineage.number
+    )
     told = {
         "lineage": lineage.number,
         "event": point.event,
@@ -268,7 +270,7 @@ def undo(tx: Transaction, book: Book, point: Point, later: str) -> Rewound:
         later: came,
         "forgotten": list(done.forgotten),
     }
-    work.record(tx, [work.Event("rewound", reason=point.name, detail=told)])
+    work.record_events(tx, [work.Event("rewound", reason=point.name, detail=told)])
     return done
 
 
@@ -318,7 +320,10 @@ def _shifted(state: dict[str, Any], point: Point, last: int) -> dict[str, Any]:
     """A consumer's state for which the record after number `last` is the one after the checkpoint's last."""
     if last == point.seq:
         return dict(state)
-    return {**state, "shifts": [*state.get("shifts", ()), last, last - point.seq + consumers.shift(state, point.seq)]}
+    return {
+        **state,
+        "shifts": [*state.get("shifts", ()), last, last - point.seq + consumers.shift_state(state, point.seq)],
+    }
 
 
 def _begin_anew(tx: Transaction, book: Book, consumer: Consumer, point: Point, last: int) -> None:
@@ -328,7 +333,7 @@ def _begin_anew(tx: Transaction, book: Book, consumer: Consumer, point: Point, l
     consumer.state, consumer.grouped, consumer.floor = _shifted({}, point, last), False, None
     consumer.inserts = consumer.samples = 0
     tx.run("DELETE FROM inbox WHERE consumer = ?", (consumer.id,))
-    inbox.add_all(tx, consumer.id)
+    inbox.backfill_consumer(tx, consumer.id)
 
 
 def _put_back(
@@ -342,7 +347,7 @@ def _put_back(
 ) -> None:
     settings = Settings.from_json(was["settings"])
     if settings != consumer.settings:
-        consumers.configure(tx, consumer, settings)
+        consumers.save_settings(tx, consumer, settings)
     # Groups are put back as they were, not made again from their members as each of those changes.
     consumer.grouped = False
     consumer.state = _shifted(was["state"], point, last)
@@ -357,21 +362,21 @@ def _put_back(
     consumer.inserts, consumer.samples, consumer.floor = was["inserts"], was["samples"] - held, was["floor"]
     if was["grouped"]:
         tx.run("DELETE FROM groups WHERE consumer = ? AND seq > ?", (consumer.id, point.seq))
-        gids = dict.fromkeys([*before.put_back_groups(tx, *mine), *gids])
+        gids = dict.fromkeys([*before.restore_groups(tx, *mine), *gids])
     else:
         tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
         tx.run("DELETE FROM groups_before WHERE checkpoint = ? AND consumer = ?", mine)
     for reason, rows in lost.items():
-        work.drop(tx, consumer, rows, reason)
+        work.drop_rows(tx, consumer, rows, reason)
     other = _follow_revisions(tx, book, consumer, point, revised)
     inserts = consumer.inserts
     later = _offer_later(tx, book, consumer, point)
     more = consumer.inserts > inserts
     consumer.grouped = was["grouped"]
     if consumer.grouped:
-        groups.refresh(tx, consumer, dict.fromkeys([*gids, *other, *later]), set(other))
+        groups.refresh_groups(tx, consumer, dict.fromkeys([*gids, *other, *later]), set(other))
     if more:
-        while not work.keep_size(tx, consumer, _PIECE):
+        while not work.drop_over_size(tx, consumer, _PIECE):
             pass
 
 
@@ -381,7 +386,7 @@ def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[st
     last = 0
     while True:
         found = tx.all(
-            f"SELECT {work.COLUMNS} FROM work_before WHERE checkpoint = ? AND consumer = ? AND seq > ? "
+            f"SELECT {work.ROW_COLUMNS} FROM work_before WHERE checkpoint = ? AND consumer = ? AND seq > ? "
             f"ORDER BY seq LIMIT {_PIECE}",
             (point.event, consumer.id, last),
         )
@@ -392,7 +397,7 @@ def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[st
         for marks, part in chunks(list(then)):
             gone.update(tx.all(f"SELECT seq, gone FROM records WHERE gone IS NOT NULL AND seq IN ({marks})", part))
         moves, events = [], []
-        for now in work.rows_of(tx, consumer, list(then)):
+        for now in work.select_rows_by_seq(tx, consumer, list(then)):
             new = _freed(then[now.seq])
             if new.seq in gone and new.state in (work.WAITING, work.COOLING):
                 lost.setdefault(gone[new.seq], []).append(new)
@@ -401,7 +406,7 @@ def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[st
             if now.state == work.DROPPED != new.state:
                 told = {"what": work.DROPPED, "why": now.reason}
                 events.append(work.Event("voided", now.seq, consumer.id, point.name, detail=told))
-        work.change(tx, consumer, moves, events)
+        work.change_rows(tx, consumer, moves, events)
         last = found[-1][0]
 
 
@@ -411,8 +416,8 @@ def _freed(row: work.Row) -> work.Row:
 
 def free_leased(tx: Transaction, consumer: Consumer) -> list[str]:
     """Have all leased rows wait again, at the place they had; their groups."""
-    found = work.rows(tx, "lease IS NOT NULL AND consumer = ? ORDER BY seq", (consumer.id,))
-    work.change(tx, consumer, [(row, _freed(row)) for row in found], [])
+    found = work.select_rows(tx, "lease IS NOT NULL AND consumer = ? ORDER BY seq", (consumer.id,))
+    work.change_rows(tx, consumer, [(row, _freed(row)) for row in found], [])
     consumer.samples -= len(found)
     return list(dict.fromkeys(row.gid for row in found))
 
@@ -430,26 +435,26 @@ def _follow_revisions(
         )
     }
     key = consumer.settings.sampler.key
-    then = set(work.rows_of(tx, consumer, revised))
+    then = set(work.select_rows_by_seq(tx, consumer, revised))
     for again in (False, True):
         seqs = [seq for seq in revised if (seq in returned) == again]
         for start in range(0, len(seqs), _PIECE):
             piece = seqs[start : start + _PIECE]
-            values = None if key is None else reading.numbers(book, tx, piece, key)
-            revising.follow(tx, consumer, piece, values, again)
-    return [row.gid for row in work.rows_of(tx, consumer, revised) if row not in then]
+            values = None if key is None else reading.read_numbers(book, tx, piece, key)
+            revising.follow_revisions(tx, consumer, piece, values, again)
+    return [row.gid for row in work.select_rows_by_seq(tx, consumer, revised) if row not in then]
 
 
 def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
     """Records that came after the checkpoint, as if they came now: those that were kept wait. Their groups."""
-    lineage = lineages.read(tx)
+    lineage = lineages.read_lineage(tx)
     bounded = consumer.settings.max_staleness is not None
-    floor = work.floor_of(lineage.announced, consumer.settings.max_staleness)
+    floor = work.version_floor(lineage.announced, consumer.settings.max_staleness)
     key = consumer.settings.sampler.key
     gids: dict[str, None] = {}
     last = point.seq
     while True:
-        found = work.rows(tx, f"consumer = ? AND seq > ? ORDER BY seq LIMIT {_PIECE}", (consumer.id, last))
+        found = work.select_rows(tx, f"consumer = ? AND seq > ? ORDER BY seq LIMIT {_PIECE}", (consumer.id, last))
         if not found:
             return list(gids)
         seqs = [row.seq for row in found]
@@ -461,15 +466,15 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
             ):
                 gone[seq], newest[seq] = reason, version
         stored = [seq for seq in seqs if gone[seq] is None]
-        gone.update(dict.fromkeys(quarantine.members(tx, stored), quarantine.QUARANTINED))
-        numbers = {} if key is None else dict(zip(stored, reading.numbers(book, tx, stored, key), strict=True))
+        gone.update(dict.fromkeys(quarantine.find_quarantined(tx, stored), quarantine.QUARANTINED))
+        numbers = {} if key is None else dict(zip(stored, reading.read_numbers(book, tx, stored, key), strict=True))
         inserts, samples = consumer.inserts, consumer.samples
         moves, events = [], []
         for now in found:
             old = floor is not None and now.version is not None and now.version < floor
             abandoned = bounded and lineage.is_abandoned(now.seq, newest[now.seq])
             why = gone[now.seq] or ("stale" if old or abandoned else None)
-            detail = work.abandoned(newest[now.seq]) if abandoned else None
+            detail = work.abandoned_detail(newest[now.seq]) if abandoned else None
             new = inbox.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), why)
             moves.append((now, new))
             inserts += new.state != work.DROPPED
@@ -478,7 +483,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
             elif now.state == work.DROPPED != new.state:
                 told = {"what": work.DROPPED, "why": now.reason}
                 events.append(work.Event("voided", now.seq, consumer.id, point.name, detail=told))
-        work.change(tx, consumer, moves, events)
+        work.change_rows(tx, consumer, moves, events)
         consumer.inserts, consumer.samples = inserts, samples
         gids.update(dict.fromkeys(row.gid for row in found))
         last = seqs[-1]
@@ -487,10 +492,10 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
 # --- proof --------------------------------------------------------------------------------------------------------
 
 
-def trained(book: Book, name: str) -> dict[str, list[int | None]]:
+def trained_steps(book: Book, name: str) -> dict[str, list[int | None]]:
     """See `Book.trained`."""
     with book.ledger.read() as tx:
-        consumer = consumers.named(tx, name)
+        consumer = consumers.get_consumer(tx, name)
         found = tx.all(
             "SELECT records.uid, done.step FROM events AS done JOIN records ON records.seq = done.seq "
             f"WHERE done.kind = 'trained' AND done.consumer = ? AND {_UNVOIDED} ORDER BY done.id",

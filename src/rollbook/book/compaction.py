@@ -22,10 +22,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.book import attachments, consumers, purging, reading, work
-from rollbook.book.errors import Damaged
+from rollbook.book.errors import CorruptBookError, MissingSegmentError, SegmentBusyError
 from rollbook.book.ledger import Transaction, chunks
-from rollbook.book.shelves import ALIGN, MissingSegment, Place, SegmentBusy
-from rollbook.book.windows import reached
+from rollbook.book.shelves import ALIGN, Place
+from rollbook.book.windows import hit
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
@@ -56,7 +56,7 @@ _POINT = "during compaction"
 
 
 @dataclass(slots=True)
-class Compacted:
+class CompactionResult:
     """What a compaction did."""
 
     before: int = 0
@@ -79,24 +79,24 @@ class Compacted:
     """Segments that still hold deleted or redacted bytes, and what the removal waits for."""
 
 
-def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: float = 3600.0) -> Compacted:
+def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: float = 3600.0) -> CompactionResult:
     """See `Book.compact`."""
     check_float("garbage", garbage, 0.0, 1.0)
     check_int("small", small)
     check_float("grace", grace, 0.0)
-    done = Compacted(before=sum(book.shelf.segments().values()))
-    consumers.delete_removed(book.ledger)
+    done = CompactionResult(before=sum(book.shelf.segments().values()))
+    consumers.delete_removed_consumers(book.ledger)
     done.purged = purging.purge(book)
-    reached(_POINT)
+    hit(_POINT)
     purging.look_for_forgotten(book)
-    reached(_POINT)
+    hit(_POINT)
     for names in _chosen(book, garbage, small):
         _move(book, names, done)
     done.removed += _sweep(book, grace)
     book.ledger.clear_log()
     done.pending = {
         name: "it is damaged: repair the book first" if name in done.damaged else reason
-        for name, reason in purging.pending(book).items()
+        for name, reason in purging.pending_purges(book).items()
     }
     done.after = sum(book.shelf.segments().values())
     return done
@@ -200,7 +200,7 @@ class _Copies:
         self.size += len(part)
 
 
-def _move(book: Book, names: Sequence[str], done: Compacted) -> None:
+def _move(book: Book, names: Sequence[str], done: CompactionResult) -> None:
     """Copy what is needed of these segments, have the ledger point to the copies, and remove them."""
     rows: list[_Row] = []
     media: list[_Medium] = []
@@ -247,7 +247,7 @@ def _pieces(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
 
 
 def _gathered(
-    frames: reading.Frames, piece: Sequence[_Row], done: Compacted
+    frames: reading.Frames, piece: Sequence[_Row], done: CompactionResult
 ) -> Iterator[tuple[Experiences, list[_Row]]]:
     """The records of a piece, in order, every byte checked; those together whose columns are of one type."""
     parts: list[Experiences] = []
@@ -258,9 +258,9 @@ def _gathered(
         try:
             frame = frames.get(place)
             reading.check_slots(place, [row.slot for row in found], len(frame))
-        except MissingSegment:
+        except MissingSegmentError:
             continue  # Another compactor was here.
-        except Damaged as error:
+        except CorruptBookError as error:
             done.damaged.setdefault(place.segment, str(error))
             continue
         mine = {
@@ -278,28 +278,30 @@ def _gathered(
         yield Experiences.concat(parts), rows
 
 
-def _blob(book: Book, medium: _Medium, done: Compacted) -> memoryview | None:
+def _blob(book: Book, medium: _Medium, done: CompactionResult) -> memoryview | None:
     """A medium's bytes, checked; `None` if they are gone or damaged."""
     try:
         view = book.shelf.get(Place(*medium[1:]))
         found = attachments.open_blob(view).hash
         if found != medium.hash:
-            raise Damaged(f"segment {medium.segment}, byte {medium.start}: medium {found}, expected {medium.hash}")
+            raise CorruptBookError(
+                f"segment {medium.segment}, byte {medium.start}: medium {found}, expected {medium.hash}"
+            )
         return view
-    except MissingSegment:
+    except MissingSegmentError:
         pass
     except WireError as error:
         done.damaged.setdefault(medium.segment, str(error))
     return None
 
 
-def _put(book: Book, names: Sequence[str], copies: _Copies, done: Compacted, least: int) -> _Copies:
+def _put(book: Book, names: Sequence[str], copies: _Copies, done: CompactionResult, least: int) -> _Copies:
     """Put copies of `least` bytes or more on the shelf and have the ledger point to them; what is still to be put."""
     if copies.size < least:
         return copies
-    reached(_POINT)
+    hit(_POINT)
     places = book.shelf.put(copies.parts)
-    reached(_POINT)
+    hit(_POINT)
     fresh = places[0].segment
     records: list[tuple[Any, ...]] = []
     media: list[tuple[Any, ...]] = []
@@ -317,7 +319,7 @@ def _put(book: Book, names: Sequence[str], copies: _Copies, done: Compacted, lea
         part = slice(start, start + POINTED_AT_ONCE)
         if not _repoint(book, names, fresh, records[part], media[part], copies.size, start == starts[-1], done):
             return _Copies()
-        reached(_POINT)
+        hit(_POINT)
     return _Copies()
 
 
@@ -329,7 +331,7 @@ def _repoint(
     media: Sequence[tuple[Any, ...]],
     size: int,
     last: bool,
-    done: Compacted,
+    done: CompactionResult,
 ) -> bool:
     """Have the ledger point to copies of records and media in the segment `fresh`; whether the segment is there."""
     with book.ledger.write() as tx:
@@ -346,7 +348,7 @@ def _repoint(
         moved = [_pointing(tx, table, fresh) - n for table, n in zip(("records", "media"), had, strict=True)]
         if any(moved):
             detail = {"segments": len(names), "records": moved[0], "media": moved[1], "bytes": size}
-            work.record(tx, [work.Event("compacted", detail=detail)])
+            work.record_events(tx, [work.Event("compacted", detail=detail)])
             done.written += not any(had)
         for name in (*names, fresh) if last else ():
             if not _referred(tx, name):
@@ -382,12 +384,12 @@ def _remove(book: Book, names: Sequence[str]) -> int:
                 there = book.shelf.has(name)
                 try:
                     book.shelf.remove(name)
-                except SegmentBusy:
+                except SegmentBusyError:
                     continue
                 tx.run("DELETE FROM orphans WHERE segment = ?", (name,))
                 tx.run("DELETE FROM purges WHERE segment = ?", (name,))
                 count += there
-        reached(_POINT)
+        hit(_POINT)
     return count
 
 
@@ -499,7 +501,7 @@ def _tend(book: Book) -> None:
                 "ON CONFLICT (key) DO UPDATE SET value = excluded.value",
                 (repr(tx.now + _TEND_SECONDS),),
             )
-        _move(book, names, Compacted())
+        _move(book, names, CompactionResult())
         with book.ledger.write() as tx:
             tx.run("DELETE FROM meta WHERE key = 'tending'")
     except Exception as error:

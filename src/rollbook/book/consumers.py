@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from rollbook.book.errors import Damaged, UnknownConsumer
+from rollbook.book.errors import CorruptBookError, UnknownConsumerError
 from rollbook.book.ledger import Ledger, Transaction, chunks, parsed
 from rollbook.book.limits import LIMITERS, REMOVERS, MaxAge, MaxSize, MaxUses, MinSize, SamplesToInserts, check_together
-from rollbook.book.naming import text_of
+from rollbook.book.naming import check_text
 from rollbook.book.samplers import SAMPLERS, First, Item, Priority, Sampler, State, built, described
 from rollbook.core.checks import check_bool, check_float, check_int, suggest
 
@@ -172,28 +172,28 @@ class Settings:
         return replace(self, **options)
 
 
-_MOST = 1 << 20  # characters of settings or of a sampler's state; both are a few numbers
+_MAX_NUMBER = 1 << 20  # characters of settings or of a sampler's state; both are a few numbers
 
 
 @lru_cache(maxsize=64)
-def parsed_settings(text: Any) -> Settings:
+def parse_settings(text: Any) -> Settings:
     """Settings from a ledger that anybody may have written."""
-    if not isinstance(text, str) or len(text) > _MOST:
-        raise Damaged(f"a consumer's settings: got {str(text)[:100]!r}, expected a short text")
+    if not isinstance(text, str) or len(text) > _MAX_NUMBER:
+        raise CorruptBookError(f"a consumer's settings: got {str(text)[:100]!r}, expected a short text")
     try:
         return Settings.from_json(text)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise Damaged(f"a consumer's settings: got {text[:100]!r}, which cannot be read: {error}") from None
+        raise CorruptBookError(f"a consumer's settings: got {text[:100]!r}, which cannot be read: {error}") from None
 
 
-def parsed_state(text: Any) -> State:
+def parse_state(text: Any) -> State:
     """A sampler's state from a ledger that anybody may have written: finite numbers, by name or in a list or dict.
 
-    >>> parsed_state('{"clock": 1.5, "ready": [2, 2.0]}')["ready"]
+    >>> parse_state('{"clock": 1.5, "ready": [2, 2.0]}')["ready"]
     [2, 2.0]
     """
-    if not isinstance(text, str) or len(text) > _MOST:
-        raise Damaged(f"a sampler's state: got {str(text)[:100]!r}, expected a short text")
+    if not isinstance(text, str) or len(text) > _MAX_NUMBER:
+        raise CorruptBookError(f"a sampler's state: got {str(text)[:100]!r}, expected a short text")
     found = parsed(text, "a sampler's state")
     for name, value in found.items():
         shaped = {"ready": list, "shifts": list, "rounds": dict, "group_rounds": dict}.get(name, (int, float))
@@ -204,7 +204,7 @@ def parsed_state(text: Any) -> State:
             or (name == "shifts" and len(held) % 2)
             or not all(math.isfinite(n) if type(n) is float else type(n) is int and abs(n) < 2**63 for n in held)
         ):
-            raise Damaged(f"a sampler's state: {name[:40]}: got {str(value)[:100]}, expected finite numbers")
+            raise CorruptBookError(f"a sampler's state: {name[:40]}: got {str(value)[:100]}, expected finite numbers")
     return found
 
 
@@ -233,14 +233,14 @@ class Consumer:
         return state, int(self.grouped), self.inserts, self.samples, self.floor, self.generation
 
     def item(self, seq: int, uses: int, version: int | None, value: float | None) -> Item:
-        return Item(seq - shift(self.state, seq), self.settings.seed, uses, version, value)
+        return Item(seq - shift_state(self.state, seq), self.settings.seed, uses, version, value)
 
 
-def shift(state: State, seq: int) -> int:
+def shift_state(state: State, seq: int) -> int:
     """How many records that rewinds dropped are before this one: what is brought again after a rewind is ranked, by
     order or by chance, as it was the first time.
 
-    >>> shift({"shifts": [20, 10, 30, 15]}, 20), shift({"shifts": [20, 10, 30, 15]}, 21)
+    >>> shift_state({"shifts": [20, 10, 30, 15]}, 20), shift_state({"shifts": [20, 10, 30, 15]}, 21)
     (0, 10)
     """
     pairs = state.get("shifts", ())
@@ -253,52 +253,52 @@ _COLUMNS = "id, name, settings, state, grouped, inserts, samples, floor, generat
 def _consumer(row: Any) -> Consumer:
     id_, name, settings, state, grouped, inserts, samples, floor, generation, waiting = row
     if any(type(n) is not int for n in (id_, grouped, inserts, samples, generation, 0 if floor is None else floor)):
-        raise Damaged(f"consumer {name!r}: got {row[4:]!r}, expected whole numbers")
+        raise CorruptBookError(f"consumer {name!r}: got {row[4:]!r}, expected whole numbers")
     found = Consumer(
-        id_, name, parsed_settings(settings), parsed_state(state), bool(grouped), inserts, samples, floor, generation
+        id_, name, parse_settings(settings), parse_state(state), bool(grouped), inserts, samples, floor, generation
     )
     found.waiting = waiting if isinstance(waiting, float) else 0.0
     found.saved = (state, grouped, inserts, samples, floor, generation)
     return found
 
 
-ALL = f"SELECT {_COLUMNS} FROM consumers ORDER BY id"
-BY_NAME = f"SELECT {_COLUMNS} FROM consumers WHERE name = ?"
-"""Queries whose rows `parsed_rows` reads."""
+SELECT_CONSUMERS = f"SELECT {_COLUMNS} FROM consumers ORDER BY id"
+SELECT_CONSUMER = f"SELECT {_COLUMNS} FROM consumers WHERE name = ?"
+"""Queries whose rows `parse_consumers` reads."""
 
 
-def parsed_rows(rows: Iterable[Any]) -> list[Consumer]:
+def parse_consumers(rows: Iterable[Any]) -> list[Consumer]:
     """Consumers from rows of the ledger."""
     return [_consumer(row) for row in rows]
 
 
 def all_consumers(tx: Transaction) -> list[Consumer]:
     """Every consumer of the book, in the order they were made."""
-    return parsed_rows(tx.all(ALL))
+    return parse_consumers(tx.all(SELECT_CONSUMERS))
 
 
-def find(tx: Transaction, name: str, lock: bool = False) -> Consumer | None:
+def find_consumer(tx: Transaction, name: str, lock: bool = False) -> Consumer | None:
     """The consumer of this name; with `lock`, no other transaction changes its queue until this one ends."""
-    text_of("consumer", name, 1, 200)
-    row = tx.one(f"{BY_NAME}{tx.lock_row() if lock else ''}", (name,))
+    check_text("consumer", name, 1, 200)
+    row = tx.one(f"{SELECT_CONSUMER}{tx.lock_row() if lock else ''}", (name,))
     return None if row is None else _consumer(row)
 
 
-def named(tx: Transaction, name: str) -> Consumer:
+def get_consumer(tx: Transaction, name: str) -> Consumer:
     """The consumer of this name, which must be there."""
-    found = find(tx, name)
+    found = find_consumer(tx, name)
     if found is None:
         names = [row[0] for row in tx.all("SELECT name FROM consumers ORDER BY id")]
-        raise unknown(name, names)
+        raise unknown_consumer(name, names)
     return found
 
 
-def unknown(name: str, names: list[str]) -> UnknownConsumer:
+def unknown_consumer(name: str, names: list[str]) -> UnknownConsumerError:
     """The error for a name that is none of the book's consumers."""
-    return UnknownConsumer(f"consumer: got {name!r}, which the book does not have{suggest(name, names)}")
+    return UnknownConsumerError(f"consumer: got {name!r}, which the book does not have{suggest(name, names)}")
 
 
-def make(tx: Transaction, name: str, settings: Settings) -> Consumer:
+def create_consumer(tx: Transaction, name: str, settings: Settings) -> Consumer:
     """A new consumer; its waiting room is empty until `work.enrol` fills it."""
     number_ = 1 + _last_number(tx)
     tx.run(
@@ -318,20 +318,20 @@ def _last_number(tx: Transaction) -> int:
 def _number_of(key: str, text: Any) -> int:
     """A consumer's number from a ledger that anybody may have written."""
     if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise Damaged(f"meta: {key[:40]}: got {str(text)[:40]!r}, expected a whole number")
+        raise CorruptBookError(f"meta: {key[:40]}: got {str(text)[:40]!r}, expected a whole number")
     return int(text)
 
 
 _REMOVED = "removed_consumer:"
 NOT_REMOVED = f"'{_REMOVED}' || consumer NOT IN (SELECT key FROM meta)"
 """Of a row with a `consumer`: not of one that was removed."""
-_REMOVED_AT_ONCE = 2000
+_REMOVED_CHUNK = 2000
 _KEYS = {"work": "seq", "groups": "gid", "work_before": "seq", "groups_before": "gid"}
 
 
-def remove(tx: Transaction, name: str) -> None:
-    """Take a consumer out of the book and end its leases; `delete_removed` deletes its rows."""
-    consumer = named(tx, name)
+def remove_consumer(tx: Transaction, name: str) -> None:
+    """Take a consumer out of the book and end its leases; `delete_removed_consumers` deletes its rows."""
+    consumer = get_consumer(tx, name)
     last = _last_number(tx)
     tx.run("UPDATE leases SET state = 'voided' WHERE consumer = ? AND state = 'active'", (consumer.id,))
     tx.run("DELETE FROM work WHERE consumer = ? AND lease IS NOT NULL", (consumer.id,))
@@ -342,7 +342,7 @@ def remove(tx: Transaction, name: str) -> None:
     tx.many("INSERT INTO meta (key, value) VALUES (?, ?)", notes)
 
 
-def delete_removed(ledger: Ledger) -> None:
+def delete_removed_consumers(ledger: Ledger) -> None:
     """Delete the rows of removed consumers, in short transactions; also those that a crash left."""
     with ledger.read() as tx:
         # Without a value all its rows are deleted; the key stays, since events keep the number.
@@ -360,13 +360,13 @@ def delete_removed(ledger: Ledger) -> None:
 def _delete_some(ledger: Ledger, table: str, column: str, consumer: int) -> bool:
     """Delete some rows of a consumer; whether there were any."""
     with ledger.write() as tx:
-        rows = tx.all(f"SELECT {column} FROM {table} WHERE consumer = ? LIMIT {_REMOVED_AT_ONCE}", (consumer,))
+        rows = tx.all(f"SELECT {column} FROM {table} WHERE consumer = ? LIMIT {_REMOVED_CHUNK}", (consumer,))
         for marks, part in chunks([value for (value,) in rows]):
             tx.run(f"DELETE FROM {table} WHERE consumer = ? AND {column} IN ({marks})", (consumer, *part))
     return bool(rows)
 
 
-def save(tx: Transaction, consumer: Consumer) -> None:
+def save_consumer(tx: Transaction, consumer: Consumer) -> None:
     """Write back what a transaction changed."""
     now = consumer.as_saved()
     if now != consumer.saved:
@@ -379,11 +379,11 @@ def save(tx: Transaction, consumer: Consumer) -> None:
         consumer.saved = now
 
 
-def configure(tx: Transaction, consumer: Consumer, settings: Settings) -> None:
+def save_settings(tx: Transaction, consumer: Consumer, settings: Settings) -> None:
     """Other settings for everybody; a sampler's state does not outlive it."""
     if settings.sampler != consumer.settings.sampler:
         consumer.state = {key: value for key, value in consumer.state.items() if key in ("ready", "shifts")}
     consumer.settings = settings
     consumer.generation += 1
     tx.run("UPDATE consumers SET settings = ? WHERE id = ?", (settings.to_json(), consumer.id))
-    save(tx, consumer)
+    save_consumer(tx, consumer)

@@ -18,7 +18,7 @@ import xxhash
 from rollbook.book.disk import Disk
 from rollbook.book.shelves import FolderShelf, Shelf
 
-FILE_NAME = "deletions.jsonl"
+DELETIONS_FILE = "deletions.jsonl"
 _LONGEST = 1 << 20
 
 
@@ -33,14 +33,14 @@ class Deletion:
     fields: tuple[str, ...] = ()
 
 
-def add(shelf: Shelf, entries: Iterable[Deletion]) -> None:
+def add_deletion(shelf: Shelf, entries: Iterable[Deletion]) -> None:
     """Append entries and sync them; a book that has no folder keeps no list. Call it in a write transaction."""
     if not isinstance(shelf, FolderShelf):
         return
-    lines = [_line(entry) for entry in entries]
+    lines = [_format_deletion(entry) for entry in entries]
     if not lines:
         return
-    path = os.path.join(shelf.book_folder, FILE_NAME)
+    path = os.path.join(shelf.book_folder, DELETIONS_FILE)
     file, is_new = shelf.disk.open_append(path)
     try:
         # A crash may have left half a line.
@@ -52,12 +52,12 @@ def add(shelf: Shelf, entries: Iterable[Deletion]) -> None:
         file.close()
 
 
-def _line(entry: Deletion) -> bytes:
+def _format_deletion(entry: Deletion) -> bytes:
     text = json.dumps(asdict(entry)).encode()
     return b"%016x %s\n" % (xxhash.xxh3_64_intdigest(text), text)
 
 
-def read(folder: str | os.PathLike[str], disk: Disk) -> tuple[list[Deletion], bool]:
+def read_deletions(folder: str | os.PathLike[str], disk: Disk) -> tuple[list[Deletion], bool]:
     """Return the entries, and whether the list is there and all of it can be read.
 
     >>> import rollbook, tempfile
@@ -65,12 +65,12 @@ def read(folder: str | os.PathLike[str], disk: Disk) -> tuple[list[Deletion], bo
     ...     with rollbook.open(folder) as book:
     ...         _ = book.append(rollbook.Experience(eid={"suffix": "a"}, tokens=[1, 2, 3]))
     ...         _ = book.delete(["//0/0/a"], author="ana", reason="asked")
-    ...     [(entry.uid, entry.author, entry.reason) for entry in read(folder, Disk())[0]]
+    ...     [(entry.uid, entry.author, entry.reason) for entry in read_deletions(folder, Disk())[0]]
     [('//0/0/a', 'ana', 'asked')]
     """
     entries: list[Deletion] = []
     try:
-        fd = disk.open_read(os.path.join(folder, FILE_NAME))
+        fd = disk.open_read(os.path.join(folder, DELETIONS_FILE))
     except OSError:
         return entries, False
     complete = True
@@ -78,7 +78,7 @@ def read(folder: str | os.PathLike[str], disk: Disk) -> tuple[list[Deletion], bo
         while line := file.readline(_LONGEST):
             if line == b"\n":
                 continue
-            entry = _parsed(line)
+            entry = _parse_deletion(line)
             if entry is not None:
                 entries.append(entry)
             elif line.endswith(b"\n"):
@@ -86,7 +86,7 @@ def read(folder: str | os.PathLike[str], disk: Disk) -> tuple[list[Deletion], bo
     return entries, complete
 
 
-def _parsed(line: bytes) -> Deletion | None:
+def _parse_deletion(line: bytes) -> Deletion | None:
     checksum, _, text = line.rstrip(b"\n").partition(b" ")
     if checksum != b"%016x" % xxhash.xxh3_64_intdigest(text):
         return None

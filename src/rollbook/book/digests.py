@@ -49,7 +49,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest as H
 
-from rollbook.book.identities import Ids, ids
+from rollbook.book.identities import Ids, printed_ids
 from rollbook.core import arrow, freeform
 from rollbook.core.columns import Column, Values, numbers, texts
 from rollbook.core.errors import WireError
@@ -75,7 +75,7 @@ _QUIET = {"float16": (0x7C00, 0x7E00), "bfloat16": (0x7F80, 0x7FC0)}
 """Infinity and the quiet NaN of the types that are cleaned by their bits."""
 
 
-class Digests(NamedTuple):
+class ContentHashes(NamedTuple):
     """One pair of 16-byte digests per record."""
 
     whole: list[bytes]
@@ -83,10 +83,10 @@ class Digests(NamedTuple):
     core: list[bytes]
     """Of everything but the late fields (see `is_late`): equal if one record can be the other with more known of it."""
 
-    def take(self, indices: Iterable[int]) -> Digests:
+    def take(self, indices: Iterable[int]) -> ContentHashes:
         """Those of the records at `indices`."""
         chosen = list(indices)
-        return Digests([self.whole[i] for i in chosen], [self.core[i] for i in chosen])
+        return ContentHashes([self.whole[i] for i in chosen], [self.core[i] for i in chosen])
 
 
 def is_late(field: Field) -> bool:
@@ -111,16 +111,16 @@ def is_late(field: Field) -> bool:
     return field.kind == "number" or (field.kind == "json" and field.always)
 
 
-def digests(many: Experiences | RowLayout, known: Ids | None = None) -> Digests:
+def content_hashes(many: Experiences | RowLayout, known: Ids | None = None) -> ContentHashes:
     """The digests of every record; `known`: their ids, if they were read already.
 
     >>> from rollbook import Experience, Experiences
     >>> record = Experience(eid={"batch": 1, "task": 2, "suffix": "a"}, tokens=[1, 2, 3], info={"a": 1, "b": 2})
     >>> other = Experience(tokens=[1, 2, 3], reward=1.0, policy_versions=3)
-    >>> alone, beside = digests(Experiences([record])), digests(Experiences([other, record]))
+    >>> alone, beside = content_hashes(Experiences([record])), content_hashes(Experiences([other, record]))
     >>> alone.whole[0] == beside.whole[1], alone.whole[0].hex()
     (True, '0d14085f88b1b4d5b088912f5eb41e0d')
-    >>> scored = digests(Experiences([record.replace(reward=0.5)]))
+    >>> scored = content_hashes(Experiences([record.replace(reward=0.5)]))
     >>> scored.core == alone.core, scored.whole == alone.whole
     (True, False)
     """
@@ -141,7 +141,7 @@ def digests(many: Experiences | RowLayout, known: Ids | None = None) -> Digests:
     core.extend(_unknown(name, unknown[name]) for name in sorted(unknown))
     join = b"".join
     cores = [H(join(row)) for row in zip(*core, strict=True)]
-    return Digests([H(join(row)) for row in zip([_WHOLE] * count, cores, *late, strict=True)], cores)
+    return ContentHashes([H(join(row)) for row in zip([_WHOLE] * count, cores, *late, strict=True)], cores)
 
 
 @lru_cache(4096)
@@ -344,7 +344,7 @@ def _scalars(name: str, form: str, array: pa.Array | Values) -> list[bytes]:
 
 
 def _eids(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
-    return _uids(field.name, ids(columns[field.name]))
+    return _uids(field.name, printed_ids(columns[field.name]))
 
 
 def _uids(name: str, known: Ids) -> list[bytes]:

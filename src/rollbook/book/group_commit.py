@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollbook.book.errors import LockTimeout
+from rollbook.book.errors import LockTimeoutError
 from rollbook.book.ledger import BUSY_SECONDS
 
 if TYPE_CHECKING:
-    from rollbook.book.admission import Admit
+    from rollbook.book.admission import AppendTransaction
     from rollbook.book.book import Book
 
 MAX_APPENDS = 64
@@ -26,7 +26,7 @@ MAX_APPENDS = 64
 class _Entry:
     """An append in the queue."""
 
-    admit: Admit
+    admit: AppendTransaction
     leads: bool = False
     """Whether its thread writes next, for all that wait."""
     done: bool = False
@@ -50,11 +50,11 @@ class GroupCommit:
         self._busy = False
         self._pid = os.getpid()
 
-    def run(self, book: Book, admit: Admit, timeout: float | None) -> None:
+    def run(self, book: Book, admit: AppendTransaction, timeout: float | None) -> None:
         """Write an append, alone or together with others.
 
         Raises:
-            LockTimeout: Its turn did not come within `timeout` seconds.
+            LockTimeoutError: Its turn did not come within `timeout` seconds.
         """
         if self._pid != os.getpid():
             self._reset()  # The parent's threads did not follow into this forked process.
@@ -81,7 +81,7 @@ class GroupCommit:
             entry.leads, self._busy = not self._busy, True
             if not self._changed.wait_for(lambda: entry.done or entry.leads, timeout):
                 if entry in self._waiting:
-                    raise LockTimeout(f"append: other threads of this process held the book for {timeout:.3g} s")
+                    raise LockTimeoutError(f"append: other threads of this process held the book for {timeout:.3g} s")
                 self._changed.wait_for(lambda: entry.done or entry.leads)  # It is being written.
             if not entry.done:
                 group += self._waiting[:MAX_APPENDS]
@@ -100,7 +100,7 @@ def _write(book: Book, group: Sequence[_Entry], timeout: float | None) -> None:
     if len(group) > 1:
         try:
             _commit(book, [entry.admit for entry in group], timeout)
-        except LockTimeout as error:
+        except LockTimeoutError as error:
             for entry in group:
                 entry.error, entry.done = error, True
         except Exception:
@@ -118,7 +118,7 @@ def _write(book: Book, group: Sequence[_Entry], timeout: float | None) -> None:
             entry.done = True
 
 
-def _commit(book: Book, admits: Sequence[Admit], timeout: float | None) -> None:
+def _commit(book: Book, admits: Sequence[AppendTransaction], timeout: float | None) -> None:
     from rollbook.book.admission import store_all
 
     store_all(book, admits)

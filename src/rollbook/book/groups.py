@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book import before
-from rollbook.book.errors import Damaged
+from rollbook.book.errors import CorruptBookError
 from rollbook.book.ledger import Transaction
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ UNRANKED = math.inf
 """The rank of a group that has none yet, or has lost it."""
 
 
-def refresh(tx: Transaction, consumer: Consumer, gids: Iterable[str], other: Collection[str] = ()) -> None:
+def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], other: Collection[str] = ()) -> None:
     """Look again at groups whose members changed; those of `other` have members with other uses or numbers."""
     listed = list(gids)
     if not listed:
         return
-    before.note(tx, before.GROUPS, consumer.id, "gid", listed)
+    before.save_undo(tx, before.GROUPS_TABLE, consumer.id, "gid", listed)
     chosen = tx.array(listed)
     work_rows, record_rows, group_rows = tx.ask(
         (
@@ -59,7 +59,7 @@ def refresh(tx: Transaction, consumer: Consumer, gids: Iterable[str], other: Col
     rows = []
     empty = []
     for gid in listed:
-        row = _refreshed(tx, consumer, gid, members[gid], totals.get(gid), earlier.get(gid), gid in other)
+        row = _refresh_group(tx, consumer, gid, members[gid], totals.get(gid), earlier.get(gid), gid in other)
         if row is None:
             empty.append(gid)
         else:
@@ -75,7 +75,7 @@ def refresh(tx: Transaction, consumer: Consumer, gids: Iterable[str], other: Col
     )
 
 
-def _refreshed(
+def _refresh_group(
     tx: Transaction,
     consumer: Consumer,
     gid: str,
@@ -88,7 +88,7 @@ def _refreshed(
     runs, size, first, since = total or (0, None, None, None)
     was, rank, had = earlier or (0, UNRANKED, 1.0)
     if type(was) is not int or not all(type(n) in (int, float) for n in (rank, had, size or 0, since or 0)):
-        raise Damaged(f"groups: {gid!r}: got {str((earlier, size, since))[:100]}, expected numbers")
+        raise CorruptBookError(f"groups: {gid!r}: got {str((earlier, size, since))[:100]}, expected numbers")
     settings = consumer.settings
     size = size or settings.group_size
     waiting = [row for row in members if row[0] == "waiting"]
@@ -102,7 +102,7 @@ def _refreshed(
         rank = UNRANKED
     if ready and first is not None:
         sampler = settings.sampler
-        item = _item(consumer, first, waiting)
+        item = _group_item(consumer, first, waiting)
         weight = sampler.weight(item)
         # A place that chance or turns gave is kept, by what was given back too; other ranks follow from the members.
         if not sampler.keeps or rank == UNRANKED or weight != had:
@@ -116,7 +116,7 @@ def _refreshed(
     return consumer.id, gid, first, size, runs, int(ready), rank, weight, None if complete else due
 
 
-def _item(consumer: Consumer, first: int, waiting: list[tuple[str, int, int | None, float | None, int]]) -> Item:
+def _group_item(consumer: Consumer, first: int, waiting: list[tuple[str, int, int | None, float | None, int]]) -> Item:
     versions = [row[2] for row in waiting if row[2] is not None]
     values = [row[3] for row in waiting if row[3] is not None]
     made = consumer.item(
@@ -128,27 +128,27 @@ def _item(consumer: Consumer, first: int, waiting: list[tuple[str, int, int | No
     return replace(made, group=True)
 
 
-def ripen(tx: Transaction, consumer: Consumer, most: int) -> bool:
+def release_due_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
     """Make groups ready whose time has come although they are not complete; return whether none is left."""
     due = tx.all(
         "SELECT gid FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL AND due <= ? ORDER BY due, seq "
         "LIMIT ?",
         (consumer.id, tx.now, most),
     )
-    refresh(tx, consumer, [gid for (gid,) in due])
+    refresh_groups(tx, consumer, [gid for (gid,) in due])
     return len(due) < most
 
 
-def begin(tx: Transaction, consumer: Consumer) -> None:
+def begin_groups(tx: Transaction, consumer: Consumer) -> None:
     """Begin to keep groups for a consumer that leases by group for the first time, or to rank them anew: those of the
-    rows that it has are made by `build`, the others as their rows come."""
+    rows that it has are made by `build_groups`, the others as their rows come."""
     consumer.grouped = True
     (last,) = tx.one("SELECT MAX(seq) FROM work WHERE consumer = ?", (consumer.id,))
     if last is not None:
         consumer.state["ungrouped"], consumer.state["ungrouped_last"] = 1, last
 
 
-def build(tx: Transaction, consumer: Consumer, most: int) -> bool:
+def build_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
     """Make the groups of rows that were there when groups began, in order; return whether all are made."""
     start = consumer.state.get("ungrouped")
     if start is None:
@@ -158,7 +158,7 @@ def build(tx: Transaction, consumer: Consumer, most: int) -> bool:
         (consumer.id, start, consumer.state.get("ungrouped_last", start), most),
     )
     gids = dict.fromkeys(gid for _, gid in rows)
-    refresh(tx, consumer, gids, gids)
+    refresh_groups(tx, consumer, gids, gids)
     if len(rows) < most:
         del consumer.state["ungrouped"]
         consumer.state.pop("ungrouped_last", None)
@@ -167,10 +167,10 @@ def build(tx: Transaction, consumer: Consumer, most: int) -> bool:
     return False
 
 
-def rebuild(tx: Transaction, consumer: Consumer) -> None:
+def rebuild_groups(tx: Transaction, consumer: Consumer) -> None:
     """Make all groups anew, within an exclusive transaction."""
     tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
     consumer.state.pop("ready", None)
-    begin(tx, consumer)
-    while not build(tx, consumer, 1000):
+    begin_groups(tx, consumer)
+    while not build_groups(tx, consumer, 1000):
         pass

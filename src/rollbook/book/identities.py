@@ -26,12 +26,12 @@ class Ids(NamedTuple):
     uid: list[str]
 
 
-def ids(column: pa.StructArray | EidParts) -> Ids:
+def printed_ids(column: pa.StructArray | EidParts) -> Ids:
     """The ids of a column, numbers among batches and tasks as text.
 
     >>> from rollbook import EID, Experience, Experiences
     >>> eid = EID(batch="10/eval", task=3, run=1, suffix="a")
-    >>> ids(Experiences([Experience(eid=eid, tokens=[1, 2])]).column("eid")).uid, eid.uid
+    >>> printed_ids(Experiences([Experience(eid=eid, tokens=[1, 2])]).column("eid")).uid, eid.uid
     (['10%2Feval/3/1/0/a'], '10%2Feval/3/1/0/a')
     """
     if isinstance(column, EidParts):
@@ -40,13 +40,13 @@ def ids(column: pa.StructArray | EidParts) -> Ids:
         parts: list[Any] = [texts(column.field(i)) for i in (0, 1, 4)]
         run, step = numbers(column.field(2)), numbers(column.field(3))
         flags = column.field(5).to_numpy()
-        batch, task, suffix = _printed(parts[0], flags & 1), _printed(parts[1], flags & 2), parts[2]
-    tid = [f"{a}/{b}" for a, b in zip(map(_percent, batch), map(_percent, task), strict=True)]
-    rest = zip(tid, run, step, map(_percent, suffix), strict=True)
+        batch, task, suffix = _print_parts(parts[0], flags & 1), _print_parts(parts[1], flags & 2), parts[2]
+    tid = [f"{a}/{b}" for a, b in zip(map(_percent_encode, batch), map(_percent_encode, task), strict=True)]
+    rest = zip(tid, run, step, map(_percent_encode, suffix), strict=True)
     return Ids(batch, task, run, step, suffix, tid, [f"{t}/{r}/{s}/{x}" for t, r, s, x in rest])
 
 
-def _printed(parts: list[Any], are_numbers: NDArray[Any]) -> list[str]:
+def _print_parts(parts: list[Any], are_numbers: NDArray[Any]) -> list[str]:
     if not are_numbers.any():
         return parts
     marks = are_numbers.tolist()
@@ -58,5 +58,5 @@ def _printed(parts: list[Any], are_numbers: NDArray[Any]) -> list[str]:
     return [made[text] if mark else text for text, mark in zip(parts, marks, strict=True)]
 
 
-def _percent(part: str) -> str:
+def _percent_encode(part: str) -> str:
     return part.replace("%", "%25").replace("/", "%2F") if "%" in part or "/" in part else part

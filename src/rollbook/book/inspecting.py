@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.book import attachments, reading, tags
+from rollbook.book.errors import MissingSegmentError
 from rollbook.book.findings import Report
 from rollbook.book.ledger import Transaction, chunks
-from rollbook.book.shelves import MissingSegment, Place
+from rollbook.book.shelves import Place
 from rollbook.core.errors import WireError
 
 if TYPE_CHECKING:
@@ -41,15 +42,15 @@ class _Row(NamedTuple):
     size: Any
     slot: Any
     gone: str | None
-    tags: tags.Tags
+    tags: tags.IndexColumns
 
 
-_ROWS = f"SELECT seq, segment, start, size, slot, gone, {', '.join(tags.Tags._fields)} FROM records"
+_ROWS = f"SELECT seq, segment, start, size, slot, gone, {', '.join(tags.IndexColumns._fields)} FROM records"
 
 
 def _rows(tx: Transaction, condition: str, values: Sequence[Any]) -> list[_Row]:
     found = tx.all(f"{_ROWS} WHERE {condition}", values)
-    return [_Row._make((*row[:6], tags.Tags(*row[6:]))) for row in found]
+    return [_Row._make((*row[:6], tags.IndexColumns(*row[6:]))) for row in found]
 
 
 def pages(book: Book) -> Iterator[list[_Row]]:
@@ -86,7 +87,7 @@ def _problems(book: Book, rows: Sequence[_Row], deep: bool) -> Iterator[Problem]
     for place, mine in stored.items():
         try:
             frame = reading.read_frame(book, Place(*place), deep)
-        except MissingSegment:
+        except MissingSegmentError:
             for row in mine:
                 yield Problem("missing", row.seq, row.tags.uid, f"segment {place[0]} is not there")
             continue
@@ -109,7 +110,7 @@ def _in_frame(book: Book, frame: Any, rows: Sequence[_Row]) -> Iterator[Problem]
         return
     try:
         many = frame.take([row.slot for row in inside])
-        said = tags.tags(many)
+        said = tags.index_columns(many)
         references = attachments.references(many)
     except (WireError, ValueError) as error:
         for row in inside:
@@ -128,7 +129,7 @@ def _in_frame(book: Book, frame: Any, rows: Sequence[_Row]) -> Iterator[Problem]
         if mine.uid != uid:
             yield Problem("another", row.seq, uid, f"the record that lies there is {mine.uid!r}")
             continue
-        unlike = [name for name in tags.Tags._fields if getattr(mine, name) != getattr(row.tags, name)]
+        unlike = [name for name in tags.IndexColumns._fields if getattr(mine, name) != getattr(row.tags, name)]
         if unlike:
             name = unlike[0]
             what = f"{name}: the ledger has {getattr(row.tags, name)!r}, the record {getattr(mine, name)!r}"
@@ -168,7 +169,7 @@ def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iter
 def _medium(book: Book, key: str, place: Place, deep: bool) -> str | None:
     try:
         found = attachments.open_blob(book.shelf.get(place), verify=deep).hash
-    except MissingSegment:
+    except MissingSegmentError:
         return f"segment {place.segment} is not there"
     except (WireError, OSError) as error:
         return str(error)

@@ -23,11 +23,11 @@ _TENSOR = re.compile(r"([a-z0-9]{3,8})((?:x[0-9]{1,9}){0,32})")
 _PORTABLE = {d.name: pa.from_numpy_dtype(d.portable) for d in BY_CODE.values()}
 
 
-def kinds_of(many: Experiences | RowLayout) -> set[tuple[str, str]]:
+def column_types(many: Experiences | RowLayout) -> set[tuple[str, str]]:
     """(field, type) of the tensor columns: `("tokens", "int32")`, `("routed_experts", "int16x24x8")`.
 
     >>> from rollbook import Experience, Experiences
-    >>> sorted(kinds_of(Experiences([Experience(tokens=[1, 2, 3])])))
+    >>> sorted(column_types(Experiences([Experience(tokens=[1, 2, 3])])))
     [('action_mask', 'bool'), ('tokens', 'int32')]
     """
     return {
@@ -37,11 +37,11 @@ def kinds_of(many: Experiences | RowLayout) -> set[tuple[str, str]]:
     }
 
 
-def schema_of(noted: Iterable[tuple[str, str]]) -> dict[str, pa.DataType]:
+def arrow_types(noted: Iterable[tuple[str, str]]) -> dict[str, pa.DataType]:
     """The type of every field's column that holds all that was noted of it."""
     found: dict[str, list[pa.DataType]] = {}
     for name, text in noted:
-        kind = _type(text)
+        kind = _parse_type(text)
         if name in FIELDS and FIELDS[name].kind == "tensor" and kind is not None:
             found.setdefault(name, []).append(kind)
     types = {}
@@ -55,7 +55,7 @@ def schema_of(noted: Iterable[tuple[str, str]]) -> dict[str, pa.DataType]:
     return types
 
 
-def _type(text: object) -> pa.DataType | None:
+def _parse_type(text: object) -> pa.DataType | None:
     match = _TENSOR.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[1] not in _PORTABLE or match[1] not in DTYPES:
         return None

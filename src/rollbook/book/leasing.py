@@ -1,8 +1,8 @@
 """Leases: an atomic claim on records or whole groups, with a fencing number and an end.
 
 Invariant: a record is in at most one living lease of a consumer. Delivery is at least once; acknowledgement is exactly
-once: a lease that has ended, by its holder or by the database's clock, changes nothing any more and says `LeaseLost`,
-unless it repeats an acknowledgement that the ledger has.
+once: a lease that has ended, by its holder or by the database's clock, changes nothing any more and raises
+`LeaseLostError`, unless it repeats an acknowledgement that the ledger has.
 """
 
 from __future__ import annotations
@@ -19,11 +19,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.book import admission, consumers, groups, inbox, reading, work
 from rollbook.book.consumers import Consumer
-from rollbook.book.errors import BookError, ConnectionLost, Damaged, LeaseLost, LockTimeout, UnknownConsumer
+from rollbook.book.errors import (
+    BookError,
+    ConnectionLostError,
+    CorruptBookError,
+    LeaseLostError,
+    LockTimeoutError,
+    UnknownConsumerError,
+)
 from rollbook.book.ledger import RETRY_SECONDS, Transaction, let_others, write_once
-from rollbook.book.naming import text_of, uids_of
+from rollbook.book.naming import check_text, uids_of
 from rollbook.book.samplers import First, Proportional
-from rollbook.book.windows import reached
+from rollbook.book.windows import hit
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.metrics import advise
 
@@ -42,7 +49,7 @@ LAST_LOOK = 0.5
 _NO_STEP = object()
 
 
-class Wanted(NamedTuple):
+class LeaseRequest(NamedTuple):
     """What a lease asks for."""
 
     consumer: str
@@ -80,7 +87,7 @@ class Lease:
 
     Use it as a context: leaving it by an exception, or without `ack`, gives the records back. Every `batch`,
     `experiences` and `renew` is progress and starts the time anew; a holder that hangs loses its records to others, and
-    its `ack` then raises `LeaseLost`.
+    its `ack` then raises `LeaseLostError`.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -93,7 +100,7 @@ class Lease:
     1
     """
 
-    def __init__(self, book: Book, wanted: Wanted, claim: Claim) -> None:
+    def __init__(self, book: Book, wanted: LeaseRequest, claim: Claim) -> None:
         self._book = book
         self._wanted = wanted
         self._claim = claim
@@ -197,8 +204,8 @@ class Lease:
         an error.
 
         Raises:
-            LeaseLost: The lease has ended and these records were not acknowledged; nothing was changed.
-            OutcomeUnknown: The server does not answer; call `ack` again with the same arguments.
+            LeaseLostError: The lease has ended and these records were not acknowledged; nothing was changed.
+            OutcomeUnknownError: The server does not answer; call `ack` again with the same arguments.
         """
         if step is not None:
             step = check_int("step", step)
@@ -224,7 +231,7 @@ class Lease:
             return 0
         try:
             count = self._ack(chosen, step, given, told)
-        except _Again:
+        except _RetryAckError:
             count = self._ack(chosen, step, given, told)
         self._acks.append((step, chosen))
         self._settle(chosen)
@@ -242,7 +249,7 @@ class Lease:
         def transact(tx: Transaction) -> int:
             try:
                 consumer, rows = self._held(tx, chosen)
-            except LeaseLost:
+            except LeaseLostError:
                 count = self._repeats(tx, seqs, step)
                 if not count:
                     raise
@@ -255,8 +262,8 @@ class Lease:
             _train(tx, consumer, rows, step, self._claim.id, priorities, details)
             if chosen.keys() >= self._left.keys():
                 work.end_lease(tx, self._claim.id, "acked")
-            consumers.save(tx, consumer)
-            reached("during ack")
+            consumers.save_consumer(tx, consumer)
+            hit("during ack")
             return count
 
         def committed(tx: Transaction, count: int) -> bool:
@@ -266,7 +273,7 @@ class Lease:
 
     def nack(self, reason: str = "given back", *, uids: Any = None, drop: bool = False) -> int:
         """Give records back, to be offered again at the place they had, or (`drop=True`) to be dropped; how many."""
-        text_of("reason", reason)
+        check_text("reason", reason)
         chosen = self._chosen(uids)
         if not chosen:
             return 0
@@ -274,13 +281,13 @@ class Lease:
         def transact(tx: Transaction) -> int:
             consumer, found = self._held(tx, chosen, always=True)
             if drop:
-                work.drop(tx, consumer, found, reason)
+                work.drop_rows(tx, consumer, found, reason)
             else:
-                work.requeue(tx, consumer, found, "nacked", reason)
+                work.requeue_rows(tx, consumer, found, "nacked", reason)
                 tx.notify(consumer.id)
             if len(chosen) == len(self._left):
                 work.end_lease(tx, self._claim.id, "nacked")
-            consumers.save(tx, consumer)
+            consumers.save_consumer(tx, consumer)
             return len(found)
 
         def committed(tx: Transaction, _: int) -> bool:
@@ -324,7 +331,7 @@ class Lease:
         for step, acknowledged in repeated:
             there.update(acknowledged if step == repeated_step else {})
         if not there:
-            raise LeaseLost(f"lease {self.fence}: all its records were acknowledged or given back already")
+            raise LeaseLostError(f"lease {self.fence}: all its records were acknowledged or given back already")
         if uids is None:
             return there
         listed = uids_of(uids)
@@ -341,35 +348,37 @@ class Lease:
         self, tx: Transaction, chosen: Mapping[str, int], always: bool = False
     ) -> tuple[Consumer, list[work.Row]]:
         """The consumer, and those of the chosen rows that are still this lease's: a record that was deleted meanwhile
-        is not. `LeaseLost` if the lease has ended.
+        is not. `LeaseLostError` if the lease has ended.
 
         The consumer's row is locked, before the lease's, if more of its queue changes than the lease's own records.
         """
         name, fence = self._wanted.consumer, self._claim.id
         serial = self._claim.serial or always
         consumer_rows, lease_rows, rows = tx.ask(
-            (f"{consumers.BY_NAME}{tx.lock_row() if serial else ''}", (name,)),
+            (f"{consumers.SELECT_CONSUMER}{tx.lock_row() if serial else ''}", (name,)),
             (f"{_LIVES}{tx.lock_row()}", (fence,)),
-            (f"SELECT {work.COLUMNS} FROM work WHERE lease = ? ORDER BY seq", (fence,)),
+            (f"SELECT {work.ROW_COLUMNS} FROM work WHERE lease = ? ORDER BY seq", (fence,)),
         )
         if not consumer_rows:
-            raise LeaseLost(f"consumer {name!r}: it is no longer in the book")
-        [consumer] = consumers.parsed_rows(consumer_rows)
+            raise LeaseLostError(f"consumer {name!r}: it is no longer in the book")
+        [consumer] = consumers.parse_consumers(consumer_rows)
         if not serial and _is_shared(consumer):
             self._claim = self._claim._replace(serial=True)
-            raise _Again
+            raise _RetryAckError
         self._check(tx, lease_rows)
         seqs = set(chosen.values())
-        return consumer, [row for row in work.checked(rows) if row.seq in seqs]
+        return consumer, [row for row in work.check_rows(rows) if row.seq in seqs]
 
     def _check(self, tx: Transaction, rows: Sequence[Any]) -> None:
         """Raise unless the lease lives."""
         row = rows[0] if rows else None
         self._lost = row is None or row[0] != "active" or row[1] <= tx.now
         if row is None or row[0] != "active":
-            raise LeaseLost(f"lease {self.fence}: it is {row[0] if row else 'not in the book'}, nothing was changed")
+            raise LeaseLostError(
+                f"lease {self.fence}: it is {row[0] if row else 'not in the book'}, nothing was changed"
+            )
         if row[1] <= tx.now:
-            raise LeaseLost(
+            raise LeaseLostError(
                 f"lease {self.fence}: it ended {tx.now - row[1]:.3f} s ago, after {self._seconds:g} s without "
                 "progress; its records are offered again, and nothing was changed"
             )
@@ -413,7 +422,7 @@ class Lease:
                 advise(f"{len(self._left)} leased records were not acknowledged and go back: call lease.ack(step=...)")
             try:
                 self.nack("not acknowledged" if error is None else _told(error))
-            except LeaseLost:
+            except LeaseLostError:
                 # Whoever was told by `ack` or `renew` need not hear it again.
                 if error is None and not told:
                     raise
@@ -436,7 +445,7 @@ def _told(error: BaseException) -> str:
 _LIVES = "SELECT state, expires FROM leases WHERE id = ?"
 
 
-class _Again(Exception):
+class _RetryAckError(Exception):
     """The consumer has other settings than when the lease was made: its row has to be locked."""
 
 
@@ -474,10 +483,10 @@ def _train(
         # What rewinding needs to put the row back.
         told = {"uses": row.uses, "rank": row.rank, "value": row.value, **details[row.seq]}
         events.append(work.Event(work.TRAINED, row.seq, consumer.id, None, step, lease, told))
-    work.change(tx, consumer, moves, events)
+    work.change_rows(tx, consumer, moves, events)
 
 
-def refresh_queue(tx: Transaction, book: Book, name: str, wanted: Wanted | None) -> tuple[Consumer | None, bool]:
+def refresh_queue(tx: Transaction, book: Book, name: str, wanted: LeaseRequest | None) -> tuple[Consumer | None, bool]:
     """Do what is due in a consumer's queue, a piece of it at most: take new records in, take leases back that ended,
     end rests, drop records that are too old.
 
@@ -487,10 +496,10 @@ def refresh_queue(tx: Transaction, book: Book, name: str, wanted: Wanted | None)
     Returns:
         The consumer, locked (`None` if there is none of this name), and whether nothing is left to do.
     """
-    text_of("consumer", name, 1, 200)
+    check_text("consumer", name, 1, 200)
     mine = "consumer = (SELECT id FROM consumers WHERE name = ?)"
     rows, [(expired, rested, unseen, version)] = tx.ask(
-        (f"{consumers.BY_NAME}{tx.lock_row()}", (name,)),
+        (f"{consumers.SELECT_CONSUMER}{tx.lock_row()}", (name,)),
         (
             f"SELECT (SELECT 1 FROM leases WHERE {mine} AND state = 'active' AND "
             "(expires <= ? OR expires > ? + seconds + 1) LIMIT 1), "
@@ -502,59 +511,59 @@ def refresh_queue(tx: Transaction, book: Book, name: str, wanted: Wanted | None)
     )
     if not rows:
         return None, True
-    [consumer] = consumers.parsed_rows(rows)
+    [consumer] = consumers.parse_consumers(rows)
     settings = consumer.settings
     if wanted is not None and wanted.by == "group" and not consumer.grouped:
-        groups.begin(tx, consumer)
+        groups.begin_groups(tx, consumer)
     if expired:
-        work.expire(tx, consumer)
-    piece = inbox.PIECE
-    done = admission.rerank(tx, consumer, book, piece)
+        work.expire_leases(tx, consumer)
+    piece = inbox.CHUNK
+    done = admission.rerank_queue(tx, consumer, book, piece)
     if unseen and (settings.bounded if wanted is None else not takes_in_order(consumer, wanted)):
-        done &= inbox.drain(tx, book, consumer, piece)
+        done &= inbox.drain_inbox(tx, book, consumer, piece)
     if rested:
-        done &= work.thaw(tx, consumer, piece)
-    done &= work.forget_old(tx, consumer, piece)
+        done &= work.end_cooldowns(tx, consumer, piece)
+    done &= work.drop_over_age(tx, consumer, piece)
     bound = settings.max_staleness if wanted is None or wanted.max_staleness is None else wanted.max_staleness
     if version is not None and bound is not None:
-        done &= work.forget_stale(tx, consumer, work.floor_of(int(version), bound), piece)
+        done &= work.drop_stale_rows(tx, consumer, work.version_floor(int(version), bound), piece)
     if wanted is not None and wanted.max_staleness is not None and settings.max_staleness is None:
-        work.forget_abandoned(tx, consumer)  # a consumer's own bound was held as they came
+        work.drop_abandoned_rows(tx, consumer)  # a consumer's own bound was held as they came
     if consumer.grouped:
-        done &= groups.build(tx, consumer, piece)
+        done &= groups.build_groups(tx, consumer, piece)
         if settings.partial_after is not None:
-            done &= groups.ripen(tx, consumer, piece)
+            done &= groups.release_due_groups(tx, consumer, piece)
     return consumer, done
 
 
-def drop_stale(book: Book, name: str) -> None:
+def drop_stale_records(book: Book, name: str) -> None:
     """Drop what is too old for a consumer by the announced version, in short transactions."""
     done = False
     while not done:
         with book.ledger.write(shared=True, durable=False) as tx:
-            consumer = consumers.find(tx, name, lock=True)
+            consumer = consumers.find_consumer(tx, name, lock=True)
             if consumer is None:
                 return
-            floor = work.floor_of(work.announced(tx), consumer.settings.max_staleness)
-            done = inbox.drain(tx, book, consumer) & work.forget_stale(tx, consumer, floor, inbox.PIECE)
-            consumers.save(tx, consumer)
+            floor = work.version_floor(work.announced_version(tx), consumer.settings.max_staleness)
+            done = inbox.drain_inbox(tx, book, consumer) & work.drop_stale_rows(tx, consumer, floor, inbox.CHUNK)
+            consumers.save_consumer(tx, consumer)
         if not done:
             let_others(book.ledger)
 
 
-def refresh(book: Book, name: str) -> None:
+def refresh_consumer(book: Book, name: str) -> None:
     """Do all that is due in a consumer's queue, in short transactions."""
     done = False
     while not done:
         with book.ledger.write(shared=True, durable=False) as tx:
             consumer, done = refresh_queue(tx, book, name, None)
             if consumer is not None:
-                consumers.save(tx, consumer)
+                consumers.save_consumer(tx, consumer)
         if not done:
             let_others(book.ledger)
 
 
-def takes_in_order(consumer: Consumer, wanted: Wanted) -> bool:
+def takes_in_order(consumer: Consumer, wanted: LeaseRequest) -> bool:
     """Whether what a lease takes does not depend on records that came later, so that those may stay in the inbox."""
     settings = consumer.settings
     return (
@@ -567,7 +576,7 @@ def takes_in_order(consumer: Consumer, wanted: Wanted) -> bool:
     )
 
 
-def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: float) -> Claim | None:
+def try_claim(book: Book, wanted: LeaseRequest, last: bool, timeout: float | None, end: float) -> Claim | None:
     """Claim what is asked for; if it is not all there, `None`, or on the `last` look what there is.
 
     With a `timeout` (of the lease, until `end`) that passes while others hold the ledger, the claim is empty.
@@ -577,9 +586,9 @@ def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: 
         consumer, done = refresh_queue(tx, book, wanted.consumer, wanted)
         if consumer is None:
             names = [name for (name,) in tx.all("SELECT name FROM consumers ORDER BY id")]
-            raise consumers.unknown(wanted.consumer, names)
+            raise consumers.unknown_consumer(wanted.consumer, names)
         claim = _claim(tx, book, consumer, wanted, last) if done else None
-        consumers.save(tx, consumer)
+        consumers.save_consumer(tx, consumer)
         return done, claim
 
     def committed(tx: Transaction, outcome: tuple[bool, Claim | None]) -> bool:
@@ -597,13 +606,13 @@ def attempt(book: Book, wanted: Wanted, last: bool, timeout: float | None, end: 
             done, claim = write_once(book.ledger, transact, committed, shared=True, timeout=lock_wait)
             if not done:
                 let_others(book.ledger)
-        except UnknownConsumer:
+        except UnknownConsumerError:
             if not wanted.create:
                 raise
             with book.ledger.write() as tx:
-                if consumers.find(tx, wanted.consumer) is None:
+                if consumers.find_consumer(tx, wanted.consumer) is None:
                     book.make_consumer(tx, wanted.consumer)
-        except LockTimeout as error:
+        except LockTimeoutError as error:
             if timeout is None:
                 raise
             return _empty(f"asked for {wanted.most}, got 0: {error}")
@@ -627,23 +636,23 @@ _CLAIMED = (
 )
 
 
-class Waiting(NamedTuple):
+class ClaimableRow(NamedTuple):
     """A record that can be claimed: its row and its id."""
 
     row: work.Row
     uid: str
 
 
-def _parsed(rows: Sequence[Any]) -> list[Waiting]:
-    checked = work.checked(row[:-1] for row in rows)
-    return [Waiting(row, full[-1]) for row, full in zip(checked, rows, strict=True)]
+def _parsed(rows: Sequence[Any]) -> list[ClaimableRow]:
+    checked = work.check_rows(row[:-1] for row in rows)
+    return [ClaimableRow(row, full[-1]) for row, full in zip(checked, rows, strict=True)]
 
 
-def _allowed(tx: Transaction, consumer: Consumer, wanted: Wanted) -> tuple[int, str]:
+def _allowed(tx: Transaction, consumer: Consumer, wanted: LeaseRequest) -> tuple[int, str]:
     """How many units limiters let this lease have, at most as many as it wants, and why no more."""
     settings = consumer.settings
     if settings.min_size:
-        there = work.tally(tx, consumer, work.WAITING, work.COOLING, work.LEASED)[0]
+        there = work.count_rows(tx, consumer, work.WAITING, work.COOLING, work.LEASED)[0]
         if there < settings.min_size:
             return 0, f"{there} records are there, MinSize waits for {settings.min_size}"
     if settings.ratio is None:
@@ -652,7 +661,7 @@ def _allowed(tx: Transaction, consumer: Consumer, wanted: Wanted) -> tuple[int, 
     if wanted.by == "group":
         fits = 0
         for gid, *_ in _ready(tx, consumer, wanted.most):
-            left -= len(work.rows(tx, "consumer = ? AND gid = ? AND state = 'waiting'", (consumer.id, gid)))
+            left -= len(work.select_rows(tx, "consumer = ? AND gid = ? AND state = 'waiting'", (consumer.id, gid)))
             fits += left >= 0
         left = fits
     if left < wanted.most:
@@ -660,7 +669,7 @@ def _allowed(tx: Transaction, consumer: Consumer, wanted: Wanted) -> tuple[int, 
     return wanted.most, ""
 
 
-def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last: bool) -> Claim | None:
+def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: LeaseRequest, last: bool) -> Claim | None:
     """Lease what waits; `None` if it is less than was asked for, and this is not the `last` look."""
     sampler = consumer.settings.sampler
     most, why = _allowed(tx, consumer, wanted)
@@ -672,7 +681,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
             return None
         ranks = [rank for _, rank, *_ in ready]
         if any(type(runs) is not int or not isinstance(size, (int, type(None))) for *_, size, runs in ready):
-            raise Damaged(f"groups: got {str(ready)[:100]}, expected whole numbers")
+            raise CorruptBookError(f"groups: got {str(ready)[:100]}, expected whole numbers")
         partial = [gid for gid, _, _, size, runs in ready if size is not None and runs < size]
         rows, [(lease,)] = tx.ask(
             (
@@ -681,7 +690,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
             ),
             tx.next_number("leases", 1),
         )
-        members: dict[str, list[Waiting]] = {gid: [] for gid, *_ in ready}
+        members: dict[str, list[ClaimableRow]] = {gid: [] for gid, *_ in ready}
         for each in _parsed(sorted(rows)):
             members[each.row.gid].append(each)
         taken = [each for group in members.values() for each in group]
@@ -692,7 +701,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
         rows, [(lease,)] = tx.ask(in_order, tx.next_number("leases", 1))
         empty = not takes_in_order(consumer, wanted)
         while len(rows) < most and not empty:
-            empty = inbox.drain(tx, book, consumer, max(AHEAD, min(most - len(rows), inbox.PIECE)))
+            empty = inbox.drain_inbox(tx, book, consumer, max(AHEAD, min(most - len(rows), inbox.CHUNK)))
             rows = tx.all(*in_order)
         units = len(rows)
         if units < wanted.most and not last:
@@ -700,7 +709,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
         taken = _parsed(rows)
         odds = [each.row.weight for each in taken]
         ranks = [each.row.rank for each in taken]
-        count, total = work.tally(tx, consumer, work.WAITING) if isinstance(sampler, Proportional) else (0, 0.0)
+        count, total = work.count_rows(tx, consumer, work.WAITING) if isinstance(sampler, Proportional) else (0, 0.0)
     if units < most or not why:
         why = "no more was waiting" if wanted.by == "experience" else "no more groups were complete"
     if units < wanted.most and wanted.exact:
@@ -723,7 +732,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
         ("id", "consumer", "holder", "made", "expires", "seconds", "state", "count"),
         [(lease, consumer.id, wanted.holder, tx.now, tx.now + seconds, seconds, "active", len(taken))],
     )
-    work.change(
+    work.change_rows(
         tx,
         consumer,
         [(row, row._replace(state=work.LEASED, lease=lease)) for row, _ in taken],
@@ -743,7 +752,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: Wanted, last
     )
 
 
-def wanted(
+def check_request(
     consumer: str,
     count: Any,
     by: str,
@@ -753,7 +762,7 @@ def wanted(
     *,
     exact: bool = False,
     create: bool = False,
-) -> Wanted:
+) -> LeaseRequest:
     """Check what a lease asks for."""
     check_int("lease", count, 1)
     check_choice("by", by, ("experience", "group"))
@@ -765,10 +774,10 @@ def wanted(
         check_float("timeout", timeout, 0.0)
     holder = f"{socket.gethostname()}/{os.getpid()}/{os.urandom(6).hex()}"
     options = (check_bool("exact", exact), check_bool("create", create))
-    return Wanted(consumer, min(int(count), 1 << 62), by, max_staleness, seconds, holder, *options)
+    return LeaseRequest(consumer, min(int(count), 1 << 62), by, max_staleness, seconds, holder, *options)
 
 
-class Outlook(NamedTuple):
+class Forecast(NamedTuple):
     """What who waits for records can expect."""
 
     consumer: int
@@ -779,13 +788,13 @@ class Outlook(NamedTuple):
     """Whether a look is worth it: as much waits as is asked for, as far as that is known without a lock."""
 
 
-def outlook(book: Book, asked: Wanted) -> Outlook:
+def forecast(book: Book, asked: LeaseRequest) -> Forecast:
     """Look at a consumer's queue without a lock."""
     with book.ledger.read() as tx:
-        consumer = consumers.named(tx, asked.consumer)
+        consumer = consumers.get_consumer(tx, asked.consumer)
         number = consumer.id
         enough = asked.by == "group" or (
-            work.tally(tx, consumer, work.WAITING)[0] + inbox.size(tx, number) >= asked.most
+            work.count_rows(tx, consumer, work.WAITING)[0] + inbox.inbox_size(tx, number) >= asked.most
         )
         leases, rests, partial = tx.ask(
             ("SELECT MIN(expires) FROM leases WHERE consumer = ? AND state = 'active'", (number,)),
@@ -793,50 +802,50 @@ def outlook(book: Book, asked: Wanted) -> Outlook:
             ("SELECT MIN(due) FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL", (number,)),
         )
         due = [moment for [(moment,)] in (leases, rests, partial) if moment is not None]
-    return Outlook(number, max(0.0, min([LOOK_SECONDS, *(moment - tx.now for moment in due)])), enough)
+    return Forecast(number, max(0.0, min([LOOK_SECONDS, *(moment - tx.now for moment in due)])), enough)
 
 
-def nothing(book: Book, consumer: str) -> Lease:
+def empty_lease(book: Book, consumer: str) -> Lease:
     """A lease of no record, where none was asked for."""
-    return Lease(book, Wanted(consumer, 0, "experience", None, None, ""), Claim(0, [], [], None, 0.0, 0.0, ""))
+    return Lease(book, LeaseRequest(consumer, 0, "experience", None, None, ""), Claim(0, [], [], None, 0.0, 0.0, ""))
 
 
-def lease(book: Book, asked: Wanted, timeout: float | None, stop: threading.Event | None = None) -> Lease:
+def lease_records(book: Book, asked: LeaseRequest, timeout: float | None, stop: threading.Event | None = None) -> Lease:
     """See `Book.lease`; with `stop` set it ends early, with nothing."""
     try:
         return _lease(book, asked, timeout, stop or threading.Event())
-    except LockTimeout as error:
+    except LockTimeoutError as error:
         if timeout is None:
             raise
         return Lease(book, asked, _empty(f"asked for {asked.most}, got 0: {error}"))
 
 
-def _lease(book: Book, asked: Wanted, timeout: float | None, stop: threading.Event) -> Lease:
+def _lease(book: Book, asked: LeaseRequest, timeout: float | None, stop: threading.Event) -> Lease:
     end = math.inf if timeout is None else time.monotonic() + timeout
-    claim = attempt(book, asked, timeout == 0, timeout, end)
+    claim = try_claim(book, asked, timeout == 0, timeout, end)
     lost = math.inf
     while claim is None and time.monotonic() < end and not stop.is_set():
         try:
-            number = outlook(book, asked).consumer
+            number = forecast(book, asked).consumer
             with book.ledger.turn(number, end - time.monotonic(), stop) as waiter:
                 while claim is None and waiter is not None and time.monotonic() < end and not stop.is_set():
                     waiter.mark()
-                    _, seconds, enough = outlook(book, asked)
+                    _, seconds, enough = forecast(book, asked)
                     if enough or not seconds:
-                        claim = attempt(book, asked, False, timeout, end)
+                        claim = try_claim(book, asked, False, timeout, end)
                     lost = math.inf
                     if claim is None:
                         waiter.wait(max(0.001, min(seconds, end - time.monotonic())))
-        except ConnectionLost:  # The server restarts, say: a wait goes on.
+        except ConnectionLostError:  # The server restarts, say: a wait goes on.
             lost = min(lost, time.monotonic())
             if time.monotonic() > lost + RETRY_SECONDS:
                 raise
     if claim is None and not stop.is_set():
-        claim = attempt(book, asked, True, timeout, end)
+        claim = try_claim(book, asked, True, timeout, end)
     return Lease(book, asked, claim or _empty(""))
 
 
-async def alease(book: Book, asked: Wanted, timeout: float | None) -> Lease:
+async def alease_records(book: Book, asked: LeaseRequest, timeout: float | None) -> Lease:
     """See `Book.alease`; a wait that is cancelled has claimed nothing."""
     stop = threading.Event()
     loop = asyncio.get_running_loop()
@@ -844,7 +853,7 @@ async def alease(book: Book, asked: Wanted, timeout: float | None) -> Lease:
 
     def run() -> None:
         try:
-            result = lease(book, asked, timeout, stop)
+            result = lease_records(book, asked, timeout, stop)
         except BaseException as error:
             loop.call_soon_threadsafe(outcome.set_exception, error)
         else:

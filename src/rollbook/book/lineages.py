@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book import tags
-from rollbook.book.errors import Damaged
+from rollbook.book.errors import CorruptBookError
 from rollbook.book.ledger import Transaction, parsed
 from rollbook.core.columns import texts
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
     from rollbook.core.row_layout import RowLayout
 
-KEY = "policy_lineage"
+LINEAGE_KEY = "policy_lineage"
 """The entry of `info` in which a record names its lineage."""
 
 
@@ -76,7 +76,7 @@ class Lineage:
     ) -> set[int]:
         """Tell which of the records that are admitted now, from number `base` on, abandoned versions sampled."""
         before = len(self.named)
-        for i, lineage in enumerate(_named(records)):
+        for i, lineage in enumerate(_named_lineages(records)):
             version = versions[i]
             if version is None or lineage is None or lineage not in range(self.number + 1):
                 continue
@@ -84,8 +84,8 @@ class Lineage:
             if abandoned != self.is_abandoned(base + i, version):
                 self.named.append([int(abandoned), base + i - 1, base + i])
         if len(self.named) > before:
-            self.named = _joined(self.named)
-            save(tx, self)
+            self.named = _join_ranges(self.named)
+            save_lineage(tx, self)
         return {i for i, version in enumerate(versions) if self.is_abandoned(base + i, version)}
 
     def clipped(self, last: int) -> Lineage:
@@ -97,15 +97,15 @@ class Lineage:
         return Lineage(self.announced, clip(self.branches), None, last, clip(self.late), clip(self.named))
 
 
-def _named(records: Experiences | RowLayout) -> list[float | None]:
+def _named_lineages(records: Experiences | RowLayout) -> list[float | None]:
     """The lineage that each record names."""
     column = records.column("info")
-    if column is None or not any(text is not None and KEY in text for text in texts(column)):
+    if column is None or not any(text is not None and LINEAGE_KEY in text for text in texts(column)):
         return [None] * len(records)
-    return tags.numbers(records, f"info.{KEY}")
+    return tags.number_column(records, f"info.{LINEAGE_KEY}")
 
 
-def _joined(named: list[list[int]]) -> list[list[int]]:
+def _join_ranges(named: list[list[int]]) -> list[list[int]]:
     """Ranges that follow one on another, as one."""
     joined: list[list[int]] = []
     for abandoned, after, last in named:
@@ -116,19 +116,19 @@ def _joined(named: list[list[int]]) -> list[list[int]]:
     return joined
 
 
-def are_named(records: Experiences | RowLayout) -> bool:
+def name_lineage(records: Experiences | RowLayout) -> bool:
     """Whether any of these records names its lineage."""
-    return any(lineage is not None for lineage in _named(records))
+    return any(lineage is not None for lineage in _named_lineages(records))
 
 
-def read(tx: Transaction, lock: bool = False) -> Lineage:
+def read_lineage(tx: Transaction, lock: bool = False) -> Lineage:
     """The policy's announced version, and what was abandoned; with `lock`, nobody else changes it until the end of the
     transaction."""
     end = f" ORDER BY key{tx.lock_row()}" if lock else ""
-    return of(dict(tx.all(f"SELECT key, value FROM meta WHERE key IN ('policy_version', 'lineage'){end}")))
+    return parse_lineage(dict(tx.all(f"SELECT key, value FROM meta WHERE key IN ('policy_version', 'lineage'){end}")))
 
 
-def of(values: dict[str, str]) -> Lineage:
+def parse_lineage(values: dict[str, str]) -> Lineage:
     """The same, from the values that `meta` has."""
     announced = int(values["policy_version"]) if "policy_version" in values else None
     if "lineage" not in values:
@@ -138,14 +138,16 @@ def of(values: dict[str, str]) -> Lineage:
     numbers = [state.get("seen"), 0 if state.get("top") is None else state.get("top")]
     for (name, entries), width in zip(lists.items(), (3, 4, 3), strict=True):
         if not isinstance(entries, list) or not all(isinstance(each, list) and len(each) == width for each in entries):
-            raise Damaged(f"meta: lineage: {name}: got {str(entries)[:100]!r}, expected lists of {width} numbers")
+            raise CorruptBookError(
+                f"meta: lineage: {name}: got {str(entries)[:100]!r}, expected lists of {width} numbers"
+            )
         numbers += [number for each in entries for number in each]
     if any(type(number) is not int for number in numbers):
-        raise Damaged(f"meta: lineage: got {values['lineage'][:100]!r}, expected whole numbers")
+        raise CorruptBookError(f"meta: lineage: got {values['lineage'][:100]!r}, expected whole numbers")
     return Lineage(announced, top=state["top"], seen=state["seen"], **lists)
 
 
-def save(tx: Transaction, lineage: Lineage) -> None:
+def save_lineage(tx: Transaction, lineage: Lineage) -> None:
     """Write what was abandoned; nothing before the first rewind."""
     if not lineage.number:
         tx.run("DELETE FROM meta WHERE key = 'lineage'")
@@ -158,13 +160,13 @@ def save(tx: Transaction, lineage: Lineage) -> None:
     )
 
 
-def _last(tx: Transaction) -> int:
+def _last_seq(tx: Transaction) -> int:
     return int(tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0])
 
 
-def _close(tx: Transaction, lineage: Lineage) -> None:
+def _close_lineage(tx: Transaction, lineage: Lineage) -> None:
     """Remember the records that came since `seen` with versions that only an abandoned lineage has announced so far."""
-    low, top, last = lineage.announced or 0, lineage.top, _last(tx)
+    low, top, last = lineage.announced or 0, lineage.top, _last_seq(tx)
     if top is not None and tx.one(
         "SELECT 1 FROM records WHERE seq > ? AND version_max > ? AND version_max <= ? LIMIT 1", (lineage.seen, low, top)
     ):
@@ -172,22 +174,22 @@ def _close(tx: Transaction, lineage: Lineage) -> None:
     lineage.seen = last
 
 
-def branch(tx: Transaction, version: int | None, seq: int) -> Lineage:
+def branch_lineage(tx: Transaction, version: int | None, seq: int) -> Lineage:
     """Begin a lineage: a rewind goes back to a checkpoint with this announced version (none counts as 0) and this last
     record. Called before the announced version is put back."""
-    lineage = read(tx)
-    _close(tx, lineage)
+    lineage = read_lineage(tx)
+    _close_lineage(tx, lineage)
     lineage.branches.append([version or 0, seq, lineage.seen])
     if lineage.announced is not None:
         lineage.top = max(lineage.announced, lineage.top or 0)
     lineage.announced = version
-    save(tx, lineage)
+    save_lineage(tx, lineage)
     return lineage
 
 
-def before_announcing(tx: Transaction) -> None:
+def settle_lineage(tx: Transaction) -> None:
     """Settle which records came with versions that are about to be announced in this lineage, too."""
-    lineage = read(tx)
+    lineage = read_lineage(tx)
     if lineage.top is not None and (lineage.announced or 0) < lineage.top:
-        _close(tx, lineage)
-        save(tx, lineage)
+        _close_lineage(tx, lineage)
+        save_lineage(tx, lineage)

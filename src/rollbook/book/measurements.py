@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollbook.book import work
-from rollbook.book.errors import Damaged
+from rollbook.book.errors import CorruptBookError
 from rollbook.book.ledger import parsed
 from rollbook.core.checks import check_int
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
 
-KIND = "metrics"
+METRICS_KIND = "metrics"
 """Of the events: `step` is the step's number, `detail` the numbers by name."""
 _MOST = 1 << 63
 
 
-def plain(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
+def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
     """Numbers by name, as strict JSON has them: NaN and infinity are the texts that `float` (and SQL's CAST) reads.
 
     >>> import numpy as np
-    >>> plain({"loss": np.float32(0.5), "kl": float("nan"), "low": -float("inf"), "tokens": 7})
+    >>> json_number({"loss": np.float32(0.5), "kl": float("nan"), "low": -float("inf"), "tokens": 7})
     {'loss': 0.5, 'kl': 'NaN', 'low': '-Infinity', 'tokens': 7}
-    >>> plain({"loss": "0.5"})
+    >>> json_number({"loss": "0.5"})
     Traceback (most recent call last):
         ...
     ValueError: metrics['loss']: got '0.5', expected an int or a float
@@ -63,10 +63,10 @@ def _number(name: str, value: Any) -> int | float | str:
     return "NaN" if math.isnan(found) else "Infinity" if found > 0 else "-Infinity"
 
 
-def numbers(told: Mapping[str, Any], what: str) -> dict[str, float]:
-    """Numbers from what `plain` made of them, which anybody may have written.
+def finite_numbers(told: Mapping[str, Any], what: str) -> dict[str, float]:
+    """Numbers from what `json_number` made of them, which anybody may have written.
 
-    >>> numbers({"loss": 0.5, "kl": "NaN", "tokens": 7}, "a line")
+    >>> finite_numbers({"loss": 0.5, "kl": "NaN", "tokens": 7}, "a line")
     {'loss': 0.5, 'kl': nan, 'tokens': 7}
     """
     found: dict[str, float] = {}
@@ -76,20 +76,20 @@ def numbers(told: Mapping[str, Any], what: str) -> dict[str, float]:
         elif type(value) in (int, float):
             found[name] = value
         else:
-            raise Damaged(f"{what}: {name}: got {str(value)[:60]!r}, expected a number")
+            raise CorruptBookError(f"{what}: {name}: got {str(value)[:60]!r}, expected a number")
     return found
 
 
-def log(book: Book, step: int, metrics: Mapping[str, Any]) -> None:
+def log_metrics(book: Book, step: int, metrics: Mapping[str, Any]) -> None:
     """See `Book.log`."""
     if check_int("step", step) >= _MOST:
         raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
-    event = work.Event(KIND, step=int(step), detail=plain(metrics))
+    event = work.Event(METRICS_KIND, step=int(step), detail=json_number(metrics))
     with book.ledger.write() as tx:
-        work.record(tx, [event])
+        work.record_events(tx, [event])
 
 
-def read(book: Book) -> list[tuple[int, dict[str, float]]]:
+def read_metrics(book: Book) -> list[tuple[int, dict[str, float]]]:
     """See `Book.metrics`."""
     with book.ledger.read() as tx:
         # Events of no record are few, and together in the index.
@@ -99,14 +99,16 @@ def read(book: Book) -> list[tuple[int, dict[str, float]]]:
     kept: list[tuple[int, int, dict[str, float]]] = []
     for event, kind, step, detail in found:
         told = parsed(detail, f"event {event}")
-        if kind == KIND:
+        if kind == METRICS_KIND:
             if type(step) is not int:
-                raise Damaged(f"event {event}: step: got {step!r}, expected a whole number")
-            kept.append((event, step, numbers(told, f"event {event}")))
+                raise CorruptBookError(f"event {event}: step: got {step!r}, expected a whole number")
+            kept.append((event, step, finite_numbers(told, f"event {event}")))
         else:
             back = told.get("event")
             if type(back) is not int:
-                raise Damaged(f"event {event}: got {str(told)[:60]!r}, expected the checkpoint that was gone back to")
+                raise CorruptBookError(
+                    f"event {event}: got {str(told)[:60]!r}, expected the checkpoint that was gone back to"
+                )
             while kept and kept[-1][0] > back:
                 kept.pop()
     steps: dict[int, dict[str, float]] = {}

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book.errors import BookError, LeaseLost
-from rollbook.book.leasing import Lease, nothing
+from rollbook.book.errors import BookError, LeaseLostError
+from rollbook.book.leasing import Lease, empty_lease
 from rollbook.book.ledger import Transaction
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.experiences import Experiences
@@ -91,8 +91,8 @@ class MixedLease:
                 lease.renew(seconds)
 
     def ack(self, step: int | None = None) -> int:
-        """Acknowledge every part. A part whose lease is lost raises `LeaseLost`; those before it are acknowledged, the
-        others are not, and `leases` tells which."""
+        """Acknowledge every part. A part whose lease is lost raises `LeaseLostError`; those before it are acknowledged,
+        the others are not, and `leases` tells which."""
         return sum(lease.ack(step) for lease in self.leases if lease)
 
     def nack(self, reason: str = "given back") -> int:
@@ -118,11 +118,11 @@ class MixedLease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lost: LeaseLost | None = None
+        lost: LeaseLostError | None = None
         for lease in self.leases:
             try:
                 lease.__exit__(kind, error, trace)
-            except LeaseLost as found:  # The others are given back all the same.
+            except LeaseLostError as found:  # The others are given back all the same.
                 lost = lost or found
         if lost is not None:
             raise lost
@@ -186,7 +186,7 @@ class Mix:
         try:
             for part, count in zip(self.parts, given, strict=True):
                 if not count:
-                    leases.append(nothing(part.book, part.consumer))
+                    leases.append(empty_lease(part.book, part.consumer))
                     continue
                 leases.append(
                     part.book.lease(

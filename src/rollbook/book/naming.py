@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from rollbook.core.ids import EID
 
 
-def text_of(name: str, given: object, least: int = 1, most: int = 1 << 20) -> str:
+def check_text(name: str, given: object, least: int = 1, most: int = 1 << 20) -> str:
     """A text that every ledger can keep, else an error that says what it should have been.
 
-    >>> text_of("reason", "too long")
+    >>> check_text("reason", "too long")
     'too long'
     """
     if not isinstance(given, str) or not least <= len(given) <= most:
@@ -29,7 +29,7 @@ def text_of(name: str, given: object, least: int = 1, most: int = 1 << 20) -> st
 def uid_of(given: str | EID | Experience) -> str:
     """The id, from an id or from what has one."""
     if isinstance(given, str):
-        return text_of("uid", given, 0)
+        return check_text("uid", given, 0)
     found = getattr(getattr(given, "eid", given), "uid", None)
     if not isinstance(found, str):
         raise ValueError(f"uid: got {type(given).__name__}, expected an id, an EID or an Experience")

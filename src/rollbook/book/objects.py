@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from rollbook.book.disk import Disk
+from rollbook.book.errors import MissingSegmentError
 from rollbook.book.shelves import (
     ALIGN,
-    MissingSegment,
     Place,
     by_segment,
     check_header,
@@ -31,7 +31,7 @@ from rollbook.book.shelves import (
     read_segment,
     too_short,
 )
-from rollbook.book.windows import reached
+from rollbook.book.windows import hit
 from rollbook.core.addresses import redacted
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class _Objects:
         try:
             data: bytes = fs.cat_file(self._path(place.segment), start=start, end=stop)
         except FileNotFoundError:
-            raise MissingSegment(place.segment) from None
+            raise MissingSegmentError(place.segment) from None
         return data
 
     def read(self, place: Place) -> memoryview:
@@ -185,10 +185,10 @@ class _Objects:
                 on_error="return",
             )
         except FileNotFoundError as error:
-            raise MissingSegment(ranges[0].segment) from error
+            raise MissingSegmentError(ranges[0].segment) from error
         for place, piece in zip(ranges, data, strict=True):
             if isinstance(piece, FileNotFoundError):
-                raise MissingSegment(place.segment) from None
+                raise MissingSegmentError(place.segment) from None
             if isinstance(piece, BaseException):
                 raise piece
         for place, piece in zip(unchecked, data, strict=False):
@@ -286,8 +286,8 @@ class ObjectShelf:
         name = new_name()
         self._store.write(name, [header(), *pieces])
         # A store takes an object whole: it is written and it stays at the same moment.
-        reached("after write")
-        reached("after sync")
+        hit("after write")
+        hit("after sync")
         return [Place(name, ALIGN + at, length) for at, length in places]
 
     def get(self, place: Place) -> memoryview:

@@ -17,7 +17,7 @@ from rollbook.book import schema
 from rollbook.book.admission import check_tokenizer
 from rollbook.book.book import Book
 from rollbook.book.disk import Disk
-from rollbook.book.errors import BookError, Damaged, NotABook
+from rollbook.book.errors import BookError, CorruptBookError, NotABookError
 from rollbook.book.ledger import Ledger, SQLiteLedger, check_files
 from rollbook.book.shelves import FolderShelf, MemoryShelf, Shelf
 from rollbook.core.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
@@ -76,7 +76,7 @@ def open(
             )
         if address == "memory:":
             if mode != "a":
-                raise NotABook(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
+                raise NotABookError(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
             ledger = SQLiteLedger(None, clock=clock or time.time)
             shelf = MemoryShelf(segment_bytes)
             schema.prepare(ledger, create=True, where="memory:", meta={})
@@ -131,9 +131,9 @@ def _folder(
     path = folder / LEDGER
     check_files(path)
     if mode != "a" and not path.exists():
-        raise NotABook(f"{folder}: there is no book here (no {LEDGER})")
+        raise NotABookError(f"{folder}: there is no book here (no {LEDGER})")
     if folder.exists() and not folder.is_dir():
-        raise NotABook(f"{folder}: got a file, expected a folder")
+        raise NotABookError(f"{folder}: got a file, expected a folder")
     if mode == "a":
         disk.make_folder(str(folder))
     remote = disk.network_file_system(str(folder))
@@ -162,9 +162,9 @@ def _folder(
         raise
 
 
-def _lost(folder: Path) -> Damaged:
+def _lost(folder: Path) -> CorruptBookError:
     """Why no ledger is begun beside segments: it would know nothing of them, and compaction would remove them."""
-    return Damaged(
+    return CorruptBookError(
         f"{folder}: it has segments, and its {LEDGER} is missing or empty; `rollbook check --repair` makes one"
     )
 
@@ -189,7 +189,7 @@ def _check_schema(ledger: Ledger, folder: Path) -> None:
     unlike = sorted(mine ^ _expected(), key=str)
     if unlike:
         kind, name = unlike[0][:2]
-        raise Damaged(
+        raise CorruptBookError(
             f"{folder}: the ledger's {kind} {str(name)[:80]!r} is missing or is not what this version makes; "
             "`rollbook check --repair` builds it anew"
         )
@@ -211,7 +211,7 @@ def _postgres(
             ledger.make_schema()
         where = redacted(url)
         if mode == "r+" and schema.layout_of(ledger) is None:
-            raise NotABook(f"{where}: there is no book here")
+            raise NotABookError(f"{where}: there is no book here")
         schema.prepare(ledger, create=mode != "r", where=where, meta={"data": data or ""})
         with ledger.read() as tx:
             kept = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]

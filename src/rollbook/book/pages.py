@@ -21,7 +21,7 @@ _INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
 Row = tuple[Any, ...]
 
 
-class _Malformed(Exception):
+class _MalformedPageError(Exception):
     """A page that is not what it should be."""
 
 
@@ -76,10 +76,10 @@ class PageFile:
             (count,) = struct.unpack_from(">H", page, at + 3)
             try:
                 if at + width + 2 * count > self.usable:
-                    raise _Malformed
+                    raise _MalformedPageError
                 starts = struct.unpack_from(f">{count}H", page, at + width)
                 rows = [cell(page, start, kind) for start in starts]
-            except (_Malformed, IndexError, struct.error, UnicodeDecodeError):
+            except (_MalformedPageError, IndexError, struct.error, UnicodeDecodeError):
                 continue
             if rows:
                 yield rows
@@ -98,7 +98,7 @@ class PageFile:
     def _payload(self, page: bytes, at: int, length: int, most: int) -> bytes:
         """The payload of a cell, from its page and the overflow pages behind it."""
         if length > min(_LONGEST, self.length):
-            raise _Malformed
+            raise _MalformedPageError
         local = length
         if length > most:
             least = (self.usable - 12) * 32 // 255 - 23
@@ -109,16 +109,16 @@ class PageFile:
         following = struct.unpack_from(">I", page, at + local)[0] if missing else 0
         while missing > 0:
             if following < 2:
-                raise _Malformed
+                raise _MalformedPageError
             more = self._read((following - 1) * self.size, self.usable)
             if len(more) < self.usable:
-                raise _Malformed
+                raise _MalformedPageError
             (following,) = struct.unpack_from(">I", more)
             parts.append(more[4 : 4 + missing])
             missing -= len(parts[-1])
         payload = b"".join(parts)
         if len(payload) != length:
-            raise _Malformed
+            raise _MalformedPageError
         return payload
 
 
@@ -136,7 +136,7 @@ def _record(payload: bytes) -> Row:
     """The values of a record."""
     header, at = _varint(payload, 0)
     if header > len(payload):
-        raise _Malformed
+        raise _MalformedPageError
     values: list[Any] = []
     body = header
     while at < header:
@@ -155,8 +155,8 @@ def _record(payload: bytes) -> Row:
             length = 0
             values.append(None if code == 0 else code - 8)
         else:
-            raise _Malformed
+            raise _MalformedPageError
         body += length
     if at != header or body != len(payload):
-        raise _Malformed
+        raise _MalformedPageError
     return tuple(values)

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rollbook.book.errors import BookError, NotABook
+from rollbook.book.errors import BookError, MissingSegmentError, NotABookError
 from rollbook.book.ledger import Transaction
 from rollbook.book.postgres import CONNECTIONS, PostgresLedger
 from rollbook.book.shelves import (
     ALIGN,
-    MissingSegment,
     Place,
     check_header,
     check_name,
@@ -33,7 +32,7 @@ from rollbook.book.shelves import (
     new_name,
     too_short,
 )
-from rollbook.book.windows import reached
+from rollbook.book.windows import hit
 from rollbook.core.ragged import allocate
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class PostgresShelf:
                     connection.execute(self._sql(_PUT), (_row_name(name, number), data))
 
         self._run(insert)
-        reached("after write")
+        hit("after write")
         return [Place(name, ALIGN + start, length) for start, length in spans]
 
     def get(self, place: Place) -> memoryview:
@@ -124,7 +123,7 @@ class PostgresShelf:
             values = (start + 1, stop - start, _row_name(place.segment, number))
             found = connection.execute(self._sql(_GET), values, binary=True).fetchone()
             if found is None and number == 0:
-                raise MissingSegment(place.segment)
+                raise MissingSegmentError(place.segment)
             if found is None or found[1] < stop:
                 raise too_short(place, self._sizes(connection).get(place.segment, 0))
             return found
@@ -166,7 +165,7 @@ class PostgresShelf:
             data = [None if row[0] is None else bytes(row[0]) for row in rows]
             for segment, head in zip(segments, data, strict=False):
                 if head is None:
-                    raise MissingSegment(segment)
+                    raise MissingSegmentError(segment)
                 check_header(head, segment)
             pieces: list[Buffer] = []
             at = len(segments)
@@ -249,7 +248,7 @@ class PostgresShelf:
             code = errno.ENOSPC if isinstance(error, psycopg.errors.DiskFull) else errno.ENOMEM
             return OSError(code, f"PostgreSQL, schema {self.schema!r}: {said}")
         if isinstance(error, (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName)):
-            return NotABook(f"schema {self.schema!r}: there is no book here: {said}")
+            return NotABookError(f"schema {self.schema!r}: there is no book here: {said}")
         return BookError(f"PostgreSQL, schema {self.schema!r}: {said}")
 
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollbook.book import attachments, consumers, reading, work
-from rollbook.book.identities import ids
+from rollbook.book.errors import MissingSegmentError
+from rollbook.book.identities import printed_ids
 from rollbook.book.ledger import Transaction, chunks
-from rollbook.book.shelves import ALIGN, MissingSegment, Place
+from rollbook.book.shelves import ALIGN, Place
 from rollbook.core.errors import WireError
 from rollbook.core.wire import read_header
 
@@ -99,7 +100,7 @@ def _take_bytes(tx: Transaction, found: Sequence[tuple[int, str]]) -> int:
         "bytes = 0 WHERE seq = ?",
         [(reason, seq) for seq, reason in found],
     )
-    work.record(tx, [work.Event("removed", seq, reason=reason) for seq, reason in found])
+    work.record_events(tx, [work.Event("removed", seq, reason=reason) for seq, reason in found])
     return len(found)
 
 
@@ -166,7 +167,7 @@ def seal_purged(tx: Transaction, book: Book, segment: str) -> None:
         book.shelf.seal()
 
 
-def pending(book: Book) -> dict[str, str]:
+def pending_purges(book: Book) -> dict[str, str]:
     """Segments that hold deleted or redacted bytes, and what the removal of these waits for."""
     with book.ledger.read() as tx:
         segments = [segment for (segment,) in tx.all("SELECT segment FROM purges ORDER BY segment")]
@@ -200,7 +201,7 @@ def look_for_forgotten(book: Book) -> None:
     found = []
     if names:
         for segment, size in book.shelf.segments().items():
-            if segment not in listed and _holds(book, segment, size, names):
+            if segment not in listed and _holds_bytes(book, segment, size, names):
                 found.append(segment)
     with book.ledger.write() as tx:
         tx.many(
@@ -213,7 +214,7 @@ def look_for_forgotten(book: Book) -> None:
         )
 
 
-def _holds(book: Book, segment: str, size: int, names: set[str]) -> bool:
+def _holds_bytes(book: Book, segment: str, size: int, names: set[str]) -> bool:
     """Whether a segment holds, among what nothing points to, a record of one of these ids or a medium that is gone."""
     live: defaultdict[int, set[int]] = defaultdict(set)
     with book.ledger.read() as tx:
@@ -233,10 +234,12 @@ def _holds(book: Book, segment: str, size: int, names: set[str]) -> bool:
                 length = frame.stop
                 dead = [slot for slot in range(frame.count) if slot not in live[at]]
                 if dead:
-                    uids = ids(reading.read_frame(book, Place(segment, at, length), verify=False).columns["eid"]).uid
+                    uids = printed_ids(
+                        reading.read_frame(book, Place(segment, at, length), verify=False).columns["eid"]
+                    ).uid
                     if any(uids[slot] in names for slot in dead):
                         return True
-        except MissingSegment:
+        except MissingSegmentError:
             return False
         except WireError:
             return True  # What cannot be read may be anything: the rest is copied, and this goes.

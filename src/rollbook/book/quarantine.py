@@ -13,25 +13,25 @@ from rollbook.book.ledger import Transaction, chunks
 
 QUARANTINED = "quarantined"
 """The reason in `work`, the kind of the events and of the findings."""
-_KEY = "quarantine"
+_QUARANTINE_KEY = "quarantine"
 
 
-def add(tx: Transaction, seqs: Sequence[int], first: int | None = None) -> None:
+def add_to_quarantine(tx: Transaction, seqs: Sequence[int], first: int | None = None) -> None:
     """Put records in quarantine; `first` is the oldest event that counts, by default the next one."""
     if first is None:
         first = tx.one("SELECT COALESCE(MAX(id), 0) + 1 FROM events")[0]
-    tx.run("INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT DO NOTHING", (_KEY, str(first)))
-    work.record(tx, [work.Event(QUARANTINED, seq) for seq in seqs])
+    tx.run("INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT DO NOTHING", (_QUARANTINE_KEY, str(first)))
+    work.record_events(tx, [work.Event(QUARANTINED, seq) for seq in seqs])
 
 
-def _first(tx: Transaction) -> int | None:
-    row = tx.one("SELECT value FROM meta WHERE key = ?", (_KEY,))
+def _first_quarantine_event(tx: Transaction) -> int | None:
+    row = tx.one("SELECT value FROM meta WHERE key = ?", (_QUARANTINE_KEY,))
     return None if row is None else int(row[0])
 
 
-def members(tx: Transaction, seqs: Sequence[int]) -> set[int]:
+def find_quarantined(tx: Transaction, seqs: Sequence[int]) -> set[int]:
     """Return those of these records that are in quarantine."""
-    first = _first(tx)
+    first = _first_quarantine_event(tx)
     if first is None:
         return set()
     return {
@@ -43,9 +43,9 @@ def members(tx: Transaction, seqs: Sequence[int]) -> set[int]:
     }
 
 
-def uids(tx: Transaction) -> list[str]:
+def quarantined_uids(tx: Transaction) -> list[str]:
     """Return the ids of the records in quarantine, in the order of admission."""
-    first = _first(tx)
+    first = _first_quarantine_event(tx)
     if first is None:
         return []
     rows = tx.all(
@@ -55,13 +55,13 @@ def uids(tx: Transaction) -> list[str]:
     return [uid for (uid,) in rows]
 
 
-def release(tx: Transaction) -> int:
+def release_quarantine(tx: Transaction) -> int:
     """Offer all records in quarantine to consumers; return how many there were."""
-    count = len(uids(tx))
-    tx.run("DELETE FROM meta WHERE key = ?", (_KEY,))
+    count = len(quarantined_uids(tx))
+    tx.run("DELETE FROM meta WHERE key = ?", (_QUARANTINE_KEY,))
     for consumer in consumers.all_consumers(tx):
         sampler = consumer.settings.sampler
-        while rows := work.rows(
+        while rows := work.select_rows(
             tx, f"consumer = ? AND state = 'dropped' AND reason = '{QUARANTINED}' LIMIT 1000", (consumer.id,)
         ):
             moves = []
@@ -69,8 +69,8 @@ def release(tx: Transaction) -> int:
                 rank = sampler.rank(consumer.item(row.seq, row.uses, row.version, row.value), consumer.state)
                 moves.append((row, row._replace(state=work.WAITING, reason=None, rank=rank)))
             events = [work.Event("returned", row.seq, consumer.id, "offered") for row in rows]
-            work.change(tx, consumer, moves, events)
-        while not work.keep_size(tx, consumer, 1000):
+            work.change_rows(tx, consumer, moves, events)
+        while not work.drop_over_size(tx, consumer, 1000):
             pass
-        consumers.save(tx, consumer)
+        consumers.save_consumer(tx, consumer)
     return count

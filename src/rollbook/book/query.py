@@ -1,7 +1,7 @@
 """SQL over Arrow tables that are loaded column by column, in a DuckDB that can read them and do nothing else.
 
 Invariant: a query sees the sources it was given and no file, network, extension, environment variable or Python
-object; it changes nothing; when `run` returns or raises, it has stopped.
+object; it changes nothing; when `run_query` returns or raises, it has stopped.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ import pyarrow.dataset as ds
 
 from rollbook.book.sql_columns import Result, retyped
 from rollbook.core.checks import check_float, check_int
+from rollbook.core.errors import RollbookError
 
 _READS = "SELECT, WITH, FROM, VALUES, PIVOT, EXPLAIN, DESCRIBE, SHOW or SUMMARIZE"
 _LARGE_PIECE = 8 << 20
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 
 
-class QueryError(ValueError):
-    """A query that is refused, that does not fit the tables there are, or that fails."""
+class QueryError(RollbookError, ValueError):
+    """The query is not allowed, does not match the tables, or failed."""
 
 
-class QueryTimeout(QueryError):
-    """A query that ran past its time."""
+class QueryTimeoutError(QueryError):
+    """The query exceeded its time limit."""
 
 
 class Source(Protocol):
@@ -52,7 +53,7 @@ class Source(Protocol):
         """These columns, of the types that `schema` says; mapped memory will do, nothing is written on it."""
 
 
-def run(
+def run_query(
     query: str,
     sources: Mapping[str, Source],
     *,
@@ -66,7 +67,7 @@ def run(
 
     `parameters`: values for `?` and `$1`, or by name for `$name`. `memory`: what DuckDB may use, as "1GB" or in bytes,
     for all queries of this process that give the same limit; the result, which is not part of it, may be as large
-    again. Nothing is spilled to disk. `seconds`: after which the query is stopped with `QueryTimeout` (one that is
+    again. Nothing is spilled to disk. `seconds`: after which the query is stopped with `QueryTimeoutError` (one that is
     inside a single call of a function is stopped when that returns). `threads`: up to 8 by default. `max_rows`: stop
     after so many rows; `Result.more` then says whether there are more.
 
@@ -79,13 +80,13 @@ def run(
     ...         print("loads", columns)
     ...         every = {"task": ["a", "a", "b"], "reward": [0.0, 1.0, 1.0], "tokens": [[1], [1, 2], [3]]}
     ...         return pa.table(every, self.schema).select(columns)
-    >>> run("select task, avg(reward) as mean from runs group by task order by task", {"runs": Rewards()})
+    >>> run_query("select task, avg(reward) as mean from runs group by task order by task", {"runs": Rewards()})
     loads ['task', 'reward']
     task  mean
     a      0.5
     b      1.0
     >>> try:
-    ...     run("copy runs to 'runs.csv'", {"runs": Rewards()})
+    ...     run_query("copy runs to 'runs.csv'", {"runs": Rewards()})
     ... except QueryError as error:
     ...     print(error)
     query: got COPY, expected one statement that reads: SELECT, WITH, FROM, VALUES, PIVOT, EXPLAIN, DESCRIBE, SHOW or
@@ -128,7 +129,7 @@ def run(
             if failure is not None:
                 raise failure from None
             if watch.expired:
-                raise QueryTimeout(f"query: stopped after {seconds:g} seconds") from None
+                raise QueryTimeoutError(f"query: stopped after {seconds:g} seconds") from None
             raise QueryError(_explain(error, sources, limit)) from None
 
 
@@ -260,7 +261,7 @@ class _Watch:
 
     def check(self) -> None:
         if self.expired:
-            raise QueryTimeout(f"query: stopped after {self._seconds:g} seconds")
+            raise QueryTimeoutError(f"query: stopped after {self._seconds:g} seconds")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

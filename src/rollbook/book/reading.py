@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from rollbook.book import attachments, tags
-from rollbook.book.digests import digests
-from rollbook.book.errors import BookError, Damaged
+from rollbook.book.digests import content_hashes
+from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
 from rollbook.book.ledger import Ledger, Transaction, chunks
-from rollbook.book.shelves import MissingSegment, Place, check_place
+from rollbook.book.shelves import Place, check_place
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences, uncollected
 from rollbook.core.fields import owner
@@ -65,7 +65,7 @@ class Frames:
         return found
 
 
-def runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
+def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
     """The bytes of places that lie one behind the other, as the frames of many small appends do, and the places.
 
     They are read or mapped together: that takes as long as one of them.
@@ -87,7 +87,7 @@ def runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list
         run = list(places[at:end])
         try:
             memory = book.shelf.get(Place(first.segment, first.offset, run[-1].stop - first.offset))
-        except Damaged:
+        except CorruptBookError:
             # Of a segment that is cut short, what is still there.
             yield from ((book.shelf.get(place), [place]) for place in run)
         else:
@@ -115,7 +115,7 @@ def _stack(memory: memoryview, run: Sequence[Place], verify: bool) -> Stack | No
 
 
 def read_frame(book: Book, place: Place, verify: bool = True) -> Experiences:
-    """A frame as it lies there, media still references; `MissingSegment` if compaction moved it."""
+    """A frame as it lies there, media still references; `MissingSegmentError` if compaction moved it."""
     return _decoded(book, place, book.shelf.get(place), verify)
 
 
@@ -127,7 +127,7 @@ def _decoded(book: Book, place: Place, view: memoryview, verify: bool) -> Experi
             raise WireError(f"a frame of {head.stop} bytes, compression {head.compression}; expected {len(view)}, None")
         return decode(view, verify=verify, private=book.shelf.private)
     except WireError as error:
-        raise Damaged(f"segment {place.segment}, byte {place.offset}: {error}") from None
+        raise CorruptBookError(f"segment {place.segment}, byte {place.offset}: {error}") from None
 
 
 def whole_arrays(
@@ -136,10 +136,10 @@ def whole_arrays(
     """Columns of each frame, not copied, if its slots are all of its records in their order; `None` if not.
 
     Raises:
-        MissingSegment: If compaction moved one.
+        MissingSegmentError: If compaction moved one.
     """
     slots = iter([numbers for _, numbers in frames])  # a place may come twice
-    for memory, run in runs(book, [place for place, _ in frames]):
+    for memory, run in read_runs(book, [place for place, _ in frames]):
         stack = _stack(memory, run, False)
         if stack is not None:
             for count, arrays in zip(stack.counts, stack.arrays(fields), strict=True):
@@ -151,7 +151,7 @@ def whole_arrays(
                 complete = _all_in_order(next(slots), read_header(view).count)
                 yield decode_arrays(view, fields) if complete else None
             except WireError as error:
-                raise Damaged(f"segment {place.segment}, byte {place.offset}: {error}") from None
+                raise CorruptBookError(f"segment {place.segment}, byte {place.offset}: {error}") from None
 
 
 def _all_in_order(slots: Sequence[Any], count: int) -> bool:
@@ -203,9 +203,9 @@ def retried(
             check_present(book, seqs, where)
         try:
             return read([where[seq] for seq in seqs if seq in where])
-        except MissingSegment as missing:
+        except MissingSegmentError as missing:
             gone = missing
-    raise Damaged(f"{gone}: a segment that the ledger speaks of; see `rollbook check`") from None
+    raise CorruptBookError(f"{gone}: a segment that the ledger speaks of; see `rollbook check`") from None
 
 
 def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
@@ -271,7 +271,7 @@ def _match(book: Book, many: Experiences, where: Sequence[Location], rows: Seque
     expected = {seq: None if digest is None else bytes(digest) for seq, digest in found}
     chosen = many if len(rows) == len(many) else many.take(list(rows))
     try:
-        return [expected.get(where[i][0]) for i in rows] == digests(chosen).whole
+        return [expected.get(where[i][0]) for i in rows] == content_hashes(chosen).whole
     except (WireError, ValueError):
         return False
 
@@ -314,7 +314,9 @@ def gather(
 def check_slots(place: Place, slots: Sequence[Any], count: int) -> None:
     """Refuse slots that a frame of so many records has not; SQLite keeps whatever it is given, text for numbers too."""
     if not all(type(slot) is int and 0 <= slot < count for slot in slots):
-        raise Damaged(f"segment {place.segment}, byte {place.offset}: {count} records, none in slot {str(slots)[:80]}")
+        raise CorruptBookError(
+            f"segment {place.segment}, byte {place.offset}: {count} records, none in slot {str(slots)[:80]}"
+        )
 
 
 class _Parts(NamedTuple):
@@ -350,7 +352,7 @@ def _parts(
     rows = _sparse_rows(book, frames, where, only) if sparse else {}
     rest = [place for place in frames if place not in rows]
     parts = {place: [many] for place, many in rows.items()}
-    for memory, run in runs(book, rest):
+    for memory, run in read_runs(book, rest):
         slots = {place: [where[i][4] for i in frames[place]] for place in run}
         stacked = _stacked(memory, run, verify, slots) if together else None
         if stacked is not None:
@@ -401,12 +403,12 @@ def _sparse_rows(
             slots.append(numbers)
             spare.append(share * len(set(numbers)) // 2)
     readers = [
-        _attempt(read_rows(place.length, sorted(set(numbers)), only))
+        _tolerate(read_rows(place.length, sorted(set(numbers)), only))
         for place, numbers in zip(places, slots, strict=True)
     ]
     try:
         results = _read_ranges(book, places, readers, spare)
-    except Damaged:
+    except CorruptBookError:
         return {}
     rows = {}
     for place, numbers, many in zip(places, slots, results, strict=True):
@@ -416,7 +418,7 @@ def _sparse_rows(
     return rows
 
 
-def _attempt(reader: Reader[Experiences]) -> Reader[Experiences | None]:
+def _tolerate(reader: Reader[Experiences]) -> Reader[Experiences | None]:
     """The reader's result, or `None` if the bytes are not good: reading them whole says what is wrong."""
     try:
         return (yield from reader)
@@ -517,7 +519,7 @@ def restore(book: Book, many: Experiences) -> Experiences:
     def get(key: str) -> memoryview:
         if key not in places:
             # Removed with its last record, since that was read: look again.
-            raise MissingSegment(f"the medium sha256:{key} is not in the ledger")
+            raise MissingSegmentError(f"the medium sha256:{key} is not in the ledger")
         last.append(places[key])
         return book.shelf.get(places[key])
 
@@ -527,10 +529,10 @@ def restore(book: Book, many: Experiences) -> Experiences:
     except WireError as error:
         if not last:
             raise
-        raise Damaged(f"segment {last[-1].segment}, byte {last[-1].offset}: {error}") from None
+        raise CorruptBookError(f"segment {last[-1].segment}, byte {last[-1].offset}: {error}") from None
 
 
-def numbers_of(book: Book, uids: Sequence[str]) -> list[int]:
+def seqs_of(book: Book, uids: Sequence[str]) -> list[int]:
     """The numbers of records by id, in order; an unknown id is an error."""
     listed: list[int] = []
     for marks, part in chunks(uids):
@@ -543,12 +545,12 @@ def numbers_of(book: Book, uids: Sequence[str]) -> list[int]:
     return listed
 
 
-def numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> list[float | None]:
+def read_numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> list[float | None]:
     """One number of each record, from the ledger if it has it, else from the record."""
-    if key in tags.Tags._fields:
+    if key in tags.IndexColumns._fields:
         found: dict[int, Any] = {}
         for marks, part in chunks(seqs):
             found.update(tx.all(f"SELECT seq, {key} FROM records WHERE seq IN ({marks})", part))
         return [None if found[seq] is None else float(found[seq]) for seq in seqs]
     where = locate(tx, seqs)
-    return tags.numbers(gather(book, [where[seq] for seq in seqs]), key) if seqs else []
+    return tags.number_column(gather(book, [where[seq] for seq in seqs]), key) if seqs else []

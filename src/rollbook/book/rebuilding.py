@@ -29,7 +29,7 @@ from rollbook.book import (
 )
 from rollbook.book import schema as tables
 from rollbook.book.checking import names_of
-from rollbook.book.errors import Damaged
+from rollbook.book.errors import CorruptBookError
 from rollbook.book.findings import Report
 from rollbook.book.inspecting import PAGE
 from rollbook.book.ledger import SQLiteLedger, Transaction, chunks, parsed
@@ -89,7 +89,7 @@ def take_rows(book: Book, aside: str, report: Report) -> salvaging.Lost:
             report.did("lost", what, f"table {table}")
     with book.ledger.write() as tx:
         if lost.any("meta") and tx.one(f"SELECT 1 FROM events WHERE kind = '{quarantine.QUARANTINED}' LIMIT 1"):
-            quarantine.add(tx, [], first=0)
+            quarantine.add_to_quarantine(tx, [], first=0)
     return lost
 
 
@@ -231,7 +231,11 @@ def _admit(book: Book, report: Report) -> None:
             try:
                 stripped = reading.read_frame(book, place).take([slot for slot, _, _ in mine])
                 many = reading.restore(book, stripped)
-                told, digest, uses = tags.tags(many), digests.digests(many), attachments.references(stripped)
+                told, digest, uses = (
+                    tags.index_columns(many),
+                    digests.content_hashes(many),
+                    attachments.references(stripped),
+                )
                 purposes = attachments.purposes(stripped)
             except (WireError, ValueError) as error:
                 for _, uid, _ in mine:
@@ -252,7 +256,7 @@ def _admit(book: Book, report: Report) -> None:
                         for seq, (_, uid, _), evaluation in zip(seqs, mine, purposes, strict=True)
                         if uid not in numbers and not evaluation
                     ]
-                    quarantine.add(tx, unknown)
+                    quarantine.add_to_quarantine(tx, unknown)
             with book.ledger.write() as tx:
                 tx.many("DELETE FROM found WHERE uid = ?", [(uid,) for _, uid, _ in mine])
 
@@ -282,7 +286,7 @@ def _delete_again(book: Book, listed: Sequence[deletions.Deletion], report: Repo
     for uid, kind, when, reason, detail in rows:
         try:
             values = parsed(detail or "{}", uid)
-        except Damaged:
+        except CorruptBookError:
             values = {}
         # Where it is not known any more which fields were redacted, all that can be are.
         fields = values.get("fields")
@@ -296,12 +300,12 @@ def _delete_again(book: Book, listed: Sequence[deletions.Deletion], report: Repo
         elif entry.uid in recovered:
             # The version that was found may be the one from before.
             try:
-                revising.redact(book, [entry.uid], entry.fields, author=entry.author, reason=entry.reason)
+                revising.redact_records(book, [entry.uid], entry.fields, author=entry.author, reason=entry.reason)
             except ValueError:
-                revising.redact(book, [entry.uid], _REDACTABLE, author="repair", reason=entry.reason)
+                revising.redact_records(book, [entry.uid], _REDACTABLE, author="repair", reason=entry.reason)
             report.did("redacted", f"{', '.join(entry.fields)} redacted again", entry.uid)
     for (author, reason), uids in deleted.items():
-        revising.delete(book, list(uids), author=author, reason=reason)
+        revising.delete_records(book, list(uids), author=author, reason=reason)
         for uid in uids:
             report.did("deleted", "it was deleted before, and stays so", uid)
 
@@ -312,14 +316,14 @@ def _insert(
     place: Place,
     mine: Sequence[tuple[int, str, int]],
     many: Experiences,
-    told: Sequence[tags.Tags],
-    digest: digests.Digests,
+    told: Sequence[tags.IndexColumns],
+    digest: digests.ContentHashes,
     uses: Sequence[tuple[str, ...]],
     purposes: Sequence[bool],
 ) -> None:
     names = [
         "seq",
-        *tags.Tags._fields,
+        *tags.IndexColumns._fields,
         *(["evaluation", "admitted", "revision", "whole", "core", "segment", "start", "size", "slot", "bytes"]),
     ]
     share = -(-place.length // len(mine))
@@ -338,5 +342,7 @@ def _insert(
             "INSERT OR IGNORE INTO media_uses (hash, seq) VALUES (?, ?)",
             [(key, seq) for seq, keys in zip(seqs, uses, strict=True) for key in keys],
         )
-        tx.many("INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(kinds.kinds_of(many)))
-        work.record(tx, [work.Event(RECOVERED, seq) for seq in seqs])
+        tx.many(
+            "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(kinds.column_types(many))
+        )
+        work.record_events(tx, [work.Event(RECOVERED, seq) for seq in seqs])

@@ -33,7 +33,7 @@ from rollbook.book.book import Book
 from rollbook.book.checking import Past, readable
 from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.disk import Disk
-from rollbook.book.errors import BookError, NewerLayout, NotABook
+from rollbook.book.errors import BookError, NewerLayoutError, NotABookError
 from rollbook.book.findings import Report
 from rollbook.book.inspecting import PAGE
 from rollbook.book.ledger import BUSY_SECONDS, SQLiteLedger, Transaction, check_files, chunks
@@ -86,7 +86,7 @@ def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
     path = folder / LEDGER
     check_files(path)
     if not folder.is_dir():
-        raise NotABook(f"{folder}: there is no book here")
+        raise NotABookError(f"{folder}: there is no book here")
     report = Report(address)
     why = _unsound(address, path)
     if why is None:
@@ -112,7 +112,7 @@ def _unsound(address: str, path: Path) -> str | None:
             report = Report(address)
             for stage in (checking._layout, checking._types):
                 stage(book, report)
-    except NewerLayout:
+    except NewerLayoutError:
         raise
     except (BookError, OSError, sqlite3.Error) as error:
         return str(error)
@@ -138,7 +138,7 @@ def _mended(book: Book, report: Report, copy: Any, offer: bool) -> Report:
 
 def _release(book: Book, report: Report) -> None:
     with book.ledger.write() as tx:
-        report.did("offered", "quarantined records are offered for training", count=quarantine.release(tx))
+        report.did("offered", "quarantined records are offered for training", count=quarantine.release_quarantine(tx))
 
 
 def _with_check(book: Book, report: Report) -> Report:
@@ -211,7 +211,7 @@ def _mend(book: Book, report: Report, lost: Lost | None = None) -> None:
     if isinstance(book.shelf, FolderShelf) and report.aside is not None:
         _mend_files(book.shelf, report.aside, report)
     with book.ledger.write() as tx:
-        work.record(tx, [work.Event("repaired", detail=dict(report.repairs))])
+        work.record_events(tx, [work.Event("repaired", detail=dict(report.repairs))])
 
 
 def _quarantine_all(book: Book) -> None:
@@ -226,8 +226,8 @@ def _quarantine_all(book: Book) -> None:
             if not rows:
                 return
             seqs = [seq for (seq,) in rows]
-            members = quarantine.members(tx, seqs)
-            quarantine.add(tx, [seq for seq in seqs if seq not in members])
+            members = quarantine.find_quarantined(tx, seqs)
+            quarantine.add_to_quarantine(tx, [seq for seq in seqs if seq not in members])
         last = seqs[-1]
 
 
@@ -237,12 +237,12 @@ def _mend_consumers(book: Book, report: Report) -> bool:
         for number, why in readable(tx)[1].items():
             settings, state, name = tx.one("SELECT settings, state, name FROM consumers WHERE id = ?", (number,))
             try:
-                consumers.parsed_settings(settings)
+                consumers.parse_settings(settings)
             except ValueError:
                 settings = Settings().to_json()
                 report.did("consumer", f"its settings are those of a new one now: {why}", str(name))
             try:
-                consumers.parsed_state(state)
+                consumers.parse_state(state)
             except ValueError:
                 state = "{}"
                 report.did("consumer", f"its sampler begins anew: {why}", str(name))
@@ -261,7 +261,7 @@ def _mend_consumers(book: Book, report: Report) -> bool:
         for (number,) in lost:
             # The first consumer of every book is "train".
             name = "train" if number == 1 else f"recovered-{number}"
-            made = consumers.make(tx, name, Settings())
+            made = consumers.create_consumer(tx, name, Settings())
             tx.run("UPDATE consumers SET id = ? WHERE id = ?", (number, made.id))
             report.did("consumer", f"number {number} had no row: it has the settings of a new one now", name)
         return not lost and tx.one("SELECT 1 FROM consumers LIMIT 1") is not None
@@ -274,7 +274,7 @@ def _mend_records(book: Book, report: Report) -> None:
     for problem in inspecting.record_problems(book, True):
         if problem.kind == "tags":
             with book.ledger.write() as tx:
-                settings = ", ".join(f"{name} = ?" for name in tags.Tags._fields)
+                settings = ", ".join(f"{name} = ?" for name in tags.IndexColumns._fields)
                 tx.run(f"UPDATE records SET {settings} WHERE seq = ?", (*problem.mend, problem.seq))
                 tx.run("UPDATE work SET gid = ? WHERE seq = ?", (problem.mend.gid, problem.seq))
             report.did("tags", problem.what, problem.uid)
@@ -331,12 +331,12 @@ def _give_up(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) ->
                 part,
             )
             tx.run(f"DELETE FROM media_uses WHERE seq IN ({marks})", part)
-        work.record(tx, [work.Event("removed", seq, reason=DAMAGED) for seq in seqs])
+        work.record_events(tx, [work.Event("removed", seq, reason=DAMAGED) for seq in seqs])
         for consumer in consumers.all_consumers(tx):
             living = (work.WAITING, work.COOLING, work.LEASED)
-            rows = [row for row in work.rows_of(tx, consumer, seqs) if row.state in living]
-            work.drop(tx, consumer, rows, DAMAGED)
-            consumers.save(tx, consumer)
+            rows = [row for row in work.select_rows_by_seq(tx, consumer, seqs) if row.state in living]
+            work.drop_rows(tx, consumer, rows, DAMAGED)
+            consumers.save_consumer(tx, consumer)
     for seq, uid, what in bad:
         if seq in seqs:
             seqs.remove(seq)
@@ -369,7 +369,7 @@ def _copy(disk: Disk, source: str, target: str) -> None:
 
 def _mend_work(book: Book, report: Report, gaps: bool) -> None:
     """One row for each record and consumer; what is missing is made from the events. `gaps`: some of these are lost."""
-    inbox.drain_all(book)
+    inbox.drain_inboxes(book)
     with book.ledger.write() as tx:
         stray = (
             "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq AND records.evaluation = 0) "
@@ -384,7 +384,7 @@ def _mend_work(book: Book, report: Report, gaps: bool) -> None:
         tx.run("DELETE FROM inbox")  # what is in it is missing in `work`
         for consumer in consumers.all_consumers(tx):
             _enter_missing(tx, book, consumer, report, gaps)
-            consumers.save(tx, consumer)
+            consumers.save_consumer(tx, consumer)
 
 
 def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Report, gaps: bool) -> None:
@@ -399,14 +399,14 @@ def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Repo
         if not found:
             return
         stored = [row[0] for row in found if row[4] is None]
-        numbers = dict(zip(stored, reading.numbers(book, tx, stored, key), strict=True)) if key is not None else {}
+        numbers = dict(zip(stored, reading.read_numbers(book, tx, stored, key), strict=True)) if key is not None else {}
         said = checking.past(tx, [row[0] for row in found])
         known = {
             seq
             for marks, part in chunks([row[0] for row in found])
             for (seq,) in tx.all(f"SELECT seq FROM events WHERE kind = 'admitted' AND seq IN ({marks})", part)
         }
-        quarantined = quarantine.members(tx, stored)
+        quarantined = quarantine.find_quarantined(tx, stored)
         made = []
         unknown = []
         for seq, uid, gid, version, gone in found:
@@ -423,16 +423,16 @@ def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Repo
             made.append(row._replace(uses=uses))
             report.did("work", f"consumer {consumer.name!r} had no row for it: {row.state} now, as its events say", uid)
         if unknown:
-            quarantine.add(tx, unknown)
-        work.enter(tx, consumer, made)
+            quarantine.add_to_quarantine(tx, unknown)
+        work.enter_rows(tx, consumer, made)
 
 
 def _mend_leases(book: Book, report: Report) -> None:
     with book.ledger.write() as tx:
         for consumer in consumers.all_consumers(tx):
-            found = work.rows(tx, f"consumer = ? AND {checking.UNHELD} ORDER BY seq", (consumer.id,))
-            work.requeue(tx, consumer, found, "expired", "repair")
-            consumers.save(tx, consumer)
+            found = work.select_rows(tx, f"consumer = ? AND {checking.UNHELD} ORDER BY seq", (consumer.id,))
+            work.requeue_rows(tx, consumer, found, "expired", "repair")
+            consumers.save_consumer(tx, consumer)
             report.did("lease", f"consumer {consumer.name!r}: records that nobody held wait again", count=len(found))
         count = tx.count(f"UPDATE work SET lease = NULL WHERE {checking.FORGOTTEN}")
         report.did("lease", "rows that named a lease and were not leased", count=count)
@@ -462,8 +462,8 @@ def _mend_counts(book: Book, report: Report) -> None:
         for consumer in consumers.all_consumers(tx):
             wrong = checking.wrong_groups(tx, consumer)
             if wrong:
-                groups.rebuild(tx, consumer)
-                consumers.save(tx, consumer)
+                groups.rebuild_groups(tx, consumer)
+                consumers.save_consumer(tx, consumer)
                 report.did("group", f"consumer {consumer.name!r}: all groups were looked at anew", count=len(wrong))
 
 
@@ -493,7 +493,7 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
     shelf = FolderShelf(str(folder), disk)
     sizes = shelf.segments()
     if not sizes and not path.exists():
-        raise NotABook(f"{folder}: there is no book here: neither a ledger nor segments")
+        raise NotABookError(f"{folder}: there is no book here: neither a ledger nor segments")
     held = [name for name in sizes if shelf.busy(name)]
     if held:
         raise BookError(f"{folder}: a living process writes to {held[0]}; a ledger is built anew when all are away")
@@ -512,7 +512,7 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
             tables.prepare(ledger, create=True, where=str(folder), meta={})
             book = Book(str(folder), ledger, shelf)
             lost = rebuilding.take_rows(book, aside, report)
-            rebuilding.take_parts(book, sizes, lost, *deletions.read(folder, disk), report)
+            rebuilding.take_parts(book, sizes, lost, *deletions.read_deletions(folder, disk), report)
             _mend(book, report, lost)
             if offer:
                 _release(book, report)

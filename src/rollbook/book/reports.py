@@ -74,12 +74,12 @@ _TALLY = "SELECT CAST(state AS TEXT), CAST(reason AS TEXT), CAST(SUM(CAST(n AS B
 
 def counts(book: Book, name: str) -> Counts:
     """See `Book.counts`."""
-    inbox.drain_all(book, bounded=True)
+    inbox.drain_inboxes(book, bounded=True)
     with book.ledger.read() as tx:
-        mine = (consumers.named(tx, name).id,)
+        mine = (consumers.get_consumer(tx, name).id,)
         totals = {state: n for state, _, n in tx.all(f"{_TALLY} WHERE consumer = 0 GROUP BY 1, 2")}
         tallies = [row for row in tx.all(f"{_TALLY} WHERE consumer = ? GROUP BY 1, 2 ORDER BY 2", mine) if row[2]]
-        unseen = inbox.size(tx, mine[0])
+        unseen = inbox.inbox_size(tx, mine[0])
     by_state: Counter[str] = Counter()
     for state, _, n in tallies:
         by_state[state] += n
@@ -96,7 +96,7 @@ def counts(book: Book, name: str) -> Counts:
 
 def history(book: Book, uid: str) -> list[Entry]:
     """See `Book.history`."""
-    inbox.drain_all(book, bounded=True)
+    inbox.drain_inboxes(book, bounded=True)
     with book.ledger.read() as tx:
         row = tx.one("SELECT seq FROM records WHERE uid = ?", (uid,))
         if row is None:
@@ -133,9 +133,9 @@ def keep_rates(book: Book, name: str, by: str, edges: Sequence[float] | None) ->
     """See `Book.keep_rates`."""
     check_choice("by", by, ("length", "reward"))
     column = "response_tokens" if by == "length" else "reward"
-    inbox.drain_all(book)
+    inbox.drain_inboxes(book)
     with book.ledger.read() as tx:
-        mine = (consumers.named(tx, name).id,)
+        mine = (consumers.get_consumer(tx, name).id,)
         found = tx.all(
             f"SELECT records.{column}, work.state, work.uses, COUNT(*) FROM work "
             "JOIN records ON records.seq = work.seq "

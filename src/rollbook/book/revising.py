@@ -26,10 +26,10 @@ from rollbook.book import (
 )
 from rollbook.book.consumers import Consumer
 from rollbook.book.deletions import Deletion
-from rollbook.book.errors import BookError, Conflict
+from rollbook.book.errors import BookError, ConflictError
 from rollbook.book.ledger import Transaction, chunks, let_others
-from rollbook.book.naming import text_of
-from rollbook.book.windows import reached
+from rollbook.book.naming import check_text
+from rollbook.book.windows import hit
 from rollbook.core.checks import suggest
 from rollbook.core.equality import same
 from rollbook.core.experiences import from_rows
@@ -37,7 +37,7 @@ from rollbook.core.fields import FIELDS
 from rollbook.core.wire import encode
 
 if TYPE_CHECKING:
-    from rollbook.book.admission import Admit, Coming
+    from rollbook.book.admission import AppendTransaction, PendingAppend
     from rollbook.book.book import Book
     from rollbook.core.experience import Experience
 
@@ -51,7 +51,7 @@ _REDACTED_BYTES = 16 << 20
 """How many records, and about how many bytes, a redaction reads and writes at once."""
 
 
-def rewrite(
+def rewrite_records(
     book: Book,
     seqs: Sequence[int],
     change: Change,
@@ -61,7 +61,7 @@ def rewrite(
     reason: str | None,
     given: Sequence[bytes] | None = None,
     retrain: bool | str = False,
-    also: Admit | None = None,
+    also: AppendTransaction | None = None,
     timeout: float | None = None,
 ) -> list[int]:
     """Replace records by what `change` makes of them, and admit those of `also` in the same transaction; the places of
@@ -78,7 +78,7 @@ def rewrite(
         if not made:
             return []
         many = from_rows([new for _, _, _, new, _ in made])
-        lifted = attachments.lift(many, evaluation=[before[seq][2] for _, seq, *_ in made])
+        lifted = attachments.extract(many, evaluation=[before[seq][2] for _, seq, *_ in made])
         blobs = list(lifted.blobs)
         parts = [encode(lifted.stripped), *(lifted.blobs[key].data for key in blobs)]
         if book.quota is not None and kind != "redacted":  # What must go is never kept for want of room.
@@ -89,10 +89,10 @@ def rewrite(
             also.store()
         places = book.shelf.put(parts)
         media = dict(zip(blobs, places[1:], strict=True))
-        found_tags = tags.tags(many)
-        digest = digests.digests(many).whole if given is None else [given[i] for i, *_ in made]
+        found_tags = tags.index_columns(many)
+        digest = digests.content_hashes(many).whole if given is None else [given[i] for i, *_ in made]
         values: dict[str, list[float | None]] = {}
-        with inbox.drained(book, timeout=timeout) as tx:
+        with inbox.write_drained(book, timeout=timeout) as tx:
             if _revisions(tx, seqs) != before or not book.shelf.has(places[0].segment):
                 continue  # Somebody else revised or deleted one of them meanwhile: on top of that, then.
             if kind == "redacted":
@@ -100,7 +100,7 @@ def rewrite(
                 _scrub(tx, seqs)
             purging.seal_purged(tx, book, places[0].segment)
             share = -(-places[0].length // len(made))
-            columns = (*tags.Tags._fields, "revision", "segment", "start", "size", "slot", "bytes")
+            columns = (*tags.IndexColumns._fields, "revision", "segment", "start", "size", "slot", "bytes")
             place = (places[0].segment, places[0].offset, places[0].length)
             tx.many(
                 f"UPDATE records SET {', '.join(f'{name} = ?' for name in columns)} WHERE seq = ?",
@@ -137,24 +137,29 @@ def rewrite(
                     detail["was"] = {name: _scalar(old, name) for name in names if _scalar(old, name) is not None}
                     detail["is"] = {name: _scalar(new, name) for name in names if _scalar(new, name) is not None}
                 events.append(work.Event(kind, seq, reason=reason, detail=detail))
-            work.record(tx, events)
+            work.record_events(tx, events)
             tx.many(
-                "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(kinds.kinds_of(many))
+                "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING",
+                sorted(kinds.column_types(many)),
             )
             for consumer in consumers.all_consumers(tx):
                 ranked_by = consumer.settings.sampler.key
                 if ranked_by is not None and ranked_by not in values:
-                    found_numbers = tags.numbers(many, ranked_by)
+                    found_numbers = tags.number_column(many, ranked_by)
                     values[ranked_by] = [None if n is None or math.isnan(n) else n for n in found_numbers]
                 seqs_made = [seq for _, seq, *_ in made]
-                follow(tx, consumer, seqs_made, values.get(ranked_by or ""), retrain is not False)
+                follow_revisions(tx, consumer, seqs_made, values.get(ranked_by or ""), retrain is not False)
                 if retrain == "group":
-                    follow(tx, consumer, _siblings(tx, [tag.gid for tag in found_tags], seqs_made), None, True)
+                    follow_revisions(
+                        tx, consumer, _siblings(tx, [tag.gid for tag in found_tags], seqs_made), None, True
+                    )
             if also is not None:
                 also(tx)
             if kind == "redacted":
                 blanked = [(new.eid.uid, tuple(names)) for _, _, _, new, names in made]
-                deletions.add(book.shelf, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
+                deletions.add_deletion(
+                    book.shelf, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked]
+                )
         return [i for i, *_ in made]
     raise BookError(f"records {list(seqs)[:3]}...: others revised them {_TRIES} times while this revision was made")
 
@@ -193,7 +198,7 @@ def _scalar(row: Experience, name: str) -> Any:
     return value if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= 200) else None
 
 
-def follow(
+def follow_revisions(
     tx: Transaction, consumer: Consumer, seqs: Sequence[int], values: Sequence[float | None] | None, retrain: bool
 ) -> None:
     """Let a consumer know of the new numbers, and have the records wait again if that is asked."""
@@ -201,7 +206,7 @@ def follow(
     sampler = consumer.settings.sampler
     moves = []
     events = []
-    for row in work.rows_of(tx, consumer, seqs):
+    for row in work.select_rows_by_seq(tx, consumer, seqs):
         new = row
         if row.seq in known and known[row.seq] != row.value:
             item = consumer.item(row.seq, row.uses, row.version, known[row.seq])
@@ -215,19 +220,19 @@ def follow(
             events.append(work.Event("returned", row.seq, consumer.id, "revised"))
         if new != row:
             moves.append((row, new))
-    work.change(tx, consumer, moves, events)
-    consumers.save(tx, consumer)
+    work.change_rows(tx, consumer, moves, events)
+    consumers.save_consumer(tx, consumer)
 
 
 # --- what users ask for -------------------------------------------------------------------------------------------
 
 
-def add(
+def add_fields(
     book: Book,
-    coming: Coming,
+    coming: PendingAppend,
     revisions: Sequence[tuple[int, int]],
     author: str,
-    also: Admit | None,
+    also: AppendTransaction | None,
     timeout: float | None = None,
 ) -> list[str]:
     """Late fields that came with records the book has already, and new records beside them if they change any; the ids
@@ -236,9 +241,9 @@ def add(
     rows = coming.select(indices).rows()
 
     def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
-        addition = additions.changed(old, rows[i])
+        addition = additions.compare(old, rows[i])
         if addition.conflict is not None:
-            raise Conflict(
+            raise ConflictError(
                 f"{old.eid.uid}: got another record under the same id; {addition.conflict}; "
                 "append only adds what is missing, book.revise changes what is there"
             )
@@ -246,7 +251,7 @@ def add(
 
     digest = [coming.digests.whole[i] for i in indices]
     seqs = [seq for _, seq in revisions]
-    revised = rewrite(
+    revised = rewrite_records(
         book, seqs, change, kind="revised", author=author, reason="append", given=digest, also=also, timeout=timeout
     )
     if len(revised) < len(seqs):
@@ -266,14 +271,14 @@ def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: 
                 )
 
 
-def signed(author: str, reason: str | None) -> None:
+def check_signature(author: str, reason: str | None) -> None:
     """Refuse a change of records that nobody stands for."""
-    text_of("author", author)
+    check_text("author", author)
     if reason is not None:
-        text_of("reason", reason)
+        check_text("reason", reason)
 
 
-def revise(
+def revise_records(
     book: Book, changes: Mapping[str, Mapping[str, Any]], *, author: str, reason: str | None, retrain: bool | str
 ) -> int:
     """See `Book.revise`."""
@@ -295,8 +300,8 @@ def revise(
         names = [name for name in wanted if not same(getattr(old, name), getattr(new, name))]
         return (new, names) if names else None
 
-    seqs = reading.numbers_of(book, list(changes))
-    done = rewrite(book, seqs, change, kind="revised", author=author, reason=reason, retrain=retrain)
+    seqs = reading.seqs_of(book, list(changes))
+    done = rewrite_records(book, seqs, change, kind="revised", author=author, reason=reason, retrain=retrain)
     same_as_before = [seq for i, seq in enumerate(seqs) if i not in set(done)]
     if retrain and same_as_before:
         _return(book, same_as_before, retrain)
@@ -305,7 +310,7 @@ def revise(
 
 def _return(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
     """Have records wait again to which a revision changed nothing."""
-    with inbox.drained(book) as tx:
+    with inbox.write_drained(book) as tx:
         found = list(seqs)
         if retrain == "group":
             gids: list[str] = []
@@ -313,14 +318,14 @@ def _return(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
                 gids += [row[0] for row in tx.all(f"SELECT gid FROM records WHERE seq IN ({marks})", part)]
             found += _siblings(tx, gids, seqs)
         for consumer in consumers.all_consumers(tx):
-            follow(tx, consumer, found, None, True)
+            follow_revisions(tx, consumer, found, None, True)
 
 
 REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
 """What can be blanked; `info`, `metrics` and `multi_modal_inputs` too, and single keys of them as `info.NAME`."""
 
 
-def redact(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: str, reason: str | None) -> int:
+def redact_records(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: str, reason: str | None) -> int:
     """See `Book.redact`."""
     known = (*REDACTABLE, "info", "metrics", "multi_modal_inputs")
     for name in fields:
@@ -342,9 +347,9 @@ def redact(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: st
         names = [name for name, head in heads.items() if not same(getattr(old, head), getattr(new, head))]
         return (new, names) if names else None
 
-    seqs = list(dict.fromkeys(reading.numbers_of(book, uids)))
+    seqs = list(dict.fromkeys(reading.seqs_of(book, uids)))
     return sum(
-        len(rewrite(book, piece, change, kind="redacted", author=author, reason=reason))
+        len(rewrite_records(book, piece, change, kind="redacted", author=author, reason=reason))
         for piece in _pieces(book, seqs)
     )
 
@@ -392,14 +397,14 @@ def _scrub(tx: Transaction, seqs: Sequence[int]) -> None:
         tx.run(f"UPDATE events SET detail = NULL WHERE kind = 'revised' AND seq IN ({marks})", part)
 
 
-def delete(book: Book, uids: Sequence[str], *, author: str, reason: str | None) -> int:
+def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str | None) -> int:
     """See `Book.delete`."""
-    seqs = reading.numbers_of(book, uids)
+    seqs = reading.seqs_of(book, uids)
     count = 0
     for start in range(0, len(seqs), _AT_ONCE):
-        with inbox.drained(book) as tx:
+        with inbox.write_drained(book) as tx:
             count += _delete(tx, book, seqs[start : start + _AT_ONCE], author, reason)
-        reached("during delete")
+        hit("during delete")
         if start + _AT_ONCE < len(seqs):
             let_others(book.ledger)
     return count
@@ -419,13 +424,13 @@ def _delete(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reaso
         (tx.array(fresh),),
     )
     tx.run(f"DELETE FROM media_uses WHERE seq {tx.in_ints}", (tx.array(fresh),))
-    work.record(tx, [work.Event("deleted", seq, reason=reason, detail={"author": author}) for seq in fresh])
+    work.record_events(tx, [work.Event("deleted", seq, reason=reason, detail={"author": author}) for seq in fresh])
     for consumer in consumers.all_consumers(tx):
-        rows = work.rows_of(tx, consumer, fresh)
-        work.drop(
+        rows = work.select_rows_by_seq(tx, consumer, fresh)
+        work.drop_rows(
             tx, consumer, [row for row in rows if row.state in (work.WAITING, work.COOLING, work.LEASED)], "deleted"
         )
-        consumers.save(tx, consumer)
+        consumers.save_consumer(tx, consumer)
     _scrub(tx, fresh)
-    deletions.add(book.shelf, [Deletion(uid, tx.now, author, reason) for _, uid in present])
+    deletions.add_deletion(book.shelf, [Deletion(uid, tx.now, author, reason) for _, uid in present])
     return len(fresh)

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from rollbook.book import attachments
-from rollbook.book.errors import Damaged
-from rollbook.book.identities import ids
+from rollbook.book.errors import CorruptBookError, MissingSegmentError
+from rollbook.book.identities import printed_ids
 from rollbook.book.pages import PageFile, Row
 from rollbook.book.schema import TABLES
-from rollbook.book.shelves import ALIGN, MissingSegment, Place, is_name
+from rollbook.book.shelves import ALIGN, Place, is_name
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.wire import HEADER_BYTES, decode, read_header
@@ -315,6 +315,6 @@ def _part(shelf: Shelf, segment: str, at: int, size: int) -> Part | None:
             return None
         place = Place(segment, at, frame.stop)
         many: Experiences = decode(shelf.get(place), private=shelf.private)
-        return Part(place, list(ids(many.columns["eid"]).uid) if len(many) else [], None)
-    except (WireError, MissingSegment, Damaged):
+        return Part(place, list(printed_ids(many.columns["eid"]).uid) if len(many) else [], None)
+    except (WireError, MissingSegmentError, CorruptBookError):
         return None

@@ -17,8 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from rollbook.book import reading, tags
+from rollbook.book.errors import MissingSegmentError
 from rollbook.book.ledger import Transaction
-from rollbook.book.shelves import MissingSegment, Place
+from rollbook.book.shelves import Place
 from rollbook.core import arrow
 from rollbook.core.checks import check_float, check_int, suggest
 from rollbook.core.experiences import Experiences
@@ -27,7 +28,7 @@ from rollbook.core.fields import FIELDS
 if TYPE_CHECKING:
     from rollbook.book.book import Book
 
-LEDGER_COLUMNS = (*tags.Tags._fields, "seq", "evaluation", "admitted", "revision", "bytes", "gone")
+LEDGER_COLUMNS = (*tags.IndexColumns._fields, "seq", "evaluation", "admitted", "revision", "bytes", "gone")
 """What a condition can ask the ledger for."""
 _ASKED = tuple(
     dict.fromkeys(
@@ -52,7 +53,7 @@ MOST = 10_000
 """How many values one `in` may have; `book.get` takes any number of ids."""
 
 
-def conditions(given: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
+def parse_conditions(given: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
     """Conditions as users give them: `("reward", ">", 0.5)`, and `task="a"` for `("task", "=", "a")`."""
     found: list[Condition] = []
     for each in (
@@ -151,7 +152,7 @@ class Selection:
 
     def where(self, *given: Condition, **equal: Any) -> Selection:
         """These records, narrowed."""
-        return Selection(self._book, [*self._asked, *conditions(given, equal)], self._order)
+        return Selection(self._book, [*self._asked, *parse_conditions(given, equal)], self._order)
 
     @property
     def _late(self) -> list[Condition]:
@@ -329,7 +330,7 @@ def _runs(
             else:
                 yield [row[0] for row in run], _with_nulls(found, fields, len(run))
             done += 1
-    except MissingSegment:  # Compaction has moved some.
+    except MissingSegmentError:  # Compaction has moved some.
         for run in runs[done:]:
             yield frame_arrays(book, [row[0] for row in run], fields)
 

@@ -32,9 +32,16 @@ import numpy as np
 import xxhash
 
 from rollbook.book.disk import Disk, File, read_private
-from rollbook.book.errors import Damaged, NewerLayout, moved
+from rollbook.book.errors import (
+    CorruptBookError,
+    MissingSegmentError,
+    NewerLayoutError,
+    SegmentBusyError,
+    WriterStoppedError,
+    moved,
+)
 from rollbook.book.locks import identity
-from rollbook.book.windows import reached
+from rollbook.book.windows import hit
 from rollbook.core.checks import check_int
 
 if TYPE_CHECKING:
@@ -46,18 +53,6 @@ ALIGN = 64
 _HEAD = struct.Struct("<8sII40x")
 _CHECKSUM = struct.Struct("<Q")
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.rbs", re.ASCII)
-
-
-class MissingSegment(LookupError):
-    """The segment is not on the shelf: it was removed, and what it held lies elsewhere if the ledger still knows it."""
-
-
-class SegmentBusy(RuntimeError):
-    """The segment cannot be removed: a living writer still appends to it."""
-
-
-class WriterStopped(RuntimeError):
-    """A write or a sync failed before: what is on the disk is not known, so nothing more is written until reopening."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +90,7 @@ class Shelf(Protocol):
         """Write all parts, with one write and one sync; durable when it returns. Threads may call it at once."""
 
     def get(self, place: Place) -> memoryview:
-        """The bytes there. `MissingSegment` if the segment is gone, `Damaged` if it is too short or no segment."""
+        """Read bytes. `MissingSegmentError` if the segment is gone, `CorruptBookError` if it is too short."""
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
         """The bytes at each of many small places, to be read only, in as few requests as the shelf can; as `get`."""
@@ -113,7 +108,7 @@ class Shelf(Protocol):
         """End the open segment; the next `put` starts another."""
 
     def remove(self, segment: str) -> None:
-        """Remove a segment, `SegmentBusy` if it has a writer; one that is gone already is no error."""
+        """Remove a segment, `SegmentBusyError` if it has a writer; one that is gone already is no error."""
 
     def close(self) -> None:
         """End writing. Views that were handed out stay."""
@@ -131,14 +126,14 @@ def header() -> bytes:
 def check_header(head: bytes, segment: str) -> None:
     """Refuse a file that is no segment, a damaged one, or one that a newer version wrote."""
     if len(head) < ALIGN:
-        raise Damaged(f"segment {segment}: the header is cut short: {len(head)} of {ALIGN} bytes", len(head))
+        raise CorruptBookError(f"segment {segment}: the header is cut short: {len(head)} of {ALIGN} bytes", len(head))
     magic, version, length = _HEAD.unpack_from(head)
     if magic != MAGIC:
-        raise Damaged(f"segment {segment}: magic {magic!r} is not that of a segment, {MAGIC!r}", 0)
+        raise CorruptBookError(f"segment {segment}: magic {magic!r} is not that of a segment, {MAGIC!r}", 0)
     if version > VERSION:
-        raise NewerLayout(f"segment {segment}: layout {version} is newer than {VERSION}, which this version knows")
+        raise NewerLayoutError(f"segment {segment}: layout {version} is newer than {VERSION}, which this version knows")
     if head != header():
-        raise Damaged(f"segment {segment}: the header (version {version}, length {length}) is damaged", 8)
+        raise CorruptBookError(f"segment {segment}: the header (version {version}, length {length}) is damaged", 8)
 
 
 def new_name() -> str:
@@ -158,7 +153,9 @@ def is_name(text: object) -> bool:
 def check_name(segment: str) -> str:
     """The name, if it is one."""
     if not is_name(segment):
-        raise Damaged(f"segment {segment!r} is not a segment's name (16 hex digits, '-', 16 hex digits, '.rbs')")
+        raise CorruptBookError(
+            f"segment {segment!r} is not a segment's name (16 hex digits, '-', 16 hex digits, '.rbs')"
+        )
     return segment
 
 
@@ -168,12 +165,16 @@ def check_place(place: Place) -> Place:
     # SQLite keeps whatever it is given, text in a column of numbers too.
     whole = type(place.offset) is int and type(place.length) is int
     if not whole or place.offset < ALIGN or place.length < 0:
-        raise Damaged(f"segment {place.segment}: no part lies at byte {place.offset!r} with {place.length!r} bytes")
+        raise CorruptBookError(
+            f"segment {place.segment}: no part lies at byte {place.offset!r} with {place.length!r} bytes"
+        )
     return place
 
 
-def too_short(place: Place, size: int) -> Damaged:
-    return Damaged(f"segment {place.segment}: a part reaches to byte {place.stop}, the segment has {size}", size)
+def too_short(place: Place, size: int) -> CorruptBookError:
+    return CorruptBookError(
+        f"segment {place.segment}: a part reaches to byte {place.stop}, the segment has {size}", size
+    )
 
 
 def lay_out(parts: Sequence[Buffer]) -> tuple[list[tuple[int, int]], list[bytes | memoryview]]:
@@ -196,14 +197,14 @@ def lay_out(parts: Sequence[Buffer]) -> tuple[list[tuple[int, int]], list[bytes 
 
 
 def open_segment(disk: Disk, path: str) -> int:
-    """A descriptor of a segment that is a file. `MissingSegment`, or `Damaged` if it is no plain file."""
+    """A descriptor of a segment that is a file. `MissingSegmentError`, or `CorruptBookError` if it is no plain file."""
     try:
         return disk.open_read(path)
     except FileNotFoundError:
-        raise MissingSegment(os.path.basename(path)) from None
+        raise MissingSegmentError(os.path.basename(path)) from None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EINVAL, errno.ENXIO):
-            raise Damaged(f"{path}: a link, a pipe or a device, expected a plain file") from None
+            raise CorruptBookError(f"{path}: a link, a pipe or a device, expected a plain file") from None
         raise
 
 
@@ -308,7 +309,7 @@ class FolderShelf:
             if self._closed:
                 raise ValueError("the shelf is closed: nothing more can be put on it")
             if self._stopped is not None:
-                raise WriterStopped(
+                raise WriterStoppedError(
                     f"writing to {self.folder} stopped when this failed: {self._stopped}; reopen the book to go on"
                 ) from self._stopped
             places, pieces = lay_out(parts)
@@ -323,7 +324,7 @@ class FolderShelf:
             file, fresh, base = self._file, not self._size, self._size or ALIGN
             try:
                 size = self._size + self.disk.append(file, [header(), *pieces] if fresh else pieces)
-                reached("after write")
+                hit("after write")
                 self.disk.sync(file)
                 if fresh:
                     self.disk.sync_folder(self.folder)
@@ -339,7 +340,7 @@ class FolderShelf:
                 with suppress(OSError):
                     self._end()
                 raise
-        reached("after sync")
+        hit("after sync")
         segment = os.path.basename(file.path)
         return [Place(segment, base + at, length) for at, length in places]
 
@@ -367,7 +368,7 @@ class FolderShelf:
 
     def _check_folder(self) -> None:
         if not stat.S_ISDIR(os.lstat(self.folder).st_mode):
-            raise Damaged(
+            raise CorruptBookError(
                 f"{self.folder}: a link or a file, expected a folder: a book's segments lie in the book, not outside"
             )
 
@@ -385,7 +386,7 @@ class FolderShelf:
         """The bytes there, as private memory: a map if they are many, a copy if they are few."""
         try:
             return read_segment(self.disk, self._path(check_place(place).segment), place, mapped=True)
-        except MissingSegment:
+        except MissingSegmentError:
             self._check_unmoved()
             raise
 
@@ -410,7 +411,7 @@ class FolderShelf:
         """Whether a living writer, of this or another process, may still append to it."""
         try:
             fd = open_segment(self.disk, self._path(segment))
-        except MissingSegment:
+        except MissingSegmentError:
             return False
         try:
             return not self.disk.try_lock(fd, shared=True)
@@ -423,11 +424,11 @@ class FolderShelf:
             self._end()
 
     def remove(self, segment: str) -> None:
-        """Remove a segment, `SegmentBusy` if it has a writer; one that is gone already is no error."""
+        """Remove a segment, `SegmentBusyError` if it has a writer; one that is gone already is no error."""
         path = self._path(segment)
         try:
             fd = open_segment(self.disk, path)
-        except MissingSegment:
+        except MissingSegmentError:
             return
         try:
             # The lock is kept while the file goes, so that a writer that has just made it sees that it lost it.
@@ -436,7 +437,7 @@ class FolderShelf:
                 if self.disk.try_lock(fd):
                     break
                 if wait is None:
-                    raise SegmentBusy(f"segment {segment} has a living writer")
+                    raise SegmentBusyError(f"segment {segment} has a living writer")
                 time.sleep(wait)
             with suppress(FileNotFoundError):
                 self.disk.remove(path)
@@ -505,7 +506,7 @@ class MemoryShelf:
         check_place(place)
         with self._lock:
             if place.segment not in self._segments:
-                raise MissingSegment(place.segment)
+                raise MissingSegmentError(place.segment)
             memory = self._segments[place.segment]
             if place.stop > len(memory):
                 raise too_short(place, len(memory))
@@ -535,10 +536,10 @@ class MemoryShelf:
             self._open = None
 
     def remove(self, segment: str) -> None:
-        """Remove a segment, `SegmentBusy` if it is the open one; one that is gone already is no error."""
+        """Remove a segment, `SegmentBusyError` if it is the open one; one that is gone already is no error."""
         with self._lock:
             if check_name(segment) == self._open:
-                raise SegmentBusy(f"segment {segment} has a living writer")
+                raise SegmentBusyError(f"segment {segment} has a living writer")
             self._segments.pop(segment, None)
 
     def close(self) -> None:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from rollbook.book import checkpoints, consumers, groups, lineages, reading, work
 from rollbook.book.disk import Disk
-from rollbook.book.errors import BookError, Damaged
+from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
 from rollbook.book.ledger import Ledger, SQLiteLedger, Transaction, chunks
 from rollbook.book.schema import TABLES
-from rollbook.book.shelves import MissingSegment, Place
-from rollbook.book.windows import reached
+from rollbook.book.shelves import Place
+from rollbook.book.windows import hit
 from rollbook.core.addresses import POSTGRES, PostgresAddress, redacted
 from rollbook.core.checks import suggest
 from rollbook.core.errors import WireError
@@ -44,11 +44,11 @@ _NOT_COPIED = ("meta", "blobs", "purges", "orphans")
 _TRIES = 10
 
 
-class _Changed(Exception):
+class _SourceChangedError(Exception):
     """A record changed and its old bytes went while they were copied."""
 
 
-def copy(book: Book, url: str | os.PathLike[str], name: str | None, options: Mapping[str, Any]) -> Book:
+def copy_book(book: Book, url: str | os.PathLike[str], name: str | None, options: Mapping[str, Any]) -> Book:
     """See `Book.snapshot` and, with a checkpoint's name, `Book.fork`."""
     address = os.fspath(url)
     if not isinstance(address, str) or not address or ("://" in address and not address.startswith(POSTGRES)):
@@ -58,9 +58,9 @@ def copy(book: Book, url: str | os.PathLike[str], name: str | None, options: Map
             raise ValueError(f"snapshot: {each!r} is none of its options{suggest(each, list(OPTIONS))}")
     if name is not None:
         with book.ledger.read() as tx:
-            checkpoints.find(tx, name)
+            checkpoints.find_checkpoint(tx, name)
     for _ in range(_TRIES):
-        with suppress(_Changed):
+        with suppress(_SourceChangedError):
             if address.startswith(POSTGRES):
                 return _to_postgres(book, address, name, options)
             if address == "memory:":
@@ -96,13 +96,13 @@ def _to_folder(book: Book, address: str, name: str | None, options: Mapping[str,
     try:
         with open(aside, **options) as made:
             _fill(book, made, name)
-        reached("before rename")
+        hit("before rename")
         disk.rename(aside, target)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     disk.sync_folder(above)
-    reached("after rename")
+    hit("after rename")
     return open(address, "r+", **options)
 
 
@@ -125,7 +125,7 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
                         f"data: {redacted(str(options.get('data')))!r} holds segments already, expected an empty place"
                     )
                 _fill(book, made, name)
-            reached("before rename")
+            hit("before rename")
             with connection.transaction():
                 # Only an empty schema is dropped: one that others filled meanwhile is an error.
                 connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {}").format(sql.Identifier(schema)))
@@ -134,7 +134,7 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
         except BaseException:
             connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(aside)))
             raise
-    reached("after rename")
+    hit("after rename")
     return open(address, "r+", **options)
 
 
@@ -144,7 +144,7 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
 def _fill(book: Book, made: Book, name: str | None) -> None:
     with _apart(book) as source:
         with source.read() as tx, made.ledger.write() as out:
-            point = None if name is None else checkpoints.find(tx, name)
+            point = None if name is None else checkpoints.find_checkpoint(tx, name)
             for table in TABLES:
                 if table != "meta":
                     out.run(f"DELETE FROM {table}")
@@ -160,8 +160,8 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
                     out.one(
                         f"SELECT setval('{table}_numbers', (SELECT COALESCE(MAX({key}), 0) + 1 FROM {table}), false)"
                     )
-        consumers.delete_removed(made.ledger)
-        reached("during snapshot")
+        consumers.delete_removed_consumers(made.ledger)
+        hit("during snapshot")
         _copy_records(book, source, made)
         _copy_media(book, source, made)
     with made.ledger.write() as out:
@@ -170,20 +170,20 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
             for consumer in consumers.all_consumers(out):
                 gids = checkpoints.free_leased(out, consumer)
                 if consumer.grouped:
-                    groups.refresh(out, consumer, gids)
-                consumers.save(out, consumer)
+                    groups.refresh_groups(out, consumer, gids)
+                consumers.save_consumer(out, consumer)
         else:
             _count_anew(out)
             _void_then(out, point)
             last = out.one("SELECT MAX(id) FROM events")[0]
-            lineage = lineages.read(out)
-            checkpoints.undo(out, made, point, "drop")
+            lineage = lineages.read_lineage(out)
+            checkpoints.undo_work(out, made, point, "drop")
             # In this book nothing of what was undone ever happened.
-            lineages.save(out, lineage.clipped(point.seq))
+            lineages.save_lineage(out, lineage.clipped(point.seq))
             out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (last,))
         detail = json.loads(out.one("SELECT value FROM meta WHERE key = 'from'")[0])
-        work.record(out, [work.Event("copied", reason=name, detail=detail)])
-        reached("end of snapshot")
+        work.record_events(out, [work.Event("copied", reason=name, detail=detail)])
+        hit("end of snapshot")
 
 
 @contextmanager
@@ -304,7 +304,7 @@ def _copy_records(book: Book, source: Ledger, made: Book) -> None:
         for place, members in frames.items():
             try:
                 part = _part(book, place, [slot for _, slot in members])
-            except MissingSegment:
+            except MissingSegmentError:
                 waiting += _moved(source, made, place, [seq for seq, _ in members])
                 continue
             batch.append(([(seq, i) for i, (seq, _) in enumerate(members)], part))
@@ -335,7 +335,7 @@ def _part(book: Book, place: Place, slots: list[int]) -> Any:
     try:
         many = decode(view)
     except WireError as error:
-        raise Damaged(f"segment {place.segment}, byte {place.offset}: {error}") from None
+        raise CorruptBookError(f"segment {place.segment}, byte {place.offset}: {error}") from None
     reading.check_slots(place, slots, len(many))
     return view if slots == list(range(len(many))) else encode(many.take(slots))
 
@@ -344,9 +344,9 @@ def _moved(source: Ledger, made: Book, place: Place, seqs: Sequence[int]) -> lis
     """Where compaction has brought a frame's records meanwhile; the segments that have to be looked at for them."""
     now, then = _places(source, seqs), _places(made.ledger, seqs)
     if any(now[seq][0] is None or now[seq][4] != then[seq][4] for seq in seqs):
-        raise _Changed
+        raise _SourceChangedError
     if any(Place(*now[seq][:3]) == place for seq in seqs):
-        raise Damaged(f"segment {place.segment} is missing, and the ledger speaks of it; see `rollbook check`")
+        raise CorruptBookError(f"segment {place.segment} is missing, and the ledger speaks of it; see `rollbook check`")
     with made.ledger.write() as out:
         out.many(
             "UPDATE records SET segment = ?, start = ?, size = ?, slot = ? WHERE seq = ?",
@@ -411,13 +411,13 @@ def _copy_media(book: Book, source: Ledger, made: Book) -> None:
 def _medium(book: Book, source: Ledger, key: str, place: Place) -> memoryview:
     try:
         return book.shelf.get(place)
-    except MissingSegment:
+    except MissingSegmentError:
         with source.read() as tx:
             row = tx.one("SELECT segment, start, size FROM media WHERE hash = ?", (key,))
         if row is None:
-            raise _Changed from None
+            raise _SourceChangedError from None
         if Place(*row) == place:
-            raise Damaged(
+            raise CorruptBookError(
                 f"segment {place.segment} is missing, and a medium lies in it; see `rollbook check`"
             ) from None
         return _medium(book, source, key, Place(*row))

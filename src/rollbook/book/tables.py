@@ -110,7 +110,7 @@ class RecordsTable:
             "rid": pa.large_string(),
             **selecting.LEDGER_TYPES,
         }
-        self.frames = {name: kind for name, kind in kinds.schema_of(noted).items() if name not in told}
+        self.frames = {name: kind for name, kind in kinds.arrow_types(noted).items() if name not in told}
         self.schema = pa.schema([*told.items(), *self.frames.items()])
 
     def where(self, condition: str) -> RecordsTable:
@@ -202,7 +202,7 @@ class MetricsTable:
         return pa.Table.from_arrays(arrays, schema=self.schema).select(columns)
 
 
-def sources(book: Book) -> dict[str, query.Source]:
+def sql_tables(book: Book) -> dict[str, query.Source]:
     """The tables of a book by name."""
     records = RecordsTable(book)
     found: dict[str, query.Source] = {name: records.where(condition) for name, condition in RECORDS.items()}
@@ -212,8 +212,8 @@ def sources(book: Book) -> dict[str, query.Source]:
     return found
 
 
-def sql(
+def run_sql(
     book: Book, text: str, parameters: Sequence[Any] | Mapping[str, Any] | None, memory: str | int, seconds: float
 ) -> Result:
     """See `Book.sql`."""
-    return query.run(text, sources(book), parameters=parameters, memory=memory, seconds=seconds)
+    return query.run_query(text, sql_tables(book), parameters=parameters, memory=memory, seconds=seconds)

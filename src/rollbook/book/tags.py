@@ -1,7 +1,7 @@
-"""`Tags`: the scalars that a ledger keeps of each record, so that filters, samplers and groups never touch its bytes.
+"""Index columns: the scalars of each record that the ledger stores, so that filters, samplers and groups read no frames.
 
-Invariant: tags are a function of the record alone, and every value is one that SQLite and PostgreSQL give back as it
-was: no NaN (SQLite makes it NULL), no integer beyond 64 bits, no text with a NUL or a lone surrogate in it.
+Invariant: they are a function of the record alone, and SQLite and PostgreSQL both return every value unchanged: no NaN
+(SQLite stores it as NULL), no integer beyond 64 bits, no text with a NUL or a lone surrogate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rollbook.book.digests import boxes, clean
-from rollbook.book.identities import Ids, ids
+from rollbook.book.identities import Ids, printed_ids
 from rollbook.core import arrow, freeform
 from rollbook.core import columns as physical
 from rollbook.core.checks import suggest
@@ -36,7 +36,7 @@ UNSCORED, SCORED, NOT_A_NUMBER = 0, 1, 2
 _MOST = 2**63 - 1
 
 
-class Tags(NamedTuple):
+class IndexColumns(NamedTuple):
     """What the ledger knows of one record; the order is that of the ledger's columns."""
 
     uid: str
@@ -73,11 +73,11 @@ class Tags(NamedTuple):
     parent: str | None
 
 
-def tags(many: Experiences | RowLayout, known: Ids | None = None) -> list[Tags]:
+def index_columns(many: Experiences | RowLayout, known: Ids | None = None) -> list[IndexColumns]:
     """The tags of every record; `known`: their ids, if they were read already.
 
     >>> from rollbook import Experience, Experiences
-    >>> made = tags(Experiences([
+    >>> made = index_columns(Experiences([
     ...     Experience(eid={"batch": 1, "task": 2, "suffix": "a"}, tokens=[1, 2, 3, 4], prompt_length=2, reward=0.5,
     ...                action_mask=[True, False], policy_versions=[3, 4]),
     ...     Experience(eid={"suffix": "b"}, tokens=[1, 2, 3], reward=float("nan"), info={"model_version": 7}),
@@ -92,7 +92,7 @@ def tags(many: Experiences | RowLayout, known: Ids | None = None) -> list[Tags]:
         return []
     columns = dict(many.columns)
     if known is None:
-        known = ids(columns["eid"])
+        known = printed_ids(columns["eid"])
     if "\0" in "".join(known.uid):
         i = next(i for i, uid in enumerate(known.uid) if "\0" in uid)
         raise ValueError(f"record {i}: eid: got {known.uid[i]!r}, expected no NUL, which a database cannot keep")
@@ -134,14 +134,14 @@ def tags(many: Experiences | RowLayout, known: Ids | None = None) -> list[Tags]:
         _plain(columns, "group_size", count),
         _text(columns, "parent", count),
     )
-    return list(map(Tags._make, zip(*columns_of_tags, strict=True)))
+    return list(map(IndexColumns._make, zip(*columns_of_tags, strict=True)))
 
 
-def reward(tag: Tags) -> float | None:
+def reward_of(tag: IndexColumns) -> float | None:
     """The record's reward, NaN too.
 
     >>> from rollbook import Experience, Experiences
-    >>> reward(tags(Experiences([Experience(tokens=[1, 2], reward=float("nan"))]))[0])
+    >>> reward_of(index_columns(Experiences([Experience(tokens=[1, 2], reward=float("nan"))]))[0])
     nan
     """
     return math.nan if tag.scored == NOT_A_NUMBER else tag.reward
@@ -277,7 +277,7 @@ def _signed(values: NDArray[Any]) -> NDArray[Any]:
 # --- a number of the user's choice --------------------------------------------------------------------------------
 
 
-def numbers(many: Experiences | RowLayout, key: str) -> list[float | None]:
+def number_column(many: Experiences | RowLayout, key: str) -> list[float | None]:
     """A number of each record, for samplers and filters: a tag by its name, or `info.NAME` or `metrics.NAME`.
 
     True and False count as 1 and 0, text that reads as a finite number as that number, a tensor or array of one element
@@ -286,21 +286,22 @@ def numbers(many: Experiences | RowLayout, key: str) -> list[float | None]:
 
     >>> from rollbook import Experience, Experiences
     >>> many = Experiences([Experience(tokens=[1, 2], info={"judge": {"score": 0.5}}), Experience(tokens=[1, 2, 3])])
-    >>> numbers(many, "info.judge.score"), numbers(many, "length")
+    >>> number_column(many, "info.judge.score"), number_column(many, "length")
     ([0.5, None], [2.0, 3.0])
     """
     field, dot, name = key.partition(".") if isinstance(key, str) else ("", "", "")
     if dot and name and field in ("info", "metrics"):
         column = many.column(field)
         return [None] * len(many) if column is None else _entries(column, name)
-    if key not in Tags._fields:
+    if key not in IndexColumns._fields:
         raise ValueError(
-            f"key: got {key!r}, expected info.NAME, metrics.NAME or a tag{suggest(str(key), list(Tags._fields))}"
+            f"key: got {key!r}, expected info.NAME, metrics.NAME or a tag"
+            + suggest(str(key), list(IndexColumns._fields))
         )
     if key == "reward":
-        return [reward(tag) for tag in tags(many)]
-    at = Tags._fields.index(key)
-    return [_number(tag[at]) for tag in tags(many)]
+        return [reward_of(tag) for tag in index_columns(many)]
+    at = IndexColumns._fields.index(key)
+    return [_number(tag[at]) for tag in index_columns(many)]
 
 
 def _entries(column: pa.Array, name: str) -> list[float | None]:

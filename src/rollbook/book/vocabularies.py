@@ -10,7 +10,7 @@ import base64
 import binascii
 from typing import TYPE_CHECKING
 
-from rollbook.book.errors import Damaged
+from rollbook.book.errors import CorruptBookError
 from rollbook.core.errors import WireError
 from rollbook.core.metrics import advise
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollbook.core.vocabulary import Vocabulary
 
 
-def to_keep(book: Book) -> str | None:
+def encode_vocabulary(book: Book) -> str | None:
     """What the ledger is to keep of the tokenizer that the book was opened with; `None` if it has it."""
     from rollbook.core.vocabulary import Vocabulary
 
@@ -36,7 +36,7 @@ def to_keep(book: Book) -> str | None:
     return base64.b64encode(made.to_bytes()).decode("ascii")
 
 
-def kept(book: Book) -> Vocabulary | None:
+def read_vocabulary(book: Book) -> Vocabulary | None:
     """See `Book.vocabulary`."""
     from rollbook.core.vocabulary import Vocabulary
 
@@ -48,4 +48,4 @@ def kept(book: Book) -> Vocabulary | None:
         return Vocabulary.from_bytes(binascii.a2b_base64(row[0], strict_mode=True))
     except (TypeError, ValueError) as error:
         what = error.message if isinstance(error, WireError) else str(error)
-        raise Damaged(f"{book.url}: the vocabulary in its ledger cannot be read: {what}") from None
+        raise CorruptBookError(f"{book.url}: the vocabulary in its ledger cannot be read: {what}") from None

@@ -14,16 +14,16 @@ def watch(callback: Callable[[str], None] | None) -> None:
     """Have `callback` called with the name of every point that is reached in this process; `None` ends it.
 
     >>> watch(print)
-    >>> reached("after write")
+    >>> hit("after write")
     after write
     >>> watch(None)
-    >>> reached("after write")
+    >>> hit("after write")
     """
     global _watcher
     _watcher = callback
 
 
-def reached(name: str) -> None:
+def hit(name: str) -> None:
     """Say that the point `name` is reached ("after write", "after sync", "after commit", ...)."""
     if _watcher is not None:
         _watcher(name)

@@ -1,7 +1,7 @@
 """Work: how far each consumer is with each record, and the one way in which that changes.
 
-Invariant: rows of `work` change through `enter` and `change` alone, which keep `tallies` with them in the same
-transaction and write an event for each: for every consumer, admitted = waiting + cooling + leased + trained + dropped.
+Invariant: rows of `work` change only through `enter_rows` and `change_rows`, which update `tallies` in the same transaction
+and write an event for each: for every consumer, admitted = waiting + cooling + leased + trained + dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rollbook.book import before, consumers, groups, lineages
 from rollbook.book.consumers import Consumer
-from rollbook.book.errors import BookError, Damaged
+from rollbook.book.errors import BookError, CorruptBookError
 from rollbook.book.ledger import Transaction, chunks
 
 WAITING, COOLING, LEASED, TRAINED, DROPPED = "waiting", "cooling", "leased", "trained", "dropped"
@@ -37,10 +37,10 @@ class Row(NamedTuple):
     until: float | None
 
 
-COLUMNS = ", ".join(Row._fields)
+ROW_COLUMNS = ", ".join(Row._fields)
 _NONE = type(None)
 _WHOLE, _REAL = (int, _NONE), (float, _NONE)
-_TYPES: tuple[Any, ...] = (int, str, str, (str, _NONE), float, _REAL, float, _WHOLE, int, int, _WHOLE, _REAL)
+_ROW_TYPES: tuple[Any, ...] = (int, str, str, (str, _NONE), float, _REAL, float, _WHOLE, int, int, _WHOLE, _REAL)
 
 
 class Event(NamedTuple):
@@ -55,34 +55,38 @@ class Event(NamedTuple):
     detail: dict[str, Any] | None = None
 
 
-_EVENT = ("time", *Event._fields)
+_EVENT_COLUMNS = ("time", *Event._fields)
 
 
-def record(tx: Transaction, events: Iterable[Event]) -> None:
+def record_events(tx: Transaction, events: Iterable[Event]) -> None:
     """Write events, in order."""
-    tx.insert("events", _EVENT, [(tx.now, *e[:6], None if e.detail is None else json.dumps(e.detail)) for e in events])
+    tx.insert(
+        "events", _EVENT_COLUMNS, [(tx.now, *e[:6], None if e.detail is None else json.dumps(e.detail)) for e in events]
+    )
 
 
-def rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]:
+def select_rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]:
     """Rows of `work` under a condition."""
-    return checked(tx.all(f"SELECT {COLUMNS} FROM work WHERE {where}", values))
+    return check_rows(tx.all(f"SELECT {ROW_COLUMNS} FROM work WHERE {where}", values))
 
 
-def checked(values: Iterable[Any]) -> list[Row]:
+def check_rows(values: Iterable[Any]) -> list[Row]:
     """Rows from a ledger that anybody may have written."""
     found = list(map(Row._make, values))
     for row in found:
-        if not all(map(isinstance, row, _TYPES)):
+        if not all(map(isinstance, row, _ROW_TYPES)):
             # SQLite keeps whatever it is given, text in a column of numbers too.
-            raise Damaged(f"work: record number {row.seq}: got {str(row)[:200]}, which has values of other types")
+            raise CorruptBookError(
+                f"work: record number {row.seq}: got {str(row)[:200]}, which has values of other types"
+            )
     return found
 
 
-def rows_of(tx: Transaction, consumer: Consumer, seqs: Sequence[int]) -> list[Row]:
+def select_rows_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int]) -> list[Row]:
     """The rows of these records, in the order of their numbers."""
     found: list[Row] = []
     for _, part in chunks(sorted(seqs), 5000):
-        found += rows(tx, f"consumer = ? AND seq {tx.in_ints} ORDER BY seq", (consumer.id, tx.array(part)))
+        found += select_rows(tx, f"consumer = ? AND seq {tx.in_ints} ORDER BY seq", (consumer.id, tx.array(part)))
     return found
 
 
@@ -103,7 +107,7 @@ def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, floa
     )
 
 
-def tally(tx: Transaction, consumer: Consumer, *states: str) -> tuple[int, float]:
+def count_rows(tx: Transaction, consumer: Consumer, *states: str) -> tuple[int, float]:
     """How many rows are in any of these states, and their weight."""
     marks = ",".join("?" * len(states))
     row = tx.one(
@@ -113,7 +117,7 @@ def tally(tx: Transaction, consumer: Consumer, *states: str) -> tuple[int, float
     return int(row[0]), float(row[1])
 
 
-def enter(
+def enter_rows(
     tx: Transaction, consumer: Consumer, made: Sequence[Row], details: Mapping[int, dict[str, Any]] | None = None
 ) -> None:
     """Rows for records that this consumer has not seen; groups of a consumer that leases by group are looked at.
@@ -127,7 +131,7 @@ def enter(
     _tally(tx, consumer, changes)
     consumer.inserts += sum(row.state != DROPPED for row in made)
     about = details or {}
-    record(
+    record_events(
         tx,
         [
             Event(DROPPED, row.seq, consumer.id, row.reason, detail=about.get(row.seq))
@@ -136,10 +140,10 @@ def enter(
         ],
     )
     if consumer.grouped:
-        groups.refresh(tx, consumer, dict.fromkeys(row.gid for row in made))
+        groups.refresh_groups(tx, consumer, dict.fromkeys(row.gid for row in made))
 
 
-def change(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]], events: Iterable[Event]) -> None:
+def change_rows(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]], events: Iterable[Event]) -> None:
     """Rows that become others (their numbers stay), and the events that say why."""
     if not moves:
         return
@@ -155,26 +159,26 @@ def change(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]]
             sign = -1 if new.state == DROPPED else 1
             consumer.inserts += sign
             consumer.samples += sign * (old.uses if sign < 0 else new.uses)
-    before.note(tx, before.WORK, consumer.id, "seq", [new.seq for _, new in moves])
+    before.save_undo(tx, before.WORK_TABLE, consumer.id, "seq", [new.seq for _, new in moves])
     tx.update("work", ("consumer", "seq"), Row._fields[2:], [(*new[2:], consumer.id, new.seq) for _, new in moves])
     _tally(tx, consumer, changes)
-    record(tx, events)
+    record_events(tx, events)
     if consumer.grouped:
         other = {new.gid for old, new in moves if (old.uses, old.value) != (new.uses, new.value)}
-        groups.refresh(tx, consumer, dict.fromkeys(new.gid for _, new in moves), other)
+        groups.refresh_groups(tx, consumer, dict.fromkeys(new.gid for _, new in moves), other)
 
 
-def drop(
+def drop_rows(
     tx: Transaction,
     consumer: Consumer,
     found: Sequence[Row],
     reason: str,
     details: Mapping[int, dict[str, Any]] | None = None,
 ) -> None:
-    """Give rows up, for a reason; what was leased counts as never handed out. `details` as in `enter`."""
+    """Give rows up, for a reason; what was leased counts as never handed out. `details` as in `enter_rows`."""
     about = details or {}
     consumer.samples -= sum(row.state == LEASED for row in found)
-    change(
+    change_rows(
         tx,
         consumer,
         [(row, row._replace(state=DROPPED, reason=reason, lease=None, until=None, attempts=0)) for row in found],
@@ -182,15 +186,15 @@ def drop(
     )
 
 
-def give_up(tx: Transaction, consumer: Consumer, seqs: Sequence[int], reason: str) -> int:
+def drop_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int], reason: str) -> int:
     """Drop those of these records that wait or rest; how many."""
-    found = [row for row in rows_of(tx, consumer, seqs) if row.state in (WAITING, COOLING)]
-    drop(tx, consumer, found, reason)
-    consumers.save(tx, consumer)
+    found = [row for row in select_rows_by_seq(tx, consumer, seqs) if row.state in (WAITING, COOLING)]
+    drop_rows(tx, consumer, found, reason)
+    consumers.save_consumer(tx, consumer)
     return len(found)
 
 
-def requeue(tx: Transaction, consumer: Consumer, found: Sequence[Row], kind: str, reason: str | None) -> None:
+def requeue_rows(tx: Transaction, consumer: Consumer, found: Sequence[Row], kind: str, reason: str | None) -> None:
     """Offer leased rows again, at the place they had; those that came back too often are dropped."""
     most = consumer.settings.max_attempts
     spent = [row for row in found if most is not None and row.attempts + 1 >= most]
@@ -203,16 +207,16 @@ def requeue(tx: Transaction, consumer: Consumer, found: Sequence[Row], kind: str
         if not sampler.keeps:  # Its number may have been revised while it was leased.
             rank = sampler.rank(consumer.item(row.seq, row.uses, row.version, row.value), consumer.state)
         moves.append((row, row._replace(state=WAITING, lease=None, attempts=row.attempts + 1, rank=rank)))
-    change(
+    change_rows(
         tx,
         consumer,
         moves,
         [Event(kind, row.seq, consumer.id, reason, lease=row.lease) for row in back],
     )
-    drop(tx, consumer, spent, "attempts")
+    drop_rows(tx, consumer, spent, "attempts")
 
 
-def expire(tx: Transaction, consumer: Consumer) -> None:
+def expire_leases(tx: Transaction, consumer: Consumer) -> None:
     """Take back what leases hold whose time is up, by the database's clock."""
     # A clock that was put back would keep them as much longer: from now on they have the time they were given.
     tx.run(
@@ -225,7 +229,7 @@ def expire(tx: Transaction, consumer: Consumer) -> None:
         (consumer.id, tx.now),
     ):
         end_lease(tx, lease, "expired")
-        requeue(tx, consumer, rows(tx, "lease = ? ORDER BY seq", (lease,)), "expired", None)
+        requeue_rows(tx, consumer, select_rows(tx, "lease = ? ORDER BY seq", (lease,)), "expired", None)
 
 
 def end_lease(tx: Transaction, lease: int, state: str) -> None:
@@ -233,12 +237,12 @@ def end_lease(tx: Transaction, lease: int, state: str) -> None:
     tx.later("leases", "UPDATE leases SET state = ? WHERE id = ?", (state, lease))
 
 
-def thaw(tx: Transaction, consumer: Consumer, most: int) -> bool:
+def end_cooldowns(tx: Transaction, consumer: Consumer, most: int) -> bool:
     """Let records wait again that have rested long enough after a use; return whether none is left."""
-    due = rows(
+    due = select_rows(
         tx, "consumer = ? AND state = 'cooling' AND until <= ? ORDER BY until, seq LIMIT ?", (consumer.id, tx.now, most)
     )
-    change(
+    change_rows(
         tx,
         consumer,
         [(row, row._replace(state=WAITING, until=None)) for row in due],
@@ -247,7 +251,7 @@ def thaw(tx: Transaction, consumer: Consumer, most: int) -> bool:
     return len(due) < most
 
 
-def forget_old(tx: Transaction, consumer: Consumer, most: int) -> bool:
+def drop_over_age(tx: Transaction, consumer: Consumer, most: int) -> bool:
     """Drop what has waited longer than the consumer allows; return whether none is left."""
     age = consumer.settings.max_age
     if age is None:
@@ -259,40 +263,42 @@ def forget_old(tx: Transaction, consumer: Consumer, most: int) -> bool:
         (consumer.id, most),
     )
     late = [seq for seq, admitted in oldest if admitted <= tx.now - age]
-    drop(tx, consumer, rows_of(tx, consumer, late), "max_age")
+    drop_rows(tx, consumer, select_rows_by_seq(tx, consumer, late), "max_age")
     return len(late) < most
 
 
-def keep_size(tx: Transaction, consumer: Consumer, most: int) -> bool:
+def drop_over_size(tx: Transaction, consumer: Consumer, most: int) -> bool:
     """Drop what is above the consumer's size; return whether nothing is left above it."""
     part = consumer.settings.max_size
     if part is None:
         return True
-    over = tally(tx, consumer, WAITING, COOLING)[0] - part.size
+    over = count_rows(tx, consumer, WAITING, COOLING)[0] - part.size
     if over <= 0:
         return True
     order = "seq" if part.drop == "oldest" else "rank DESC, seq"
-    surplus = rows(tx, f"consumer = ? AND state = 'waiting' ORDER BY {order} LIMIT ?", (consumer.id, min(over, most)))
-    drop(tx, consumer, surplus, "max_size")
+    surplus = select_rows(
+        tx, f"consumer = ? AND state = 'waiting' ORDER BY {order} LIMIT ?", (consumer.id, min(over, most))
+    )
+    drop_rows(tx, consumer, surplus, "max_size")
     return len(surplus) < most
 
 
-def forget_stale(tx: Transaction, consumer: Consumer, floor: int | None, most: int) -> bool:
+def drop_stale_rows(tx: Transaction, consumer: Consumer, floor: int | None, most: int) -> bool:
     """Drop waiting records whose oldest token is of a version below `floor`; return whether none is left."""
     if floor is None:
         return True
     # Looked for each time: what was leased or resting when the floor rose may have come back since.
     consumer.floor = floor if consumer.floor is None else max(floor, consumer.floor)
-    stale = rows(
+    stale = select_rows(
         tx, "consumer = ? AND state = 'waiting' AND version < ? ORDER BY seq LIMIT ?", (consumer.id, floor, most)
     )
-    drop(tx, consumer, stale, "stale")
+    drop_rows(tx, consumer, stale, "stale")
     return len(stale) < most
 
 
-def forget_abandoned(tx: Transaction, consumer: Consumer) -> None:
+def drop_abandoned_rows(tx: Transaction, consumer: Consumer) -> None:
     """Drop waiting records that abandoned versions of the policy sampled."""
-    lineage = lineages.read(tx)
+    lineage = lineages.read_lineage(tx)
     if not lineage.number:
         return
     last = min(after for _, after, _ in lineage.branches)
@@ -304,47 +310,47 @@ def forget_abandoned(tx: Transaction, consumer: Consumer) -> None:
             "ORDER BY work.seq LIMIT 1000",
             (consumer.id, last, lowest),
         )
-        details = {seq: abandoned(version) for seq, version in waiting if lineage.is_abandoned(seq, version)}
-        drop(tx, consumer, rows_of(tx, consumer, list(details)), "stale", details)
+        details = {seq: abandoned_detail(version) for seq, version in waiting if lineage.is_abandoned(seq, version)}
+        drop_rows(tx, consumer, select_rows_by_seq(tx, consumer, list(details)), "stale", details)
         if len(waiting) < 1000:
             return
         last = waiting[-1][0]
 
 
-def abandoned(version: int | None) -> dict[str, Any]:
+def abandoned_detail(version: int | None) -> dict[str, Any]:
     """What the ledger says of a record that is stale because an abandoned version sampled it."""
     return {"abandoned_version": version}
 
 
-def floor_of(announced: int | None, max_staleness: int | None) -> int | None:
+def version_floor(announced: int | None, max_staleness: int | None) -> int | None:
     """The oldest policy version that is fresh enough."""
     if announced is None or max_staleness is None:
         return None
     return max(min(announced - max_staleness, (1 << 63) - 1), -(1 << 63))
 
 
-def announced(tx: Transaction) -> int | None:
+def announced_version(tx: Transaction) -> int | None:
     """The policy version that was announced last."""
     row = tx.one("SELECT value FROM meta WHERE key = 'policy_version'")
     return None if row is None else int(row[0])
 
 
-def set_announced(tx: Transaction, version: int | None) -> None:
+def set_announced_version(tx: Transaction, version: int | None) -> None:
     """Write the announced version, or none."""
     tx.run("DELETE FROM meta WHERE key = 'policy_version'")
     if version is not None:
         tx.run("INSERT INTO meta (key, value) VALUES ('policy_version', ?)", (str(version),))
 
 
-def announce(tx: Transaction, version: int) -> bool:
+def announce_version(tx: Transaction, version: int) -> bool:
     """Write a version that is announced, and return whether it is another one; what is too old by it is dropped piece
-    by piece, by `forget_stale`."""
-    now = announced(tx)
+    by piece, by `drop_stale_rows`."""
+    now = announced_version(tx)
     if now is not None and version < now:
         raise BookError(f"announce: got version {version}, the book has {now}; only a rewind goes back")
     if now == version:
         return False
-    lineages.before_announcing(tx)
-    set_announced(tx, version)
-    record(tx, [Event("announced", detail={"version": version})])
+    lineages.settle_lineage(tx)
+    set_announced_version(tx, version)
+    record_events(tx, [Event("announced", detail={"version": version})])
     return True

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book import admission
-from rollbook.book.admission import Appended, as_many
+from rollbook.book.admission import AppendResult, as_experiences
 from rollbook.book.errors import BookError
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.experiences import Experiences
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
 
 
-class Receipt(Future[Appended]):
+class Receipt(Future[AppendResult]):
     """What becomes of the records of one `add`: `result()` waits until they are durable, or raises why they are not."""
 
     asked = False
@@ -35,7 +35,7 @@ class Receipt(Future[Appended]):
         # What was added is on its way: a wait for it can be given up, not the records themselves.
         self.set_running_or_notify_cancel()
 
-    def result(self, timeout: float | None = None) -> Appended:
+    def result(self, timeout: float | None = None) -> AppendResult:
         """What the append did with these records."""
         self.asked = True
         return super().result(timeout)
@@ -83,7 +83,7 @@ class Writer:
         """Take records; the receipt's `result()` waits until they are durable."""
         self._check_process()
         # Columns hold what the records were now, not what the caller makes of them before the flush.
-        many = as_many(experiences).compact()
+        many = as_experiences(experiences).compact()
         receipt = Receipt()
         with self._changed:
             while self._count >= self._most and not self._closing:
@@ -156,7 +156,7 @@ class Writer:
         if len(taken) > 1:
             try:
                 together = Experiences.concat([many for many, _ in taken])
-                _, fates = admission.append(self._book, together, **self._options)
+                _, fates = admission.append_records(self._book, together, **self._options)
             except Exception:
                 pass  # One of them is at fault: each is tried alone below, and what is admitted already is known.
             else:
@@ -164,7 +164,7 @@ class Writer:
                 return
         for many, receipt in taken:
             try:
-                receipt.set_result(admission.append(self._book, many, **self._options)[0])
+                receipt.set_result(admission.append_records(self._book, many, **self._options)[0])
             except BaseException as error:
                 self._failed.append(receipt)
                 receipt.set_exception(error)
@@ -174,7 +174,7 @@ class Writer:
         for many, receipt in taken:
             found = [fates.pop(eid.uid, "known") for eid in many.eids()]
             known, revised, stale = (found.count(word) for word in ("known", "revised", "stale"))
-            receipt.set_result(Appended(len(found) - known - revised, known, revised, stale))
+            receipt.set_result(AppendResult(len(found) - known - revised, known, revised, stale))
 
     def __enter__(self) -> Writer:
         return self

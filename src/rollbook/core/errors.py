@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 
-class WireError(ValueError):
+class RollbookError(Exception):
+    """Base class of the exceptions that Rollbook defines."""
+
+
+class WireError(RollbookError, ValueError):
     """Bytes that are not what they should be: says what is wrong and, where it is known, at which byte.
 
     >>> from rollbook.core.wire import decode

@@ -427,7 +427,7 @@ class Answers:
         from rollbook.inspect.sources import BookSource
 
         rows = self.source.metrics() if isinstance(self.source, BookSource) else []
-        steps = [[step, measurements.plain(numbers)] for step, numbers in rows if step >= since]
+        steps = [[step, measurements.json_number(numbers)] for step, numbers in rows if step >= since]
         return {"cursor": cursor, "count": len(rows), "steps": steps}
 
     def close(self) -> None:

@@ -238,7 +238,7 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_REAL, job["limit"] + 2 * _GRACE)
             tell({"found": _answer(job, sources)})
         except Exception as error:
-            late = type(error).__name__ == "QueryTimeout"
+            late = type(error).__name__ == "QueryTimeoutError"
             said = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
             tell({"error": said or type(error).__name__, "late": late})
         finally:

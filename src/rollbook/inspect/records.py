@@ -15,9 +15,10 @@ import orjson
 from numpy.typing import NDArray
 
 from rollbook.book.attachments import OWN, open_blob, references
+from rollbook.book.errors import MissingSegmentError
 from rollbook.book.ledger import chunks
-from rollbook.book.reading import fetch, fetch_present, numbers_of
-from rollbook.book.shelves import MissingSegment, Place
+from rollbook.book.reading import fetch, fetch_present, seqs_of
+from rollbook.book.shelves import Place
 from rollbook.core import freeform
 from rollbook.core.columns import texts
 from rollbook.core.errors import WireError
@@ -75,7 +76,7 @@ class Reader:
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:
         """These records, in this order; `KeyError` names one that is not there. Of several, those that were deleted
         meanwhile are left out; of one, `BookError` says so."""
-        numbers = numbers_of(self.book, list(uids))
+        numbers = seqs_of(self.book, list(uids))
         if len(numbers) > 1:
             numbers, many = fetch_present(self.book, numbers, media=False)
             if not numbers:
@@ -98,7 +99,7 @@ class Reader:
 
     def record(self, uid: str) -> dict[str, Any]:
         """The whole record as strict JSON can say it."""
-        return record_json(fetch(self.book, numbers_of(self.book, [uid]), media=False))
+        return record_json(fetch(self.book, seqs_of(self.book, [uid]), media=False))
 
     def media(self, name: str) -> tuple[bytes, str] | None:
         """The bytes and type of a picture that a trajectory named."""
@@ -114,7 +115,7 @@ class Reader:
             if blob.kind == "tensor":
                 return None
             return bytes(blob.payload) if blob.kind == "bytes" else binascii.a2b_base64(blob.payload)
-        except (MissingSegment, ValueError):
+        except (MissingSegmentError, ValueError):
             return None  # Moved just now, or damaged: it is not shown.
 
 

@@ -19,7 +19,7 @@ from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.naming import uids_of
 from rollbook.book.opening import LEDGER
 from rollbook.book.opening import open as open_book
-from rollbook.book.reading import numbers_of
+from rollbook.book.reading import seqs_of
 from rollbook.core import columns as physical
 from rollbook.core.addresses import POSTGRES, redacted
 from rollbook.core.fields import FIELDS
@@ -212,7 +212,7 @@ class BookSource:
         from rollbook.book import tables
 
         try:
-            found = querying.run(query, tables.sources(self.book), seconds=seconds, max_rows=rows)
+            found = querying.run_query(query, tables.sql_tables(self.book), seconds=seconds, max_rows=rows)
         except ImportError as error:
             raise ValueError(str(error)) from None
         return {"columns": found.columns, "rows": [list(row) for row in found], "truncated": found.more}
@@ -220,7 +220,7 @@ class BookSource:
     def texts(self, uids: Sequence[str]) -> list[tuple[str, str]]:
         """The prompt and the response of some records, as texts: those that were recorded, else by the vocabulary; ""
         where there is neither, or the bytes are gone."""
-        seqs = numbers_of(self.book, uids_of(uids))
+        seqs = seqs_of(self.book, uids_of(uids))
         found: dict[int, tuple[str, str]] = {}
         vocabulary = self.reader.vocabulary
         wanted = sorted(set(seqs))

@@ -53,7 +53,7 @@ class Traced:
 def trace(book: Book, step: int, consumer: str = "train") -> Traced:
     """The records that a step learnt from; none if there was nothing to learn from."""
     with book.ledger.read() as tx:
-        own = consumers.find(tx, consumer)
+        own = consumers.find_consumer(tx, consumer)
         if own is None:
             raise ValueError(f"{book.url}: got no consumer {consumer!r}, expected the one that the run trained as")
         found = tx.all(

@@ -21,9 +21,9 @@ from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.inputs import row_rewards
 from rollbook.algorithms.kl import token_kl
 from rollbook.book.book import Book
-from rollbook.book.errors import ConnectionLost, OutcomeUnknown
+from rollbook.book.errors import ConnectionLostError, OutcomeUnknownError
 from rollbook.book.leasing import Lease
-from rollbook.book.windows import reached
+from rollbook.book.windows import hit
 from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.compat.lightrft.records import mask_unpredicted
 from rollbook.core.checks import check_float, check_int
@@ -222,10 +222,10 @@ class Trainer:
                 learned = self.learner.learn(
                     records, step=step, expert=flags, weights=self._weights(lease, len(records))
                 )
-            reached("learnt")
+            hit("learnt")
             with stages("acknowledge"):
                 self._acknowledge(lease, step, self._told(lease, learned))
-                reached("acknowledged")
+                hit("acknowledged")
                 self.done = step
                 self._announce()
         metrics |= self._measured(own) | learned.metrics | stages.metrics()
@@ -237,7 +237,7 @@ class Trainer:
         if "kl" not in metrics and moved is not None:
             metrics["kl"] = moved
         self.track(step, metrics)
-        reached("stepped")
+        hit("stepped")
         return Report(step, metrics, lease.uids)
 
     def _make(self, step: int) -> tuple[dict[str, float], int]:
@@ -247,9 +247,9 @@ class Trainer:
         missing, made, appended, dropped, lost = self.groups, 0, 0, 0, list[str | None]()
         for _ in range(1 + self.algorithm.refill):
             records = self.maker.make_records(self.prompts.take(missing, step), **self.generate)
-            reached("made")
+            hit("made")
             appended += self.book.append(records).admitted
-            reached("appended")
+            hit("appended")
             made += len(records)
             lost.append(_lost(records))
             if not self.algorithm.drop_constant_groups:
@@ -311,7 +311,7 @@ class Trainer:
             try:
                 lease.ack(step=step, details=details)
                 return
-            except (ConnectionLost, OutcomeUnknown) as error:
+            except (ConnectionLostError, OutcomeUnknownError) as error:
                 if time.monotonic() >= end:
                     raise
                 advise(f"step {step} is not acknowledged yet: {error}")
@@ -434,7 +434,7 @@ class Trainer:
         else:
             options = {"seed": self.seed, **options}
             found = evaluate(engine, prompts, reward, step=self.done, book=self.book, **options)
-        reached("evaluated")
+        hit("evaluated")
         self.track(self.done, found.metrics())
         return found
 
@@ -496,7 +496,7 @@ class Trainer:
         if any(point.name == name for point in self.book.checkpoints()):
             self.book.forget(name)
         self.book.checkpoint(name)
-        reached("book's checkpoint")
+        hit("book's checkpoint")
         told: dict[str, Any] = {
             "seed": self.seed,
             "algorithm": self.algorithm.name,
@@ -519,7 +519,7 @@ class Trainer:
             told=told,
         )
         saving.prune(self.folder, self.keep)
-        reached("before forgetting")
+        hit("before forgetting")
         there = {saving.name_of(one.step) for one in saving.saved(self.folder)}
         for point in self.book.checkpoints():
             # Also what a process would have forgotten that was killed before it came to this.
