@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from rollbook import EID, Experience, Experiences
 from rollbook.book.attachments import may_hold_media
 from rollbook.book.digests import content_hashes
-from rollbook.book.kinds import column_types
-from rollbook.book.tags import index_columns, number_column
+from rollbook.book.tags import column_types, index_columns, number_column
 from rollbook.core.row_layout import RowLayout
 from rollbook.core.wire import encode
 from tests.strategies import record_lists

@@ -20,7 +20,6 @@ from rollbook.book import (
     groups,
     identities,
     inbox,
-    kinds,
     lineages,
     purging,
     reading,
@@ -389,7 +388,7 @@ class AppendTransaction:
     def __init__(self, book: Book, coming: PendingAppend) -> None:
         self.book = book
         self.coming = coming
-        self.columns = kinds.column_types(coming.many) - book.known_kinds
+        self.columns = tags.column_types(coming.many) - book.known_kinds
         self.encoded = Encoded.of(coming)
         self.stored: Stored | None = None
         self.placed: Stored | None = None

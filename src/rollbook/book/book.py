@@ -37,8 +37,8 @@ from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import ReadOnlyError
 from rollbook.book.group_commit import GroupCommit
 from rollbook.book.leasing import Lease
-from rollbook.book.ledger import Ledger, Transaction, let_others
-from rollbook.book.naming import check_text, uid_of, uids_of
+from rollbook.book.ledger import Ledger, Transaction, check_text, let_others
+from rollbook.book.reading import uid_of, uids_of
 from rollbook.book.selecting import Selection
 from rollbook.book.shelves import Shelf
 from rollbook.core.addresses import redacted

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollbook.book import before, consumers, groups, inbox, lineages, purging, quarantine, reading, revising, work
 from rollbook.book.consumers import Consumer, Settings
 from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError
-from rollbook.book.ledger import Transaction, chunks, parsed, write_once
-from rollbook.book.naming import check_text
+from rollbook.book.ledger import Transaction, check_text, chunks, parsed, write_once
 from rollbook.book.windows import hit
 from rollbook.core.checks import check_choice, check_int
 

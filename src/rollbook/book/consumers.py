@@ -14,9 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from rollbook.book.errors import CorruptBookError, UnknownConsumerError
-from rollbook.book.ledger import Ledger, Transaction, chunks, parsed
+from rollbook.book.ledger import Ledger, Transaction, check_text, chunks, parsed
 from rollbook.book.limits import LIMITERS, REMOVERS, MaxAge, MaxSize, MaxUses, MinSize, SamplesToInserts, check_together
-from rollbook.book.naming import check_text
 from rollbook.book.samplers import SAMPLERS, First, Item, Priority, Sampler, State, built, described
 from rollbook.core.checks import check_bool, check_float, check_int, suggest
 

@@ -27,8 +27,8 @@ from rollbook.book.errors import (
     LockTimeoutError,
     UnknownConsumerError,
 )
-from rollbook.book.ledger import RETRY_SECONDS, Transaction, let_others, write_once
-from rollbook.book.naming import check_text, uids_of
+from rollbook.book.ledger import RETRY_SECONDS, Transaction, check_text, let_others, write_once
+from rollbook.book.reading import uids_of
 from rollbook.book.samplers import First, Proportional
 from rollbook.book.windows import hit
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int

@@ -709,3 +709,17 @@ class SQLiteLedger:
             with self._lock:
                 self._connection.close()
         self._closed = True
+
+
+def check_text(name: str, given: object, least: int = 1, most: int = 1 << 20) -> str:
+    """A text that every ledger can keep, else an error that says what it should have been.
+
+    >>> check_text("reason", "too long")
+    'too long'
+    """
+    if not isinstance(given, str) or not least <= len(given) <= most:
+        size = f" of {least} to {most} characters" if isinstance(given, str) and given else " that is not empty" * least
+        raise ValueError(f"{name}: got {str(given)[:100]!r}, expected a text{size}")
+    if "\0" in given or any("\ud800" <= letter <= "\udfff" for letter in given):
+        raise ValueError(f"{name}: got {given!r}, expected no NUL and no lone surrogate, which a database cannot keep")
+    return given

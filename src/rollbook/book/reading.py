@@ -17,7 +17,7 @@ import numpy as np
 from rollbook.book import attachments, tags
 from rollbook.book.digests import content_hashes
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
-from rollbook.book.ledger import Ledger, Transaction, chunks
+from rollbook.book.ledger import Ledger, Transaction, check_text, chunks
 from rollbook.book.shelves import Place, check_place
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences, uncollected
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from rollbook.book.book import Book
     from rollbook.core.experience import Experience
+    from rollbook.core.ids import EID
 
 Result = TypeVar("Result")
 _ATTEMPTS = 20
@@ -554,3 +555,20 @@ def read_numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> 
         return [None if found[seq] is None else float(found[seq]) for seq in seqs]
     where = locate(tx, seqs)
     return tags.number_column(gather(book, [where[seq] for seq in seqs]), key) if seqs else []
+
+
+def uid_of(given: str | EID | Experience) -> str:
+    """The id, from an id or from what has one."""
+    if isinstance(given, str):
+        return check_text("uid", given, 0)
+    found = getattr(getattr(given, "eid", given), "uid", None)
+    if not isinstance(found, str):
+        raise ValueError(f"uid: got {type(given).__name__}, expected an id, an EID or an Experience")
+    return found
+
+
+def uids_of(given: Any) -> list[str]:
+    """Several ids, from one or many."""
+    if isinstance(given, str) or hasattr(given, "uid") or hasattr(given, "eid"):
+        return [uid_of(given)]
+    return list(dict.fromkeys(uid_of(each) for each in given))

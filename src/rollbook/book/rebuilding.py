@@ -19,7 +19,6 @@ from rollbook.book import (
     attachments,
     deletions,
     digests,
-    kinds,
     quarantine,
     reading,
     revising,
@@ -343,6 +342,6 @@ def _insert(
             [(key, seq) for seq, keys in zip(seqs, uses, strict=True) for key in keys],
         )
         tx.many(
-            "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(kinds.column_types(many))
+            "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING", sorted(tags.column_types(many))
         )
         work.record_events(tx, [work.Event(RECOVERED, seq) for seq in seqs])

@@ -18,7 +18,6 @@ from rollbook.book import (
     deletions,
     digests,
     inbox,
-    kinds,
     purging,
     reading,
     tags,
@@ -27,8 +26,7 @@ from rollbook.book import (
 from rollbook.book.consumers import Consumer
 from rollbook.book.deletions import Deletion
 from rollbook.book.errors import BookError, ConflictError
-from rollbook.book.ledger import Transaction, chunks, let_others
-from rollbook.book.naming import check_text
+from rollbook.book.ledger import Transaction, check_text, chunks, let_others
 from rollbook.book.windows import hit
 from rollbook.core.checks import suggest
 from rollbook.core.equality import same
@@ -140,7 +138,7 @@ def rewrite_records(
             work.record_events(tx, events)
             tx.many(
                 "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING",
-                sorted(kinds.column_types(many)),
+                sorted(tags.column_types(many)),
             )
             for consumer in consumers.all_consumers(tx):
                 ranked_by = consumer.settings.sampler.key

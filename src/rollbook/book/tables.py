@@ -7,14 +7,18 @@ names are loaded. Nothing here can be written to.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from rollbook.book import kinds, query, schema, selecting
-from rollbook.book.sql_columns import Result, unify
+from rollbook.book import query, schema, selecting
+from rollbook.book.sql_columns import Result, superset, unify
+from rollbook.core import arrow
+from rollbook.core.columns import PLAIN_TYPES
+from rollbook.core.fields import BY_CODE, DTYPES, FIELDS
 from rollbook.core.ids import EID, step_of
 
 if TYPE_CHECKING:
@@ -110,7 +114,7 @@ class RecordsTable:
             "rid": pa.large_string(),
             **selecting.LEDGER_TYPES,
         }
-        self.frames = {name: kind for name, kind in kinds.arrow_types(noted).items() if name not in told}
+        self.frames = {name: kind for name, kind in arrow_types(noted).items() if name not in told}
         self.schema = pa.schema([*told.items(), *self.frames.items()])
 
     def where(self, condition: str) -> RecordsTable:
@@ -217,3 +221,35 @@ def run_sql(
 ) -> Result:
     """See `Book.sql`."""
     return query.run_query(text, sql_tables(book), parameters=parameters, memory=memory, seconds=seconds)
+
+
+_TENSOR = re.compile(r"([a-z0-9]{3,8})((?:x[0-9]{1,9}){0,32})")
+_PORTABLE = {d.name: pa.from_numpy_dtype(d.portable) for d in BY_CODE.values()}
+
+
+def arrow_types(noted: Iterable[tuple[str, str]]) -> dict[str, pa.DataType]:
+    """The type of every field's column that holds all that was noted of it."""
+    found: dict[str, list[pa.DataType]] = {}
+    for name, text in noted:
+        kind = _parse_type(text)
+        if name in FIELDS and FIELDS[name].kind == "tensor" and kind is not None:
+            found.setdefault(name, []).append(kind)
+    types = {}
+    for name, field in FIELDS.items():
+        if field.kind != "tensor":
+            types[name] = PLAIN_TYPES[field.kind, ""]
+        elif name in found:
+            types[name] = superset([pa.schema([(name, kind)]) for kind in found[name]]).field(name).type
+        else:
+            types[name] = arrow.empty_type(field)
+    return types
+
+
+def _parse_type(text: object) -> pa.DataType | None:
+    match = _TENSOR.fullmatch(text) if isinstance(text, str) else None
+    if match is None or match[1] not in _PORTABLE or match[1] not in DTYPES:
+        return None
+    kind = _PORTABLE[match[1]]
+    for size in reversed([int(part) for part in match[2].split("x") if part]):
+        kind = pa.list_(kind, size)
+    return pa.large_list(kind)

@@ -1,4 +1,4 @@
-"""Index columns: the scalars of each record that the ledger stores, so that filters, samplers and groups read no frames.
+"""Index columns: the scalars of each record in the ledger, so that filters, samplers and groups read no frames.
 
 Invariant: they are a function of the record alone, and SQLite and PostgreSQL both return every value unchanged: no NaN
 (SQLite stores it as NULL), no integer beyond 64 bits, no text with a NUL or a lone surrogate.
@@ -380,3 +380,17 @@ def _one_of_tensor(dtype: str, data: bytes) -> Any:
         return None
     values = np.frombuffer(data, dtype=DTYPES[dtype].storage)
     return _one((values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values)
+
+
+def column_types(many: Experiences | RowLayout) -> set[tuple[str, str]]:
+    """(field, type) of the tensor columns: `("tokens", "int32")`, `("routed_experts", "int16x24x8")`.
+
+    >>> from rollbook import Experience, Experiences
+    >>> sorted(column_types(Experiences([Experience(tokens=[1, 2, 3])])))
+    [('action_mask', 'bool'), ('tokens', 'int32')]
+    """
+    return {
+        (name, "x".join([column.dtype, *map(str, column.trailing)]))
+        for name, column in many.columns.items()
+        if isinstance(column, Ragged) and name in FIELDS
+    }

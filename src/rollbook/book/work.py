@@ -1,7 +1,7 @@
 """Work: how far each consumer is with each record, and the one way in which that changes.
 
-Invariant: rows of `work` change only through `enter_rows` and `change_rows`, which update `tallies` in the same transaction
-and write an event for each: for every consumer, admitted = waiting + cooling + leased + trained + dropped.
+Invariant: rows of `work` change only through `enter_rows` and `change_rows`, which update `tallies` in the same
+transaction and write an event for each: for every consumer, admitted = waiting + cooling + leased + trained + dropped.
 """
 
 from __future__ import annotations

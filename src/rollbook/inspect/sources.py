@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rollbook.book.book import Book
 from rollbook.book.errors import BookError
 from rollbook.book.ledger import Transaction, chunks
-from rollbook.book.naming import uids_of
 from rollbook.book.opening import LEDGER
 from rollbook.book.opening import open as open_book
-from rollbook.book.reading import seqs_of
+from rollbook.book.reading import seqs_of, uids_of
 from rollbook.core import columns as physical
 from rollbook.core.addresses import POSTGRES, redacted
 from rollbook.core.fields import FIELDS
