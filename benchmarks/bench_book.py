@@ -439,12 +439,13 @@ def uid(i: int) -> str:
 
 def grow(book: Book, count: int) -> None:
     """Rows for records until there are `count`, as many appends would have left them, all at the place of the first."""
-    from rollbook.book import consumers, reports, work
-    from rollbook.book.inbox import new_row
+    from rollbook.book import reports
+    from rollbook.book.consumer import all_consumers, save_consumer
+    from rollbook.book.queue import Event, enter_rows, new_row, record_events
 
     with book.ledger.write() as tx:
         have, last = tx.one("SELECT COUNT(*), MAX(seq) FROM records")
-        listening = consumers.all_consumers(tx)
+        listening = all_consumers(tx)
         columns = [row[1] for row in tx.all("PRAGMA table_info(records)")]
         pattern = dict(
             zip(columns, tx.one(f"SELECT {', '.join(columns)} FROM records WHERE seq = ?", (last,)), strict=True)
@@ -467,13 +468,13 @@ def grow(book: Book, count: int) -> None:
                 }
                 rows.append(tuple(made.values()))
             tx.many(f"INSERT INTO records ({', '.join(columns)}) VALUES ({marks})", rows)
-            work.record_events(tx, [work.Event("admitted", row[0]) for row in rows])
+            record_events(tx, [Event("admitted", row[0]) for row in rows])
             reports.admitted(tx, False, len(rows))
             reward = columns.index("reward")
             for consumer in listening:
                 values = [None if consumer.settings.sampler.key is None else row[reward] for row in rows]
                 gids = columns.index("gid")
-                work.enter_rows(
+                enter_rows(
                     tx,
                     consumer,
                     [
@@ -482,7 +483,7 @@ def grow(book: Book, count: int) -> None:
                     ],
                 )
         for consumer in listening:
-            consumers.save_consumer(tx, consumer)
+            save_consumer(tx, consumer)
 
 
 def million(options: Options) -> Report:

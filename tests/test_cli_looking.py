@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import rollbook
-from rollbook.book import reading
+from rollbook.book import read as reading
 from rollbook.cli import main
 from rollbook.cli.parser import COMMANDS
 from rollbook.core import metrics, terminal

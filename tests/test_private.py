@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rollbook
-from rollbook.book.repairing import repair
+from rollbook.book.recovery import repair
 from rollbook.cli.parser import main
 from rollbook.compat.lightrft.saver import TrajectorySaver
 from rollbook.inspect.annotations import Annotations

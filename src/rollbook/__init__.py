@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from rollbook.book.opening import open as open
+    from rollbook.book.book import open as open
     from rollbook.compat.lightrft.batch import ExperienceBatch as ExperienceBatch
     from rollbook.core.custom_field import CustomField as CustomField
     from rollbook.core.errors import WireError as WireError
@@ -31,7 +31,7 @@ _HOMES = {
     "ExperienceBatch": "rollbook.compat.lightrft.batch",
     "Experiences": "rollbook.core.experiences",
     "WireError": "rollbook.core.errors",
-    "open": "rollbook.book.opening",
+    "open": "rollbook.book.book",
 }
 _MODULES = (
     "algorithms",

@@ -20,8 +20,9 @@ import pytest
 import xxhash
 
 import rollbook
-from rollbook.book import BookError, shelves
-from rollbook.book.repairing import repair
+from rollbook.book import BookError
+from rollbook.book.recovery import repair
+from rollbook.book.segments import files
 from rollbook.cli import main
 from rollbook.core import wire
 from tests.attacks.outcome import SPARE, Meter, in_child
@@ -426,7 +427,7 @@ def test_counts_of_billions(folder: Path) -> None:
 def with_part(folder: Path, part: bytes, **columns: Any) -> None:
     """Have all records lie in one more segment that holds this part."""
     name = "0000000000000001-00000000000000aa.rbs"
-    (folder / "segments" / name).write_bytes(shelves.header() + part)
+    (folder / "segments" / name).write_bytes(files.header() + part)
     with ledger(folder) as connection:
         connection.execute("UPDATE records SET segment = ?, start = 64, size = ?", (name, len(part)))
 

@@ -25,10 +25,10 @@ from rollbook.book import (
     LockTimeoutError,
     MaxSize,
     Uniform,
-    group_commit,
 )
-from rollbook.book.admission import AppendTransaction
-from rollbook.book.objects import ObjectShelf
+from rollbook.book import append as group_commit
+from rollbook.book.append import AppendTransaction
+from rollbook.book.segments.fsspec import ObjectShelf
 from rollbook.core.experiences import from_rows
 from tests.book.records import check, group, ledger, record, records, take
 from tests.strategies import exact, exact_rows, full_record, record_lists

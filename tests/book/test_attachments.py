@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import EID, Experience, Experiences
-from rollbook.book import attachments
-from rollbook.book.attachments import COLUMN, REFERENCES, Blob, blob_size, extract, open_blob, references, restore
+from rollbook.book import media as attachments
+from rollbook.book.media import COLUMN, REFERENCES, Blob, blob_size, extract, open_blob, references, restore
 from rollbook.core.columns import MEDIA
 from rollbook.core.errors import WireError
 from rollbook.core.fields import Field, declare, withdraw
@@ -607,7 +607,7 @@ def test_no_torch_is_needed(tmp_path: Any) -> None:
     (tmp_path / "frame").write_bytes(encode(many))
     script = """
 import sys
-from rollbook.book.attachments import lift, references, restore
+from rollbook.book.media import lift, references, restore
 from rollbook.core.wire import decode, encode
 many = decode(open(sys.argv[1], "rb").read())
 lifted = lift(many)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import rollbook
 from rollbook import Experience
-from rollbook.book import Book, BookError, NewerLayoutError, NotABookError, findings
-from rollbook.book.findings import KINDS, Report
-from rollbook.book.repairing import repair
-from rollbook.book.shelves import FolderShelf
+from rollbook.book import Book, BookError, NewerLayoutError, NotABookError, check
+from rollbook.book.check import KINDS, Report
+from rollbook.book.recovery import repair
+from rollbook.book.segments.files import FolderShelf
 from rollbook.core.wire import encode
 from tests.book.records import Clock, group, numbers, record, records, take
 
@@ -267,7 +267,7 @@ def test_a_report_is_bounded_and_counts_all(tmp_path: Path) -> None:
         sql("UPDATE records SET reward = 2.0")(book)
         report = book.check()
     assert report.counts["tags"] == 300
-    assert len(report.findings) == findings.LISTED
+    assert len(report.findings) == check.LISTED
     assert set(report.counts) <= set(KINDS)
 
 

@@ -31,7 +31,7 @@ from rollbook.book import (
     ReadOnlyError,
     SamplesToInserts,
     Uniform,
-    work,
+    queue,
 )
 from tests.book.conftest import DURABLE, fresh
 from tests.book.postgres import Server
@@ -88,7 +88,7 @@ def seen(book: Book) -> dict[str, Any]:
             "tallies": {row[:4] for row in tallies},
             "weights": {row[:3]: pytest.approx(row[4], abs=1e-9) for row in tallies},
             "consumers": [(*row[:3], {**json.loads(row[3]), "shifts": []}, *row[4:]) for row in held],
-            "version": work.announced_version(tx),
+            "version": queue.announced_version(tx),
         }
 
 

@@ -22,11 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbook
-from rollbook.book import compaction, windows
+from rollbook.book import compaction, failpoints
 from rollbook.book.book import Book
+from rollbook.book.consumer import MaxSize
 from rollbook.book.errors import BookError, QuotaExceededError, ReadOnlyError
-from rollbook.book.limits import MaxSize
-from rollbook.book.shelves import Place
+from rollbook.book.segments.files import Place
 from rollbook.cli import main
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
@@ -97,11 +97,11 @@ def watched(callback: Callable[[], None]) -> Iterator[None]:
             finally:
                 busy = False
 
-    windows.watch(seen)
+    failpoints.watch(seen)
     try:
         yield
     finally:
-        windows.watch(None)
+        failpoints.watch(None)
 
 
 # --- what goes and what stays -----------------------------------------------------------------------------------
@@ -637,7 +637,7 @@ def killed_at(url: str, at: int) -> None:
     sound(book, {i: record(i) for i in range(4 * at) if i % 4})
     spread(book, [record(i) for i in range(4 * at, 4 * at + 4)], each=4)
     book.delete(uid(4 * at), author="ana")
-    windows.watch(lambda name: os._exit(9) if name in points and next(left) == at else None)
+    failpoints.watch(lambda name: os._exit(9) if name in points and next(left) == at else None)
     book.compact(garbage=0.0, small=1 << 20, grace=0.0)
 
 

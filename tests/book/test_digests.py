@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest as H
 
 from rollbook import EID, CustomField, Experience, Experiences
-from rollbook.book.additions import compare
-from rollbook.book.digests import ContentHashes, content_hashes, is_late
+from rollbook.book.content_hash import ContentHashes, content_hashes, is_late
+from rollbook.book.revision import compare
 from rollbook.core import freeform
 from rollbook.core.equality import same
 from rollbook.core.fields import FIELDS, Field, declare, withdraw
@@ -495,8 +495,8 @@ def test_digests_and_tags_do_without_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from rollbook.core.experiences import Experiences
-from rollbook.book.digests import digests
-from rollbook.book.tags import numbers, tags
+from rollbook.book.content_hash import digests
+from rollbook.book.index_columns import numbers, tags
 many = Experiences.from_bytes(open({str(path)!r}, "rb").read())
 print(digests(many).whole[1].hex(), len(tags(many)), numbers(many, "metrics.n"), "torch" in sys.modules)
 """

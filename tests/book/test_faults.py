@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 import rollbook
-from rollbook.book import BookError, CorruptBookError, NewerLayoutError, NotABookError, ReadOnlyError, admission, schema
+from rollbook.book import BookError, CorruptBookError, NewerLayoutError, NotABookError, ReadOnlyError, append, schema
 from rollbook.book import ledger as ledgers
 from rollbook.book.book import Book
+from rollbook.book.disk import folder_lock
 from rollbook.book.errors import WriterStoppedError
 from rollbook.book.ledger import SQLiteLedger
-from rollbook.book.locks import folder_lock
 from rollbook.core.errors import WireError
 from tests.book.forgetful import FailingDisk
 from tests.book.trials.log import Log
@@ -275,7 +275,7 @@ def test_a_writer_waits_for_a_repair_and_then_sees_the_new_ledger(tmp_path: Path
 
 
 def test_an_append_that_is_always_overtaken_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "ATTEMPTS", 3)
+    monkeypatch.setattr(append, "ATTEMPTS", 3)
     book = rollbook.open("memory:")
     monkeypatch.setattr(book.shelf, "has", lambda segment: False)
     with pytest.raises(BookError, match="3 times while it was written, or its segment was removed"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import rollbook
 from rollbook.book import Book, ReadOnlyError, repair
 from rollbook.book.errors import CorruptBookError
-from rollbook.book.measurements import finite_numbers, json_number
+from rollbook.book.reports import finite_numbers, json_number
 from rollbook.inspect.following import Follower
 from rollbook.inspect.index import Index
 from rollbook.inspect.records import Reader

@@ -9,7 +9,7 @@ import pytest
 
 import rollbook
 from rollbook.book import Book, LeaseLostError, Proportional, ReadOnlyError
-from rollbook.book.mixing import Mix, Part
+from rollbook.book.mix import Mix, Part
 from tests.book.records import Clock, check, group, numbers, records
 
 

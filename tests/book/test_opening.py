@@ -11,9 +11,9 @@ import pytest
 
 import rollbook
 from rollbook.book import AppendResult, BookError, Last, NewerLayoutError, NotABookError, ReadOnlyError, disk, schema
+from rollbook.book.book import LEDGER
 from rollbook.book.disk import Disk
-from rollbook.book.opening import LEDGER
-from rollbook.book.repairing import repair
+from rollbook.book.recovery import repair
 from rollbook.cli.parser import main
 from rollbook.core.addresses import redacted
 from rollbook.inspect.sources import BookSource

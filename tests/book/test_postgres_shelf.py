@@ -15,11 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollbook.book import postgres_shelf, schema
+from rollbook.book import schema
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError, NewerLayoutError, NotABookError
 from rollbook.book.postgres import PostgresLedger, connect
-from rollbook.book.postgres_shelf import PostgresShelf
-from rollbook.book.shelves import FolderShelf, Place, Shelf, new_name
+from rollbook.book.segments import postgres
+from rollbook.book.segments.files import FolderShelf, Place, Shelf, new_name
+from rollbook.book.segments.postgres import PostgresShelf
 from tests.book.postgres import Server
 
 SCHEMA = 'a "book"'  # a name that has to be quoted
@@ -50,7 +51,7 @@ def shelf(postgres_url: str) -> Iterator[PostgresShelf]:
 @pytest.fixture
 def small_rows(monkeypatch: pytest.MonkeyPatch) -> int:
     """Rows so short that every value takes several."""
-    monkeypatch.setattr(postgres_shelf, "ROW_BYTES", 192)
+    monkeypatch.setattr(postgres, "ROW_BYTES", 192)
     return 192
 
 

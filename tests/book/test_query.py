@@ -20,8 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.book.query import QueryError, QueryTimeoutError, run_query
-from rollbook.book.sql_columns import Result, superset, unify
+from rollbook.book.query import QueryError, QueryTimeoutError, Result, run_query, superset, unify
 
 
 class Recorded:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import rollbook
-from rollbook.book import AppendResult, BookError, ConflictError, EasyToHard, MaxUses, Proportional, revising
+from rollbook.book import AppendResult, BookError, ConflictError, EasyToHard, MaxUses, Proportional, revision
 from tests.book.records import Clock, check, ledger, numbers, record, records, take
 from tests.strategies import exact
 
@@ -304,7 +304,7 @@ def test_many_records_are_removed_in_pieces_and_repeating_finishes(
     removal: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_AT_ONCE", "_REDACTED_AT_ONCE"):
-        monkeypatch.setattr(revising, name, 4)
+        monkeypatch.setattr(revision, name, 4)
     with rollbook.open(url) as book:
         rows = records(10, reward=1.0)
         book.append(rows)

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from rollbook import Experience
 from rollbook.book import disk as disk_module
-from rollbook.book import windows
+from rollbook.book import failpoints
 from rollbook.book.disk import Disk, network_mount
 from rollbook.book.errors import (
     CorruptBookError,
@@ -36,8 +36,8 @@ from rollbook.book.errors import (
     SegmentBusyError,
     WriterStoppedError,
 )
-from rollbook.book.objects import ObjectShelf, _Recent
-from rollbook.book.shelves import ALIGN, FolderShelf, MemoryShelf, Place, Shelf, header, new_name
+from rollbook.book.segments.files import ALIGN, FolderShelf, MemoryShelf, Place, Shelf, header, new_name
+from rollbook.book.segments.fsspec import ObjectShelf, _Recent
 from rollbook.core import wire
 from tests.book.forgetful import FailingDisk, ForgetfulDisk
 
@@ -64,7 +64,7 @@ def shelf(request: Any, tmp_path: Path) -> Shelf:
 @pytest.fixture
 def unwatched() -> Iterator[None]:
     yield
-    windows.watch(None)
+    failpoints.watch(None)
 
 
 def in_child(work: Callable[[], Any]) -> Any:
@@ -152,12 +152,12 @@ def test_what_was_put_stays(kind: str, steps: list[tuple[str, Any]], seed: int, 
                         if at == window:
                             raise Cut
 
-                    windows.watch(cut)
+                    failpoints.watch(cut)
                     try:
                         with pytest.raises(Cut):
                             shelf.put([chance.randbytes(given % 9000), b"lost"])
                     finally:
-                        windows.watch(None)
+                        failpoints.watch(None)
                 if step != "reopen":
                     disk.power_loss()
                 else:
@@ -284,7 +284,7 @@ def test_closed_shelves_take_nothing(shelf: Shelf) -> None:
 def test_windows_are_reached_in_order(tmp_path: Path, unwatched: None) -> None:
     for kind in ("folder", "object", "file"):
         seen: list[str] = []
-        windows.watch(seen.append)
+        failpoints.watch(seen.append)
         open_shelf(kind, tmp_path).put([b"x"])
         assert seen == ["after write", "after sync"]
 
@@ -417,14 +417,14 @@ def test_a_fork_in_the_middle_of_a_put(tmp_path: Path, unwatched: None) -> None:
             inside.set()
             leave.wait(60)
 
-    windows.watch(wait)
+    failpoints.watch(wait)
     thread = threading.Thread(target=lambda: places.extend(shelf.put([b"slow"])))
     places: list[Place] = []
     thread.start()
     assert inside.wait(60)
 
     def child() -> Any:
-        windows.watch(None)
+        failpoints.watch(None)
         return shelf.put([b"child"])[0].segment
 
     segment = in_child(child)
@@ -436,7 +436,7 @@ def test_a_fork_in_the_middle_of_a_put(tmp_path: Path, unwatched: None) -> None:
 
 WRITER = """
 import sys
-from rollbook.book.shelves import FolderShelf
+from rollbook.book.segments.files import FolderShelf
 shelf = FolderShelf(sys.argv[1], segment_bytes=4096)
 for i in range(40):
     [place] = shelf.put([b"%d" % i * 100])
@@ -577,10 +577,10 @@ def test_an_interrupt_in_a_put_starts_another_segment(tmp_path: Path, unwatched:
     def interrupt(name: str) -> None:
         raise KeyboardInterrupt
 
-    windows.watch(interrupt)
+    failpoints.watch(interrupt)
     with pytest.raises(KeyboardInterrupt):
         shelf.put([b"in doubt"])
-    windows.watch(None)
+    failpoints.watch(None)
     [second] = shelf.put([b"after"])
     assert second.segment != first.segment
     assert shelf.get(first) == b"before" and shelf.get(second) == b"after"

@@ -14,7 +14,7 @@ import pytest
 
 import rollbook
 from rollbook import EID
-from rollbook.book import Book, BookError, LeaseLostError, MaxUses, Uniform, inbox, windows
+from rollbook.book import Book, BookError, LeaseLostError, MaxUses, Uniform, failpoints, queue
 from tests.book.conftest import KINDS
 from tests.book.test_checkpoints import durable_url, many_books, place_of, record, seen, sequence, some, sound
 
@@ -27,8 +27,8 @@ class Stopped(BaseException):
 
 @pytest.fixture
 def watched() -> Iterator[Callable[[Callable[[str], None]], None]]:
-    yield windows.watch
-    windows.watch(None)
+    yield failpoints.watch
+    failpoints.watch(None)
 
 
 @pytest.fixture(params=KINDS)
@@ -176,10 +176,10 @@ def test_bytes_that_are_nobodys_are_not_copied(tmp_path: Path) -> None:
 
 
 def test_small_pieces_make_the_same_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollbook.book import snapshots
+    from rollbook.book import transfer
 
-    monkeypatch.setattr(snapshots, "PIECE", 2)
-    monkeypatch.setattr(snapshots, "PUT_BYTES", 100)
+    monkeypatch.setattr(transfer, "PIECE", 2)
+    monkeypatch.setattr(transfer, "PUT_BYTES", 100)
     with rollbook.open("memory:") as book:
         lived(book)
         with book.snapshot("memory:", segment_bytes=1000) as copy:
@@ -353,7 +353,7 @@ def test_half_a_copy_is_no_book(window: str, tmp_path: Path, watched: Any) -> No
         watched(stop)
         with pytest.raises(Stopped):
             book.snapshot(tmp_path / "copy")
-        windows.watch(None)
+        failpoints.watch(None)
         assert os.listdir(tmp_path) == ["book"]
         book.snapshot(tmp_path / "copy").close()
 
@@ -368,7 +368,7 @@ def test_half_a_copy_leaves_no_schema(postgres_url: str, watched: Any) -> None:
         watched(stop)
         with pytest.raises(Stopped):
             book.snapshot(postgres_url)
-        windows.watch(None)
+        failpoints.watch(None)
         with book.snapshot(postgres_url) as copy:
             names = rows(copy, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'copying%'")
             assert (len(copy), names) == (2, [])
@@ -398,7 +398,7 @@ def test_a_fork_is_the_book_at_the_checkpoint_and_goes_the_same_way(book: Book, 
     now = seen(book), events(book)
     with book.fork("saved", target) as other:
         assert (seen(book), events(book)) == now
-        inbox.drain_inboxes(other)
+        queue.drain_inboxes(other)
         mine = seen(other)
         assert mine["work"][: len(then["work"])] == then["work"]
         assert {row[3] for row in mine["work"][len(then["work"]) :]} == {"waiting", "dropped"}  # one made since

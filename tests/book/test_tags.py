@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import EID, Experience, Experiences
-from rollbook.book.tags import NOT_A_NUMBER, SCORED, UNSCORED, IndexColumns, index_columns, number_column, reward_of
+from rollbook.book.index_columns import (
+    NOT_A_NUMBER,
+    SCORED,
+    UNSCORED,
+    IndexColumns,
+    index_columns,
+    number_column,
+    reward_of,
+)
 from tests.strategies import FREEFORM, full_record, record_lists
 
 FEW = settings(max_examples=60)

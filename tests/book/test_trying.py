@@ -9,7 +9,7 @@ import pytest
 
 import rollbook
 from rollbook import EID
-from rollbook.book import LeaseLostError, UnknownConsumerError, consumers, repair
+from rollbook.book import LeaseLostError, UnknownConsumerError, consumer, repair
 from tests.book.records import Clock, check, group, ledger, record, records
 
 
@@ -57,7 +57,7 @@ def test_feedback_returns_the_whole_group(url: str) -> None:
 def test_consumer_groups_are_created_listed_and_removed(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumers, "_REMOVED_AT_ONCE", 2)
+    monkeypatch.setattr(consumer, "_REMOVED_AT_ONCE", 2)
     with rollbook.open(url, lease_seconds=60) as book:
         book.append(records(5))
         for call in (
@@ -81,10 +81,10 @@ def test_consumer_groups_are_created_listed_and_removed(
         with pytest.raises(ValueError, match="remove_consumer: got 'train'"):
             book.remove_consumer("train")
 
-        delete = consumers.delete_removed_consumers
-        monkeypatch.setattr(consumers, "delete_removed", lambda ledger: None)  # As if it were killed there.
+        delete = consumer.delete_removed_consumers
+        monkeypatch.setattr(consumer, "delete_removed", lambda ledger: None)  # As if it were killed there.
         book.remove_consumer("replay")
-        monkeypatch.setattr(consumers, "delete_removed", delete)
+        monkeypatch.setattr(consumer, "delete_removed", delete)
         assert list(book.consumers()) == ["train"] and book.check().ok
         with pytest.raises(LeaseLostError):
             lease.ack()

@@ -11,8 +11,8 @@ import pytest
 
 import rollbook
 from rollbook import Experience
-from rollbook.book import vocabularies
-from rollbook.book.checking import check
+from rollbook.book import append
+from rollbook.book.check import check
 from rollbook.book.errors import CorruptBookError
 from rollbook.core.vocabulary import Vocabulary
 from tests.tiny import bytes_, words
@@ -107,4 +107,4 @@ def test_a_tokenizer_without_a_usable_vocabulary_does_not_stop_an_append() -> No
             assert book.append(record(1)).admitted == 1
         assert [str(one.message) for one in said if "its vocabulary is not kept" in str(one.message)]
         assert book.vocabulary() is None
-        assert vocabularies.read_vocabulary(book) is None
+        assert append.read_vocabulary(book) is None

@@ -10,50 +10,71 @@ import asyncio
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import (
-    admission,
-    checkpoints,
-    compaction,
-    consumers,
-    inbox,
-    leasing,
-    lineages,
-    measurements,
-    reading,
-    reports,
-    revising,
-    selecting,
-    snapshots,
-    work,
+from rollbook.book import compaction, queue, reports, revision, schema
+from rollbook.book.append import (
+    AppendResult,
+    GroupCommit,
+    append_records,
+    append_tombstones,
+    check_tokenizer,
+    configure_consumer,
 )
-from rollbook.book.admission import AppendResult
-from rollbook.book.checkpoints import Checkpoint, RewindResult
+from rollbook.book.checkpoint import (
+    Checkpoint,
+    RewindResult,
+    forget_checkpoint,
+    list_checkpoints,
+    make_checkpoint,
+    rewind_book,
+    trained_steps,
+)
 from rollbook.book.compaction import CompactionResult
-from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.errors import ReadOnlyError
-from rollbook.book.group_commit import GroupCommit
-from rollbook.book.leasing import Lease
-from rollbook.book.ledger import Ledger, Transaction, check_text, let_others
-from rollbook.book.reading import uid_of, uids_of
-from rollbook.book.selecting import Selection
-from rollbook.book.shelves import Shelf
-from rollbook.core.addresses import redacted
+from rollbook.book.consumer import (
+    Consumer,
+    Settings,
+    all_consumers,
+    create_consumer,
+    delete_removed_consumers,
+    find_consumer,
+    get_consumer,
+    remove_consumer,
+)
+from rollbook.book.disk import Disk
+from rollbook.book.errors import BookError, CorruptBookError, NotABookError, ReadOnlyError
+from rollbook.book.lease import (
+    Lease,
+    alease_records,
+    check_request,
+    drop_stale_records,
+    lease_records,
+    refresh_consumer,
+)
+from rollbook.book.ledger import Ledger, SQLiteLedger, Transaction, check_files, check_text, let_others
+from rollbook.book.read import Selection, fetch, parse_conditions, seqs_of, uid_of, uids_of
+from rollbook.book.reports import log_metrics, read_metrics
+from rollbook.book.segments.files import FolderShelf, MemoryShelf, Shelf
+from rollbook.book.transfer import copy_book
+from rollbook.core.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from rollbook.book.findings import Report
-    from rollbook.book.sql_columns import Result
-    from rollbook.book.writer import Writer
+    from rollbook.book.append import Writer
+    from rollbook.book.check import Report
+    from rollbook.book.query import Result
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
     from rollbook.core.ids import EID
     from rollbook.core.vocabulary import Vocabulary
+
 
 TRAIN = "train"
 """The consumer group that is meant where none is named."""
@@ -145,7 +166,7 @@ class Book:
         check_text("author", author, 0)
         if timeout is not None:
             check_float("timeout", timeout, 0.0)
-        return admission.append_records(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
+        return append_records(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
 
     async def aappend(self, experiences: Experience | Iterable[Experience], **options: Any) -> AppendResult:
         """`append` without blocking the event loop."""
@@ -158,7 +179,7 @@ class Book:
         together, and admitted as one."""
         self._writable("writer")
         check_text("author", author, 0)
-        from rollbook.book.writer import Writer
+        from rollbook.book.append import Writer
 
         return Writer(self, delay=delay, batch=batch, most=most, evaluation=evaluation, author=author)
 
@@ -171,20 +192,20 @@ class Book:
         self._writable("fail")
         check_text("reason", reason)
         listed = [eids] if hasattr(eids, "uid") or isinstance(eids, (str, Mapping)) else list(eids)
-        return admission.append_tombstones(self, listed, reason, group_size) if listed else 0
+        return append_tombstones(self, listed, reason, group_size) if listed else 0
 
     def drop(self, uids: Any, reason: str = "filtered", *, consumer: str | None = None) -> int:
         """Give up records that wait or rest, for one consumer or for all; they still count for their groups. How many
         were given up, by all these consumers together."""
         self._writable("drop")
         check_text("reason", reason)
-        seqs = reading.seqs_of(self, uids_of(uids))
+        seqs = seqs_of(self, uids_of(uids))
         count = 0
-        for start in range(0, len(seqs), inbox.CHUNK):
-            with inbox.write_drained(self) as tx:
-                groups = consumers.all_consumers(tx) if consumer is None else [consumers.get_consumer(tx, consumer)]
-                piece = seqs[start : start + inbox.CHUNK]
-                count += sum(work.drop_by_seq(tx, group, piece, reason) for group in groups)
+        for start in range(0, len(seqs), queue.CHUNK):
+            with queue.write_drained(self) as tx:
+                groups = all_consumers(tx) if consumer is None else [get_consumer(tx, consumer)]
+                piece = seqs[start : start + queue.CHUNK]
+                count += sum(queue.drop_by_seq(tx, group, piece, reason) for group in groups)
             let_others(self.ledger)
         return count
 
@@ -202,14 +223,14 @@ class Book:
             UnknownConsumerError: The book has no such group, and `create` is false.
         """
         with self.ledger.read() as tx:
-            found = consumers.find_consumer(tx, name) if create else consumers.get_consumer(tx, name)
+            found = find_consumer(tx, name) if create else get_consumer(tx, name)
         if found is not None and found.settings.changed(settings) == found.settings:
             return found.settings
         self._writable("consumer")
         with self.ledger.write() as tx:
-            configured = admission.configure_consumer(tx, self, name, settings, create=create, change=change)
+            configured = configure_consumer(tx, self, name, settings, create=create, change=change)
         if found is not None:
-            leasing.refresh_consumer(self, name)
+            refresh_consumer(self, name)
         return configured
 
     def remove_consumer(self, name: str) -> None:
@@ -228,18 +249,18 @@ class Book:
         if name == TRAIN:
             raise ValueError(f"remove_consumer: got {name!r}, which every book has")
         with self.ledger.write() as tx:
-            consumers.remove_consumer(tx, name)
-        consumers.delete_removed_consumers(self.ledger)
+            remove_consumer(tx, name)
+        delete_removed_consumers(self.ledger)
 
     def consumers(self) -> dict[str, Settings]:
         """The consumer groups there are, in the order they were made, and their settings."""
         with self.ledger.read() as tx:
-            return {each.name: each.settings for each in consumers.all_consumers(tx)}
+            return {each.name: each.settings for each in all_consumers(tx)}
 
     def make_consumer(self, tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
         """A new consumer group, offered all that is in the book for training."""
-        consumer = consumers.create_consumer(tx, name, Settings().changed(dict(settings or {})))
-        inbox.backfill_consumer(tx, consumer.id)
+        consumer = create_consumer(tx, name, Settings().changed(dict(settings or {})))
+        queue.backfill_consumer(tx, consumer.id)
         return consumer
 
     def lease(
@@ -270,8 +291,8 @@ class Book:
             LockTimeoutError: With `timeout=None`: another writer held the ledger for 30 s.
         """
         self._writable("lease")
-        wanted = leasing.check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
-        return leasing.lease_records(self, wanted, timeout)
+        wanted = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
+        return lease_records(self, wanted, timeout)
 
     async def alease(
         self,
@@ -287,8 +308,8 @@ class Book:
     ) -> Lease:
         """`lease` without blocking the event loop; a wait that is cancelled has claimed nothing."""
         self._writable("lease")
-        wanted = leasing.check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
-        return await leasing.alease_records(self, wanted, timeout)
+        wanted = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
+        return await alease_records(self, wanted, timeout)
 
     # --- the policy's version -----------------------------------------------------------------------------------
 
@@ -297,16 +318,16 @@ class Book:
         self._writable("announce")
         version = check_int("version", version)
         with self.ledger.write() as tx:
-            is_new = work.announce_version(tx, version)
+            is_new = queue.announce_version(tx, version)
         for name, settings in self.consumers().items() if is_new else ():
             if settings.max_staleness is not None:
-                leasing.drop_stale_records(self, name)
+                drop_stale_records(self, name)
 
     @property
     def policy_version(self) -> int | None:
         """The version that was announced last."""
         with self.ledger.read() as tx:
-            return work.announced_version(tx)
+            return queue.announced_version(tx)
 
     @property
     def policy_lineage(self) -> int:
@@ -316,7 +337,7 @@ class Book:
         record of a version that a rewind abandoned is known as such, whenever it is appended.
         """
         with self.ledger.read() as tx:
-            return lineages.read_lineage(tx).number
+            return queue.read_lineage(tx).number
 
     # --- measuring -----------------------------------------------------------------------------------------------
 
@@ -330,12 +351,12 @@ class Book:
         [(1, {'loss': 0.5, 'grad_norm': inf})]
         """
         self._writable("log")
-        measurements.log_metrics(self, step, metrics)
+        log_metrics(self, step, metrics)
 
     def metrics(self) -> list[tuple[int, dict[str, float]]]:
         """What was logged, step by step, of one name the last; without what came after a checkpoint that was rewound
         to."""
-        return measurements.read_metrics(self)
+        return read_metrics(self)
 
     # --- changing -----------------------------------------------------------------------------------------------
 
@@ -364,7 +385,7 @@ class Book:
         (1.0, 'ana')
         """
         self._writable("revise")
-        revising.check_signature(author, reason)
+        revision.check_signature(author, reason)
         if isinstance(uid, Mapping):
             if fields:
                 raise ValueError(f"revise: got {', '.join(fields)} beside a mapping, expected one of the two")
@@ -374,7 +395,7 @@ class Book:
         if not retrain and not all(changes.values()):
             raise ValueError("revise: got no field to change")
         check_choice("retrain", retrain, (False, True, "group"))
-        return revising.revise_records(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
+        return revision.revise_records(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
 
     def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
         """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
@@ -383,8 +404,8 @@ class Book:
         repeating it finishes.
         """
         self._writable("redact")
-        revising.check_signature(author, reason)
-        return revising.redact_records(self, uids_of(uids), list(fields), author=author, reason=reason)
+        revision.check_signature(author, reason)
+        return revision.redact_records(self, uids_of(uids), list(fields), author=author, reason=reason)
 
     def delete(self, uids: Any, *, author: str, reason: str | None = None) -> int:
         """Remove records; the ledger keeps their ids, so that they are not admitted again. The next compaction removes
@@ -394,8 +415,8 @@ class Book:
         repeating it finishes.
         """
         self._writable("delete")
-        revising.check_signature(author, reason)
-        return revising.delete_records(self, uids_of(uids), author=author, reason=reason)
+        revision.check_signature(author, reason)
+        return revision.delete_records(self, uids_of(uids), author=author, reason=reason)
 
     # --- points to go back to ------------------------------------------------------------------------------------
 
@@ -406,16 +427,16 @@ class Book:
         but the newest so many. What the oldest one needs is not removed.
         """
         self._writable("checkpoint")
-        return checkpoints.make_checkpoint(self, name, keep)
+        return make_checkpoint(self, name, keep)
 
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints that are kept, oldest first."""
-        return checkpoints.list_checkpoints(self)
+        return list_checkpoints(self)
 
     def forget(self, name: str) -> None:
         """Forget a checkpoint; nothing is kept for its sake any more."""
         self._writable("forget")
-        checkpoints.forget_checkpoint(self, name)
+        forget_checkpoint(self, name)
 
     def rewind(self, name: str, *, later: str = "keep") -> RewindResult:
         """Go back to a checkpoint: acknowledgements that came after it are void, and their records are offered again.
@@ -438,11 +459,11 @@ class Book:
         (1, 1, {})
         """
         self._writable("rewind")
-        return checkpoints.rewind_book(self, name, later)
+        return rewind_book(self, name, later)
 
     def trained(self, consumer: str = TRAIN) -> dict[str, list[int | None]]:
         """The optimizer steps in which each record was trained on, by id: acknowledgements that no rewind voided."""
-        return checkpoints.trained_steps(self, consumer)
+        return trained_steps(self, consumer)
 
     def fork(self, name: str, url: str | os.PathLike[str], **options: Any) -> Book:
         """Start another run from a checkpoint: a new book at `url` with all as it was then; this one stays as it is.
@@ -450,7 +471,7 @@ class Book:
         What came after the checkpoint is not in it, except revisions and deletions of what came before.
         `options`: those of `rollbook.open` that say how the new book is kept.
         """
-        return snapshots.copy_book(self, url, name, options)
+        return copy_book(self, url, name, options)
 
     def snapshot(self, url: str | os.PathLike[str], **options: Any) -> Book:
         """Copy the book as it is at one moment to an empty `url`, of any kind, while others go on writing; the copy.
@@ -465,13 +486,13 @@ class Book:
         >>> len(book), len(copy)
         (2, 1)
         """
-        return snapshots.copy_book(self, url, None, options)
+        return copy_book(self, url, None, options)
 
     # --- looking ------------------------------------------------------------------------------------------------
 
     def __getitem__(self, uid: str | EID) -> Experience:
         """The record as it is now."""
-        return reading.fetch(self, reading.seqs_of(self, [uid_of(uid)]))[0]
+        return fetch(self, seqs_of(self, [uid_of(uid)]))[0]
 
     def __iter__(self) -> Iterator[Experience]:
         """Every record as it is now, in the order of admission; those whose bytes are gone are left out."""
@@ -479,7 +500,7 @@ class Book:
 
     def get(self, uids: Any) -> Experiences:
         """Records by id, in this order."""
-        return reading.fetch(self, reading.seqs_of(self, uids_of(uids)))
+        return fetch(self, seqs_of(self, uids_of(uids)))
 
     def __contains__(self, uid: object) -> bool:
         with self.ledger.read() as tx:
@@ -496,10 +517,10 @@ class Book:
     def where(self, *conditions: tuple[str, str, Any], **equal: Any) -> Selection:
         """The records that meet all conditions: `("reward", ">", 0.5)`, `("info.level", "in", [1, 2])`, `task="a"`.
 
-        Columns are those of the ledger (`rollbook.book.selecting.LEDGER_COLUMNS`), texts and numbers of a record, and
+        Columns are those of the ledger (`rollbook.book.read.LEDGER_COLUMNS`), texts and numbers of a record, and
         entries of `info` and `metrics` as `info.NAME`.
         """
-        return Selection(self, selecting.parse_conditions(conditions, equal))
+        return Selection(self, parse_conditions(conditions, equal))
 
     def scan(
         self, columns: Sequence[str] | None = None, *conditions: tuple[str, str, Any], rows: int = 1024, **equal: Any
@@ -531,9 +552,9 @@ class Book:
         /0   0.25        3
         /1    0.5        3
         """
-        from rollbook.book import tables
+        from rollbook.book.sql import run_sql
 
-        return tables.run_sql(self, query, parameters, memory, seconds)
+        return run_sql(self, query, parameters, memory, seconds)
 
     def counts(self, consumer: str = TRAIN) -> reports.Counts:
         """How far a consumer is: admitted = waiting + leased + trained + dropped, by reason."""
@@ -558,9 +579,9 @@ class Book:
     def vocabulary(self) -> Vocabulary | None:
         """The bytes of each token id, from the tokenizer that the book was first written with; `None` if it was opened
         without one, or with a fingerprint alone."""
-        from rollbook.book import vocabularies
+        from rollbook.book.append import read_vocabulary
 
-        return vocabularies.read_vocabulary(self)
+        return read_vocabulary(self)
 
     # --- keeping house --------------------------------------------------------------------------------------------
 
@@ -599,7 +620,7 @@ class Book:
         >>> book.check().ok
         True
         """
-        from rollbook.book.checking import check
+        from rollbook.book.check import check
 
         return check(self, deep=deep)
 
@@ -699,6 +720,211 @@ class Book:
 
 
 def _reopen(mode: str, arguments: Mapping[str, Any]) -> Book:
-    from rollbook.book.opening import open as open_book
+    return open(mode=mode, **arguments)
 
-    return open_book(mode=mode, **arguments)
+
+LEDGER = "ledger.sqlite"
+MODES = ("a", "r+", "r")
+
+
+def open(
+    url: str | os.PathLike[str],
+    mode: str = "a",
+    *,
+    tokenizer: Any = None,
+    quota: int | None = None,
+    data: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    segment_bytes: int = 256 << 20,
+    clock: Callable[[], float] | None = None,
+    disk: Disk | None = None,
+    **settings: Any,
+) -> Book:
+    """Open a book, or make it.
+
+    `url` is a folder (`runs/first`; the folder of a run stands for its book), `memory:`, or
+    `postgresql://user@host/database` (`?schema=NAME` for more than one book in a database); the password comes
+    from `PGPASSWORD` or `~/.pgpass`, or stands in the URL, and is never shown.
+    `mode`: "a" makes it if it is not there, "r+" wants it there, "r" only reads. `tokenizer` (or
+    its fingerprint): a book takes records of one tokenizer, and keeps its vocabulary, so that its texts can be shown
+    without it. `quota`: the most bytes its data may take. `data`: for
+    PostgreSQL, a folder or an object store (any fsspec address) for the data instead of the database. `settings`: those
+    of the consumer group "train" (see `Book.consumer`). `clock` replaces the database's clock in simulations, `disk`
+    the file operations in trials.
+
+    >>> import rollbook
+    >>> with rollbook.open("memory:") as book:
+    ...     book.append([rollbook.Experience(tokens=[1, 2, 3])]).admitted
+    1
+    """
+    check_choice("mode", mode, MODES)
+    if quota is not None:
+        check_int("quota", quota, 1)
+    check_int("segment_bytes", segment_bytes, 1)
+    address = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
+    read_only = mode == "r"
+    if not isinstance(address, str) or not address:
+        raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...'")
+    ledger: Ledger
+    shelf: Shelf
+    if address.startswith(POSTGRES):
+        ledger, shelf = _postgres(address, mode, data, storage_options or {}, clock)
+    else:
+        if data is not None:
+            raise ValueError(
+                f"data: got {redacted(data)!r}, expected None: only a book in PostgreSQL keeps its data elsewhere"
+            )
+        if address == "memory:":
+            if mode != "a":
+                raise NotABookError(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
+            ledger = SQLiteLedger(None, clock=clock or time.time)
+            shelf = MemoryShelf(segment_bytes)
+            schema.prepare(ledger, create=True, where="memory:", meta={})
+        elif "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
+            raise ValueError(f"url: got {redacted(address)!r}, expected a folder, 'memory:' or 'postgresql://...'")
+        elif is_conninfo(address) and not Path(address).exists():
+            raise ValueError(f"url: got {redacted(address)!r}, expected it as postgresql://user@host/database")
+        else:
+            # Absolute: a program may change its folder while the book is open.
+            folder = Path(os.path.abspath(os.path.expanduser(address)))
+            if not (folder / LEDGER).exists() and (folder / "book" / LEDGER).exists():
+                # A run's folder stands for its book, as on the command line: an empty book beside it would hide it.
+                folder, address = folder / "book", os.path.join(address, "book")
+            ledger, shelf = _folder(folder, mode, segment_bytes, clock, disk or Disk())
+    book = Book(address, ledger, shelf, read_only=read_only, tokenizer=_fingerprint(tokenizer), quota=quota)
+    book.opened_with = {
+        "url": address if "://" in address else os.path.abspath(os.path.expanduser(address)),
+        "tokenizer": book.tokenizer,
+        "quota": quota,
+        "data": data,
+        "storage_options": storage_options,
+        "segment_bytes": segment_bytes,
+    }
+    if not isinstance(tokenizer, str):
+        book.untold = tokenizer
+    try:
+        if book.tokenizer is not None:
+            with ledger.read() as tx:
+                check_tokenizer(tx, book)
+        book.start(settings)
+    except BaseException:
+        book.close()
+        raise
+    return book
+
+
+def _fingerprint(tokenizer: Any) -> str | None:
+    if tokenizer is None or isinstance(tokenizer, str):
+        return tokenizer
+    from rollbook.core.fingerprints import tokenizer_fingerprint
+
+    if not (hasattr(tokenizer, "backend_tokenizer") or hasattr(tokenizer, "get_vocab")):
+        raise ValueError(
+            f"tokenizer: got {type(tokenizer).__name__}, of which no fingerprint can be taken; pass a text"
+        )
+    return tokenizer_fingerprint(tokenizer)
+
+
+def _folder(
+    folder: Path, mode: str, segment_bytes: int, clock: Callable[[], float] | None, disk: Disk
+) -> tuple[Ledger, Shelf]:
+    path = folder / LEDGER
+    check_files(path)
+    if mode != "a" and not path.exists():
+        raise NotABookError(f"{folder}: there is no book here (no {LEDGER})")
+    if folder.exists() and not folder.is_dir():
+        raise NotABookError(f"{folder}: got a file, expected a folder")
+    if mode == "a":
+        disk.make_folder(str(folder))
+    remote = disk.network_file_system(str(folder))
+    if remote is not None:
+        raise BookError(
+            f"{folder}: the folder is on {remote}, where locks and syncs cannot be trusted; expected a local disk "
+            "(postgresql:// is for books that many machines share)"
+        )
+    shelf = FolderShelf(str(folder), disk, segment_bytes)
+    # Looked for before the ledger is: another process may be making the book, and a segment comes after the tables.
+    lost = bool(shelf.segments())
+    new = not path.exists()
+    if lost and new:
+        raise _lost(folder)
+    ledger = SQLiteLedger(path, read_only=mode == "r", clock=clock or time.time)
+    try:
+        if lost and schema.layout_of(ledger) is None:
+            raise _lost(folder)
+        schema.prepare(ledger, create=mode != "r", where=str(folder), meta={})
+        _check_schema(ledger, folder)
+        if new:
+            disk.sync_folder(str(folder))
+        return ledger, shelf
+    except BaseException:
+        ledger.close()
+        raise
+
+
+def _lost(folder: Path) -> CorruptBookError:
+    """Why no ledger is begun beside segments: it would know nothing of them, and compaction would remove them."""
+    return CorruptBookError(
+        f"{folder}: it has segments, and its {LEDGER} is missing or empty; `rollbook check --repair` makes one"
+    )
+
+
+_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master"
+
+
+@lru_cache(maxsize=1)
+def _expected() -> frozenset[tuple[Any, ...]]:
+    ledger = SQLiteLedger(None)
+    schema.prepare(ledger, create=True, where="memory:", meta={})
+    with ledger.read() as tx:
+        return frozenset(tx.all(_SCHEMA))
+
+
+def _check_schema(ledger: Ledger, folder: Path) -> None:
+    """Refuse tables that are not, word by word, those of this layout: constraints and indices of a stranger's could
+    compute whatever it likes at every write. Tables that the book does not know are never touched."""
+    with ledger.read() as tx:
+        found = frozenset(tx.all(_SCHEMA))
+    mine = {row for row in found if row[2] in schema.TABLES}
+    unlike = sorted(mine ^ _expected(), key=str)
+    if unlike:
+        kind, name = unlike[0][:2]
+        raise CorruptBookError(
+            f"{folder}: the ledger's {kind} {str(name)[:80]!r} is missing or is not what this version makes; "
+            "`rollbook check --repair` builds it anew"
+        )
+
+
+def _postgres(
+    url: str, mode: str, data: str | None, options: Mapping[str, Any], clock: Callable[[], float] | None
+) -> tuple[Ledger, Shelf]:
+    from rollbook.book.postgres import PostgresLedger
+    from rollbook.book.segments.postgres import PostgresShelf
+
+    address = PostgresAddress.parse(url)
+    if data is not None and url_secrets(data):
+        # The book keeps where its data lies, for whoever opens it.
+        raise ValueError(f"data: got {redacted(data)!r} with a secret in it, expected that in storage_options")
+    ledger = PostgresLedger(address.plain, address.schema, read_only=mode == "r", clock=clock)
+    try:
+        if mode == "a":
+            ledger.make_schema()
+        where = redacted(url)
+        if mode == "r+" and schema.layout_of(ledger) is None:
+            raise NotABookError(f"{where}: there is no book here")
+        schema.prepare(ledger, create=mode != "r", where=where, meta={"data": data or ""})
+        with ledger.read() as tx:
+            kept = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]
+        if kept != (data or ""):
+            raise BookError(
+                f"{where}: its data lies in {redacted(kept) or 'the database'}; got data={data!r}, expected "
+                f"data={redacted(kept) or None!r}"
+            )
+        if data is None:
+            return ledger, PostgresShelf(ledger)
+        from rollbook.book.segments.fsspec import ObjectShelf
+
+        return ledger, ObjectShelf(data, options)
+    except BaseException:
+        ledger.close()
+        raise

@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from rollbook.book.disk import folder_lock, identity
 from rollbook.book.errors import (
     BookError,
     ConnectionLostError,
@@ -32,8 +33,7 @@ from rollbook.book.errors import (
     OutcomeUnknownError,
     moved,
 )
-from rollbook.book.locks import folder_lock, identity
-from rollbook.book.windows import hit
+from rollbook.book.failpoints import hit
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import FILE
 

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import xxhash
 
-from rollbook.book import ledger as ledgers
 from rollbook.book.errors import BookError, ConnectionLostError, LockTimeoutError, NotABookError, OutcomeUnknownError
-from rollbook.book.ledger import ConcurrentChangeError, Turns
-from rollbook.book.windows import hit
+from rollbook.book.failpoints import hit
+from rollbook.book.ledger import BUSY_SECONDS, ConcurrentChangeError, Turns
 from rollbook.core.addresses import redacted
 
 if TYPE_CHECKING:
@@ -374,7 +373,7 @@ class PostgresLedger:
         begin = "" if durable else "SET LOCAL synchronous_commit TO off; "
         kind = "_shared" if shared else ""
         begin += f"SELECT pg_advisory_xact_lock{kind}({self._lock_key})"
-        yield from self._transaction(begin, True, ledgers.BUSY_SECONDS if timeout is None else timeout)
+        yield from self._transaction(begin, True, BUSY_SECONDS if timeout is None else timeout)
 
     @contextmanager
     def read(self) -> Iterator[PostgresTransaction]:
@@ -515,7 +514,7 @@ class PostgresLedger:
         if isinstance(error, (psycopg.errors.UniqueViolation, psycopg.errors.DeadlockDetected)):
             return ConcurrentChangeError(text)
         if isinstance(error, psycopg.errors.LockNotAvailable):
-            waited = min(seconds, ledgers.BUSY_SECONDS)
+            waited = min(seconds, BUSY_SECONDS)
             return LockTimeoutError(f"{where}: other writers held the ledger for {waited:.3g} s{self._holder()}")
         if isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout):
             return ConnectionLostError(

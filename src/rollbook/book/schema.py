@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rollbook.book.digests import FORMAT
+from rollbook.book.content_hash import FORMAT
 from rollbook.book.errors import NewerLayoutError, NotABookError
 from rollbook.book.ledger import LAYOUT, Ledger, Transaction
 

@@ -21,7 +21,7 @@ def check(options: argparse.Namespace) -> int:
     if options.offer and not options.repair:
         raise ValueError("check: got --offer, expected --repair with it: checking alone changes nothing")
     if options.repair:
-        from rollbook.book.repairing import repair
+        from rollbook.book.recovery import repair
 
         report = repair(book_at(options.path), offer=options.offer)
     else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 LEDGER = "ledger.sqlite"
-"""The file that a book's folder has; `rollbook.book.opening.LEDGER`, without loading the book."""
+"""The file that a book's folder has; `rollbook.book.book.LEDGER`, without loading the book."""
 
 if TYPE_CHECKING:
     from rollbook.inspect.answers import Answers

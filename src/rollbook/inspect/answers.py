@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.book import measurements
+from rollbook.book import reports
 from rollbook.book.errors import BookError
 from rollbook.core.checks import check_int
 from rollbook.inspect import filters, listing
@@ -427,7 +427,7 @@ class Answers:
         from rollbook.inspect.sources import BookSource
 
         rows = self.source.metrics() if isinstance(self.source, BookSource) else []
-        steps = [[step, measurements.json_number(numbers)] for step, numbers in rows if step >= since]
+        steps = [[step, reports.json_number(numbers)] for step, numbers in rows if step >= since]
         return {"cursor": cursor, "count": len(rows), "steps": steps}
 
     def close(self) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import consumers, measurements
+from rollbook.book import reports
 from rollbook.book.book import TRAIN
+from rollbook.book.consumer import find_consumer
 from rollbook.book.errors import BookError
 from rollbook.book.ledger import Transaction, chunks, parsed
 from rollbook.core.errors import WireError
@@ -111,7 +112,7 @@ class Follower:
         # A writer beside this one may commit smaller numbers later than larger ones: nothing is read beyond the bounds.
         seqs, events = self.book.ledger.bounds()
         with self.book.ledger.read() as tx:
-            train = consumers.find_consumer(tx, TRAIN)
+            train = find_consumer(tx, TRAIN)
             consumer = -1 if train is None else train.id
             if self._event is None:
                 # What happens from here on is met as events; all before is in the rows.
@@ -170,7 +171,7 @@ class Follower:
         self._highs.read(tx, self._event or 0, last)
         kinds: dict[int, set[str]] = {}
         for event, kind, seq, whose in events:
-            if kind == measurements.METRICS_KIND:
+            if kind == reports.METRICS_KIND:
                 self._logged = event
             if kind == "trained" and whose == consumer:
                 self._begin_lags()

@@ -14,11 +14,11 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from rollbook.book.attachments import OWN, open_blob, references
 from rollbook.book.errors import MissingSegmentError
 from rollbook.book.ledger import chunks
-from rollbook.book.reading import fetch, fetch_present, seqs_of
-from rollbook.book.shelves import Place
+from rollbook.book.media import OWN, open_blob, references
+from rollbook.book.read import fetch, fetch_present, seqs_of
+from rollbook.book.segments.files import Place
 from rollbook.core import freeform
 from rollbook.core.columns import texts
 from rollbook.core.errors import WireError

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollbook.book.book import Book
+from rollbook.book.book import LEDGER, Book
+from rollbook.book.book import open as open_book
 from rollbook.book.errors import BookError
 from rollbook.book.ledger import Transaction, chunks
-from rollbook.book.opening import LEDGER
-from rollbook.book.opening import open as open_book
-from rollbook.book.reading import seqs_of, uids_of
+from rollbook.book.read import seqs_of, uids_of
 from rollbook.core import columns as physical
 from rollbook.core.addresses import POSTGRES, redacted
 from rollbook.core.fields import FIELDS
@@ -207,11 +206,11 @@ class BookSource:
 
     def sql(self, query: str, *, seconds: float, rows: int) -> dict[str, Any]:
         """See `Source`: DuckDB over the tables of `Book.sql`."""
-        from rollbook.book import query as querying
-        from rollbook.book import tables
+        from rollbook.book.query import run_query
+        from rollbook.book.sql import sql_tables
 
         try:
-            found = querying.run_query(query, tables.sql_tables(self.book), seconds=seconds, max_rows=rows)
+            found = run_query(query, sql_tables(self.book), seconds=seconds, max_rows=rows)
         except ImportError as error:
             raise ValueError(str(error)) from None
         return {"columns": found.columns, "rows": [list(row) for row in found], "truncated": found.more}

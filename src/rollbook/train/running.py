@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rollbook.book.book import Book
-from rollbook.book.opening import open as open_book
-from rollbook.book.windows import hit
+from rollbook.book.book import open as open_book
+from rollbook.book.failpoints import hit
 from rollbook.core.files import FILE, make_folder, private_opener
 from rollbook.core.metrics import advise
 from rollbook.models.loading import transformers_module

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.book.windows import hit
+from rollbook.book.failpoints import hit
 from rollbook.core.checks import check_int
 from rollbook.core.files import make_folder, make_private
 from rollbook.models.loading import quietly

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollbook.book.measurements import finite_numbers, json_number
+from rollbook.book.reports import finite_numbers, json_number
 from rollbook.core.checks import check_int, suggest
 from rollbook.core.files import FILE, make_folder, private_opener
 from rollbook.train.naming import resolve

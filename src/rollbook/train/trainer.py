@@ -22,8 +22,8 @@ from rollbook.algorithms.inputs import row_rewards
 from rollbook.algorithms.kl import token_kl
 from rollbook.book.book import Book
 from rollbook.book.errors import ConnectionLostError, OutcomeUnknownError
-from rollbook.book.leasing import Lease
-from rollbook.book.windows import hit
+from rollbook.book.failpoints import hit
+from rollbook.book.lease import Lease
 from rollbook.compat.lightrft.maker import NaiveExperienceMaker
 from rollbook.compat.lightrft.records import mask_unpredicted
 from rollbook.core.checks import check_float, check_int

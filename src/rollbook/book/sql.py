@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from rollbook.book import query, schema, selecting
-from rollbook.book.sql_columns import Result, superset, unify
+from rollbook.book import query, schema
+from rollbook.book.query import Result, superset, unify
+from rollbook.book.read import LEDGER_TYPES, frame_arrays, ledger_arrays
 from rollbook.core import arrow
 from rollbook.core.columns import PLAIN_TYPES
 from rollbook.core.fields import BY_CODE, DTYPES, FIELDS
@@ -112,7 +113,7 @@ class RecordsTable:
             "train_step": pa.int64(),
             "tid": pa.large_string(),
             "rid": pa.large_string(),
-            **selecting.LEDGER_TYPES,
+            **LEDGER_TYPES,
         }
         self.frames = {name: kind for name, kind in arrow_types(noted).items() if name not in told}
         self.schema = pa.schema([*told.items(), *self.frames.items()])
@@ -134,7 +135,7 @@ class RecordsTable:
             if from_ledger:
                 arrays |= self._from_ledger(from_ledger, seqs)
             if stored and from_frames:
-                present, columns_read = selecting.frame_arrays(self.book, seqs, from_frames, portable=True)
+                present, columns_read = frame_arrays(self.book, seqs, from_frames, portable=True)
                 if len(present) < len(seqs):  # Deleted meanwhile: a row without bytes.
                     place = {seq: i for i, seq in enumerate(present)}
                     indices = pa.array([place.get(seq) for seq in seqs], pa.int64())
@@ -171,7 +172,7 @@ class RecordsTable:
         names = [name for name in columns if name not in computed]
         needed = [name for needs in computed.values() for name in needs]
         with self.book.ledger.read() as tx:
-            arrays = selecting.ledger_arrays(tx, list(dict.fromkeys([*names, *needed])), seqs)
+            arrays = ledger_arrays(tx, list(dict.fromkeys([*names, *needed])), seqs)
         if "train_step" in columns:
             pairs = zip(*(arrays[name].to_pylist() for name in _COMPUTED["train_step"]), strict=True)
             arrays["train_step"] = pa.array([step_of(batch, version) for batch, version in pairs], pa.int64())

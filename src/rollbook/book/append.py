@@ -6,52 +6,65 @@ of none. The same record again changes nothing; another one under its id is refu
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import (
-    attachments,
-    consumers,
-    digests,
-    groups,
-    identities,
-    inbox,
-    lineages,
-    purging,
-    reading,
-    reports,
-    revising,
-    tags,
-    work,
+from rollbook.book import compaction, content_hash, queue, reports, revision
+from rollbook.book.consumer import (
+    SELECT_CONSUMERS,
+    Consumer,
+    Settings,
+    all_consumers,
+    find_consumer,
+    get_consumer,
+    parse_consumers,
+    save_consumer,
+    save_settings,
 )
-from rollbook.book.consumers import Consumer, Settings
+from rollbook.book.content_hash import ContentHashes, content_hashes
 from rollbook.book.errors import (
     BackPressureError,
     BookError,
     ConflictError,
     ConnectionLostError,
+    CorruptBookError,
+    LockTimeoutError,
     OutcomeUnknownError,
     QuotaExceededError,
 )
-from rollbook.book.ledger import RETRY_SECONDS, ConcurrentChangeError, Transaction, took_effect
-from rollbook.book.shelves import Place
+from rollbook.book.index_columns import IndexColumns, column_types, index_columns, number_column
+from rollbook.book.ledger import BUSY_SECONDS, RETRY_SECONDS, ConcurrentChangeError, Transaction, took_effect
+from rollbook.book.media import Blob, extract, may_hold_media
+from rollbook.book.read import read_numbers
+from rollbook.book.segments.files import Place
+from rollbook.core.checks import check_float, check_int
+from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences, from_rows, uncollected
+from rollbook.core.metrics import advise
 from rollbook.core.row_layout import RowLayout
 from rollbook.core.wire import decode, encode
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
+    from rollbook.core.experience import Experience
+    from rollbook.core.vocabulary import Vocabulary
+
 
 ATTEMPTS = 50
 """How often an append looks again after another writer changed what it had seen."""
 FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
 """Rows whose ids may be taken again: records that a rewind dropped, and runs that failed and now gave a record."""
 _COLUMNS = (
-    *("seq", *tags.IndexColumns._fields, "evaluation", "admitted", "revision", "whole", "core"),
+    *("seq", *IndexColumns._fields, "evaluation", "admitted", "revision", "whole", "core"),
     *("segment", "start", "size", "slot", "bytes", "gone"),
 )
 
@@ -80,18 +93,18 @@ class PendingAppend:
     """Records on their way in, with what the ledger will say of them."""
 
     many: Experiences | RowLayout
-    digests: digests.ContentHashes
-    tags: Sequence[tags.IndexColumns]
+    digests: ContentHashes
+    tags: Sequence[IndexColumns]
     evaluation: bool
     frame: Any = None
     """Their bytes, if they were made already."""
-    blobs: Mapping[str, attachments.Blob] = field(default_factory=dict)
+    blobs: Mapping[str, Blob] = field(default_factory=dict)
     """With `frame`: the media that it refers to."""
     uses: Sequence[tuple[str, ...]] = ()
     """With `frame`: the media of each record; empty if there are none."""
 
     def take(self, indices: list[int]) -> PendingAppend:
-        kept = digests.ContentHashes(*([column[i] for i in indices] for column in self.digests))
+        kept = ContentHashes(*([column[i] for i in indices] for column in self.digests))
         return PendingAppend(self.select(indices), kept, [self.tags[i] for i in indices], self.evaluation)
 
     def select(self, indices: list[int]) -> Experiences:
@@ -140,19 +153,17 @@ def _prepare(records: Experiences | list[Any], evaluation: bool) -> PendingAppen
     # by this thread's next append: columns that the caller holds stay out of it.
     with uncollected():
         layout = None if isinstance(records, Experiences) else RowLayout.of(records)
-        if layout is not None and not evaluation and not attachments.may_hold_media(layout):
+        if layout is not None and not evaluation and not may_hold_media(layout):
             return _describe(layout, evaluation, encode(layout, out=_scratch.of), {}, ())
         columns = as_experiences(records)
-        lifted = attachments.extract(columns, evaluation=[evaluation] * len(columns))
+        lifted = extract(columns, evaluation=[evaluation] * len(columns))
         frame = encode(lifted.stripped, out=_scratch.of, settle=columns is not records)
         return _describe(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
 
 
 def _describe(records: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> PendingAppend:
-    ids = identities.printed_ids(records.columns["eid"])
-    return PendingAppend(
-        records, digests.content_hashes(records, ids), tags.index_columns(records, ids), evaluation, *encoded
-    )
+    ids = content_hash.printed_ids(records.columns["eid"])
+    return PendingAppend(records, content_hashes(records, ids), index_columns(records, ids), evaluation, *encoded)
 
 
 def append_records(
@@ -189,7 +200,7 @@ def append_records(
         try:
             if revisions:
                 # In one transaction with the new ones, which comes about only if one of them brings something.
-                changed = revising.add_fields(book, coming, revisions, author, admit, lock_wait)
+                changed = revision.add_fields(book, coming, revisions, author, admit, lock_wait)
                 fates = dict.fromkeys(changed, "revised")
                 known += len(revisions) - len(changed)
             if admit is not None and admit.stale is None:
@@ -295,7 +306,7 @@ class Encoded:
     """Records as they are written: a frame, and the media that it refers to."""
 
     frame: Any
-    blobs: Mapping[str, attachments.Blob]
+    blobs: Mapping[str, Blob]
     uses: Sequence[tuple[str, ...]]
 
     @classmethod
@@ -304,7 +315,7 @@ class Encoded:
         if coming.frame is not None:
             return cls(coming.frame, coming.blobs, coming.uses)
         columns = as_experiences(coming.many)
-        lifted = attachments.extract(columns, evaluation=[coming.evaluation] * len(columns))
+        lifted = extract(columns, evaluation=[coming.evaluation] * len(columns))
         return cls(encode(lifted.stripped), lifted.blobs, lifted.uses)
 
     def parts(self, known: Collection[str]) -> tuple[list[Any], list[str]]:
@@ -352,10 +363,10 @@ def check_quota(book: Book, size: int) -> None:
     have = sum(book.shelf.segments().values())
     if have + size > book.quota and not make_room(book, size):  # type: ignore[operator]
         with book.ledger.read() as tx:
-            states = (work.WAITING, work.COOLING, work.LEASED)
+            states = (queue.WAITING, queue.COOLING, queue.LEASED)
             counts = {
-                consumer.name: work.count_rows(tx, consumer, *states)[0] + inbox.inbox_size(tx, consumer.id)
-                for consumer in consumers.all_consumers(tx)
+                consumer.name: queue.count_rows(tx, consumer, *states)[0] + queue.inbox_size(tx, consumer.id)
+                for consumer in all_consumers(tx)
             }
         raise QuotaExceededError(
             f"quota: the book has {sum(book.shelf.segments().values())} bytes and would get {size} more, expected at "
@@ -368,9 +379,9 @@ def _limiter_wait(tx: Transaction, evaluation: bool, count: int) -> str | None:
     """Why a limiter holds these records back, if one does."""
     if evaluation or not count:
         return None
-    for consumer in consumers.all_consumers(tx):
+    for consumer in all_consumers(tx):
         if consumer.settings.ratio is not None:
-            consumer.inserts += inbox.inbox_size(tx, consumer.id)
+            consumer.inserts += queue.inbox_size(tx, consumer.id)
             reason = _limiter_reason(tx, consumer, count)
             if reason is not None:
                 return reason
@@ -388,7 +399,7 @@ class AppendTransaction:
     def __init__(self, book: Book, coming: PendingAppend) -> None:
         self.book = book
         self.coming = coming
-        self.columns = tags.column_types(coming.many) - book.known_kinds
+        self.columns = column_types(coming.many) - book.known_kinds
         self.encoded = Encoded.of(coming)
         self.stored: Stored | None = None
         self.placed: Stored | None = None
@@ -409,8 +420,6 @@ class AppendTransaction:
     def keep_vocabulary(self) -> None:
         """Prepare the tokenizer's vocabulary for the ledger, if that does not have it."""
         if self.book.untold is not None and self.vocabulary is None:
-            from rollbook.book.vocabularies import encode_vocabulary
-
             self.vocabulary = encode_vocabulary(self.book)
 
     def is_there(self, tx: Transaction) -> bool:
@@ -426,7 +435,7 @@ class AppendTransaction:
         uids = [tag.uid for tag in coming.tags]
         same_uids, consumer_rows, meta_rows, [(base,)] = tx.ask(
             (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
-            (consumers.SELECT_CONSUMERS, ()),
+            (SELECT_CONSUMERS, ()),
             ("SELECT key, value FROM meta WHERE key IN ('tokenizer', 'policy_version', 'lineage')", ()),
             tx.next_number("records", len(uids)),
         )
@@ -436,8 +445,8 @@ class AppendTransaction:
         if book.tokenizer is not None and meta.get("tokenizer", book.tokenizer) != book.tokenizer:
             raise _ConcurrentAppendError
         self.placed = stored = self._placed(tx)
-        purging.seal_purged(tx, book, stored.frame.segment)
-        listening = [] if coming.evaluation else consumers.parse_consumers(consumer_rows)
+        compaction.seal_purged(tx, book, stored.frame.segment)
+        listening = [] if coming.evaluation else parse_consumers(consumer_rows)
         # Where an append depends on how many records there are, or the other way round, appends come one by one.
         limited = []
         for consumer in [each for each in listening if each.settings.ratio or each.settings.max_size]:
@@ -450,27 +459,27 @@ class AppendTransaction:
         insert_records(tx, coming, stored, base)
         stale: set[int] = set()
         numbers: dict[int, str] = {}
-        lineage = lineages.parse_lineage(meta)
-        if lineage.number and lineages.name_lineage(coming.many):
-            lineage = lineages.read_lineage(tx, lock=True)
+        lineage = queue.parse_lineage(meta)
+        if lineage.number and queue.name_lineage(coming.many):
+            lineage = queue.read_lineage(tx, lock=True)
         newest = [tag.version_max for tag in coming.tags]
         abandoned = lineage.admit(tx, coming.many, base, newest) if lineage.number else set()
         for consumer in listening:
             key = consumer.settings.sampler.key
-            if key is not None and key not in tags.IndexColumns._fields:
-                numbers[consumer.id] = json.dumps(tags.number_column(coming.many, key))
+            if key is not None and key not in IndexColumns._fields:
+                numbers[consumer.id] = json.dumps(number_column(coming.many, key))
             if consumer.settings.max_staleness is not None:
-                floor = work.version_floor(lineage.announced, consumer.settings.max_staleness)
+                floor = queue.version_floor(lineage.announced, consumer.settings.max_staleness)
                 versions = [tag.version_min for tag in coming.tags]
                 stale |= abandoned
                 stale.update(i for i, v in enumerate(versions) if floor is not None and v is not None and v < floor)
             if consumer.waiting > tx.now:
                 tx.notify(consumer.id)
-        inbox.add_to_inbox(tx, [consumer.id for consumer in listening], base, len(uids), numbers)
+        queue.add_to_inbox(tx, [consumer.id for consumer in listening], base, len(uids), numbers)
         for consumer in limited:
-            while not inbox.drain_inbox(tx, book, consumer):
+            while not queue.drain_inbox(tx, book, consumer):
                 pass
-            consumers.save_consumer(tx, consumer)
+            save_consumer(tx, consumer)
         if self.columns:
             tx.insert("columns", ("name", "type"), sorted(self.columns), "ON CONFLICT DO NOTHING")
         if book.tokenizer is not None and ("tokenizer" not in meta or self.vocabulary is not None):
@@ -502,10 +511,10 @@ class AppendTransaction:
 
 def _counted(tx: Transaction, book: Book, consumer: Consumer) -> Consumer:
     """A consumer, locked, whose counts include every record before this append."""
-    locked = consumers.find_consumer(tx, consumer.name, lock=True)
+    locked = find_consumer(tx, consumer.name, lock=True)
     if locked is None:
         raise _ConcurrentAppendError
-    while not inbox.drain_inbox(tx, book, locked):
+    while not queue.drain_inbox(tx, book, locked):
         pass
     return locked
 
@@ -534,11 +543,11 @@ def _limiter_reason(tx: Transaction, consumer: Consumer, count: int) -> str | No
 
 def _can_go_on(tx: Transaction, consumer: Consumer) -> bool:
     """Whether something is leased, rests, or could be leased now, so that samples can catch up without more inserts."""
-    if work.count_rows(tx, consumer, work.LEASED, work.COOLING)[0]:
+    if queue.count_rows(tx, consumer, queue.LEASED, queue.COOLING)[0]:
         return True
     if consumer.grouped:
         return bool(tx.one("SELECT 1 FROM groups WHERE consumer = ? AND ready = 1 LIMIT 1", (consumer.id,)))
-    return work.count_rows(tx, consumer, work.WAITING)[0] > 0
+    return queue.count_rows(tx, consumer, queue.WAITING)[0] > 0
 
 
 def _wait(why: str, end: float | None) -> None:
@@ -585,7 +594,7 @@ def insert_records(
         uses = [(key, base + i) for i, keys in enumerate(stored.uses) for key in keys]
         tx.insert("media_uses", ("hash", "seq"), uses)
     detail = {"evaluation": True} if coming.evaluation else None
-    work.record_events(tx, [work.Event("admitted", base + i, detail=detail) for i in range(count)])
+    queue.record_events(tx, [queue.Event("admitted", base + i, detail=detail) for i in range(count)])
     reports.admitted(tx, coming.evaluation, count)
 
 
@@ -598,10 +607,10 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
     rows = [Experience(eid=eid, tokens=[0, 0], group_size=group_size) for eid in eids]
     many = from_rows(rows)
     found = [
-        tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0) for tag in tags.index_columns(many)
+        tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0) for tag in index_columns(many)
     ]
-    coming = PendingAppend(many, digests.content_hashes(many), found, False)
-    with inbox.write_drained(book) as tx:
+    coming = PendingAppend(many, content_hashes(many), found, False)
+    with queue.write_drained(book) as tx:
         # A run that has a record, or failed already, is known: ids end in chance, and who starts again fails it again.
         gids, uids = tx.array([tag.gid for tag in found]), tx.array([tag.uid for tag in found])
         runs, same_uids = tx.ask(
@@ -626,13 +635,13 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
         )
         base = tx.one(*tx.next_number("records", len(fresh)))[0]
         insert_records(tx, coming, None, base, reason)
-        for consumer in consumers.all_consumers(tx):
-            work.enter_rows(
+        for consumer in all_consumers(tx):
+            queue.enter_rows(
                 tx,
                 consumer,
-                [inbox.new_row(consumer, base + i, tag.gid, None, None, reason) for i, tag in enumerate(coming.tags)],
+                [queue.new_row(consumer, base + i, tag.gid, None, None, reason) for i, tag in enumerate(coming.tags)],
             )
-            consumers.save_consumer(tx, consumer)
+            save_consumer(tx, consumer)
     return len(fresh)
 
 
@@ -640,9 +649,9 @@ def configure_consumer(
     tx: Transaction, book: Book, name: str, settings: dict[str, Any], *, create: bool, change: bool
 ) -> Settings:
     """See `Book.consumer`."""
-    if create and consumers.find_consumer(tx, name) is None:
+    if create and find_consumer(tx, name) is None:
         return book.make_consumer(tx, name, settings).settings
-    current = consumers.get_consumer(tx, name)
+    current = get_consumer(tx, name)
     new = current.settings.changed(settings)
     if new != current.settings and not change:
         names = [key for key in settings if getattr(new, key) != getattr(current.settings, key)]
@@ -651,14 +660,14 @@ def configure_consumer(
             f"{getattr(current.settings, names[0])!r}; change=True changes it for everybody"
         )
     if new != current.settings:
-        consumers.save_settings(tx, current, new)
+        save_settings(tx, current, new)
         # All that waits is ranked anew, piece by piece, before the next lease.
         current.state["unranked"] = current.state["oversized"] = 1
-        consumers.save_consumer(tx, current)
+        save_consumer(tx, current)
         tx.run("UPDATE inbox SET numbers = NULL WHERE consumer = ?", (current.id,))  # those of the former key
         # Whoever waits for a lease looks again when there is an event.
         detail = {"settings": json.loads(new.to_json())}
-        work.record_events(tx, [work.Event("configured", consumer=current.id, detail=detail)])
+        queue.record_events(tx, [queue.Event("configured", consumer=current.id, detail=detail)])
     return new
 
 
@@ -667,19 +676,19 @@ def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, most: int) -> 
     whether that is done."""
     start = consumer.state.get("unranked")
     if start is None:
-        if "oversized" not in consumer.state or not work.drop_over_size(tx, consumer, most):
+        if "oversized" not in consumer.state or not queue.drop_over_size(tx, consumer, most):
             return "oversized" not in consumer.state
         del consumer.state["oversized"]
         return True
     sampler = consumer.settings.sampler
     # What is done with may have no bytes any more to read its number from, and needs no rank.
-    rows = work.select_rows(
+    rows = queue.select_rows(
         tx,
         "consumer = ? AND seq >= ? AND state IN ('waiting', 'cooling', 'leased') ORDER BY seq LIMIT ?",
         (consumer.id, start, most),
     )
     seqs = [row.seq for row in rows]
-    values = [None] * len(seqs) if sampler.key is None else reading.read_numbers(book, tx, seqs, sampler.key)
+    values = [None] * len(seqs) if sampler.key is None else read_numbers(book, tx, seqs, sampler.key)
     moves = []
     for row, value in zip(rows, values, strict=True):
         item = consumer.item(row.seq, row.uses, row.version, value)
@@ -687,14 +696,318 @@ def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, most: int) -> 
         moves.append((row, row._replace(value=value, weight=sampler.weight(item), rank=rank)))
     # Groups are made anew from their members when all of those have their ranks.
     grouped, consumer.grouped = consumer.grouped, False
-    work.change_rows(tx, consumer, moves, [])
+    queue.change_rows(tx, consumer, moves, [])
     consumer.grouped = grouped
     if len(rows) == most:
         consumer.state["unranked"] = seqs[-1] + 1
         return False
     del consumer.state["unranked"]
     if consumer.settings.max_staleness is not None:
-        work.drop_abandoned_rows(tx, consumer)
+        queue.drop_abandoned_rows(tx, consumer)
     if consumer.grouped:
-        groups.begin_groups(tx, consumer)
+        queue.begin_groups(tx, consumer)
     return False
+
+
+MAX_APPENDS = 64
+"""How many appends one transaction commits."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    """An append in the queue."""
+
+    admit: AppendTransaction
+    leads: bool = False
+    """Whether its thread writes next, for all that wait."""
+    done: bool = False
+    """Whether it was written, or failed with `error`."""
+    error: Exception | None = None
+
+
+class GroupCommit:
+    """A queue of appends that are ready to be written.
+
+    Invariant: while the queue is not empty, one thread writes or is about to; an entry is done only if it was committed
+    or has an error.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[_Entry] = []
+        self._busy = False
+        self._pid = os.getpid()
+
+    def run(self, book: Book, admit: AppendTransaction, timeout: float | None) -> None:
+        """Write an append, alone or together with others.
+
+        Raises:
+            LockTimeoutError: Its turn did not come within `timeout` seconds.
+        """
+        if self._pid != os.getpid():
+            self._reset()  # The parent's threads did not follow into this forked process.
+        entry = _Entry(admit)
+        group: list[_Entry] = []
+        try:
+            self._join(entry, group, BUSY_SECONDS if timeout is None else timeout)
+            _write(book, group, timeout)
+        finally:
+            with self._changed:
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
+                if entry.leads:
+                    # If this thread was interrupted, the others write for themselves.
+                    self._waiting[:0] = [other for other in group if not other.done and other is not entry]
+                    self._hand_over()
+        if entry.error is not None:
+            raise entry.error
+
+    def _join(self, entry: _Entry, group: list[_Entry], timeout: float) -> None:
+        """Wait in the queue; fill `group` with what this thread has to write, unless another thread wrote the entry."""
+        with self._changed:
+            self._waiting.append(entry)
+            entry.leads, self._busy = not self._busy, True
+            if not self._changed.wait_for(lambda: entry.done or entry.leads, timeout):
+                if entry in self._waiting:
+                    raise LockTimeoutError(f"append: other threads of this process held the book for {timeout:.3g} s")
+                self._changed.wait_for(lambda: entry.done or entry.leads)  # It is being written.
+            if not entry.done:
+                group += self._waiting[:MAX_APPENDS]
+                del self._waiting[:MAX_APPENDS]
+
+    def _hand_over(self) -> None:
+        """Let the first thread that waits write; with the lock."""
+        self._busy = bool(self._waiting)
+        if self._waiting:
+            self._waiting[0].leads = True
+        self._changed.notify_all()
+
+
+def _write(book: Book, group: Sequence[_Entry], timeout: float | None) -> None:
+    """Write entries together, or one by one if one of them is at fault."""
+    if len(group) > 1:
+        try:
+            _commit(book, [entry.admit for entry in group], timeout)
+        except LockTimeoutError as error:
+            for entry in group:
+                entry.error, entry.done = error, True
+        except Exception:
+            for entry in group:
+                entry.admit.stale = None
+        else:
+            for entry in group:
+                entry.done = True
+    for entry in group:
+        if not entry.done:
+            try:
+                _commit(book, [entry.admit], timeout)
+            except Exception as error:
+                entry.error = error
+            entry.done = True
+
+
+def _commit(book: Book, admits: Sequence[AppendTransaction], timeout: float | None) -> None:
+
+    store_all(book, admits)
+    with book.ledger.write(shared=True, timeout=timeout) as tx:
+        for admit in admits:
+            admit(tx)
+
+
+class Receipt(Future[AppendResult]):
+    """What becomes of the records of one `add`: `result()` waits until they are durable, or raises why they are not."""
+
+    asked = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What was added is on its way: a wait for it can be given up, not the records themselves.
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> AppendResult:
+        """What the append did with these records."""
+        self.asked = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Why they were refused; `None` if they were not."""
+        self.asked = True
+        return super().exception(timeout)
+
+
+class Writer:
+    """Appends in the background; made by `book.writer(delay=...)`. Threads may share it.
+
+    Records wait at most `delay` seconds, or until `batch` of them are together, and are then admitted in one append
+    (one sync, one frame). If one of them is refused, the pieces are appended one by one, so that only the one at fault
+    fails. While the book holds inserts back, `add` blocks once `most` records wait.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> with book.writer(delay=0.05) as writer:
+    ...     receipts = [writer.add(rollbook.Experience(tokens=[1, 2, i])) for i in range(100)]
+    >>> sum(receipt.result().admitted for receipt in receipts), len(book)
+    (100, 100)
+    """
+
+    def __init__(self, book: Book, *, delay: float, batch: int, most: int, evaluation: bool, author: str) -> None:
+        self._book = book
+        self._delay = check_float("delay", delay, 0.0)
+        self._batch = check_int("batch", batch, 1)
+        self._most = max(check_int("most", most, 1), self._batch)
+        self._options: dict[str, Any] = {"evaluation": evaluation, "author": author, "timeout": None}
+        self._failed: list[Receipt] = []
+        self._pending: list[tuple[Experiences, Receipt]] = []
+        self._count = 0
+        self._since = 0.0
+        self._hurry = False
+        self._closing = False
+        self._busy = False
+        self._changed = threading.Condition()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._work, name="rollbook-writer", daemon=True)
+        self._thread.start()
+
+    def add(self, experiences: Experience | Iterable[Experience]) -> Receipt:
+        """Take records; the receipt's `result()` waits until they are durable."""
+        self._check_process()
+        # Columns hold what the records were now, not what the caller makes of them before the flush.
+        many = as_experiences(experiences).compact()
+        receipt = Receipt()
+        with self._changed:
+            while self._count >= self._most and not self._closing:
+                self._changed.wait()
+            if self._closing:
+                raise BookError("writer: it is closed")
+            if not self._pending:
+                self._since = time.monotonic()
+            self._pending.append((many, receipt))
+            self._count += len(many)
+            self._changed.notify_all()
+        return receipt
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all that was added is durable; raises what struck any of it, unless its receipt was asked."""
+        self._check_process()
+        with self._changed:
+            self._hurry = bool(self._pending)
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: not self._busy and not self._pending, timeout)
+        if not done:
+            raise TimeoutError(f"writer: not all is durable after {timeout} s")
+        self._complain()
+
+    def close(self) -> None:
+        """Flush and end; raises what struck any of the records, unless its receipt was asked."""
+        self._end()
+        self._complain()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise BookError("writer: its thread did not follow into this forked process; make a writer here")
+
+    def _end(self) -> None:
+        if os.getpid() != self._pid:
+            return  # What it holds is the parent's to write.
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _complain(self) -> None:
+        failed, self._failed = [receipt for receipt in self._failed if not receipt.asked], []
+        if failed:
+            failed[0].result()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._pending and not self._closing:
+                    self._changed.wait()
+                if not self._pending:
+                    return
+                while not (self._hurry or self._closing or self._count >= self._batch):
+                    left = self._since + self._delay - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(left)
+                taken, self._pending, self._count, self._hurry = self._pending, [], 0, False
+                self._busy = True
+                self._changed.notify_all()
+            try:
+                self._admit(taken)
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def _admit(self, taken: list[tuple[Experiences, Receipt]]) -> None:
+        if len(taken) > 1:
+            try:
+                together = Experiences.concat([many for many, _ in taken])
+                _, fates = append_records(self._book, together, **self._options)
+            except Exception:
+                pass  # One of them is at fault: each is tried alone below, and what is admitted already is known.
+            else:
+                self._share_out(taken, fates)
+                return
+        for many, receipt in taken:
+            try:
+                receipt.set_result(append_records(self._book, many, **self._options)[0])
+            except BaseException as error:
+                self._failed.append(receipt)
+                receipt.set_exception(error)
+
+    def _share_out(self, taken: list[tuple[Experiences, Receipt]], fates: dict[str, str]) -> None:
+        """Each receipt's part of what one append did; of a record that came twice, the first has it."""
+        for many, receipt in taken:
+            found = [fates.pop(eid.uid, "known") for eid in many.eids()]
+            known, revised, stale = (found.count(word) for word in ("known", "revised", "stale"))
+            receipt.set_result(AppendResult(len(found) - known - revised, known, revised, stale))
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end()
+
+    def __repr__(self) -> str:
+        return f"Writer({self._book!r}, {self._count} records waiting)"
+
+
+def encode_vocabulary(book: Book) -> str | None:
+    """What the ledger is to keep of the tokenizer that the book was opened with; `None` if it has it."""
+    from rollbook.core.vocabulary import Vocabulary
+
+    with book.ledger.read() as tx:
+        if tx.one("SELECT 1 FROM meta WHERE key = 'vocabulary'"):
+            book.untold = None
+            return None
+    try:
+        made = Vocabulary.of(book.untold)
+    except Exception as error:  # A user's tokenizer may raise anything; records are admitted without its vocabulary.
+        advise(f"tokenizer: its vocabulary is not kept, texts will show as ids: {type(error).__name__}: {error}")
+        book.untold = None
+        return None
+    return base64.b64encode(made.to_bytes()).decode("ascii")
+
+
+def read_vocabulary(book: Book) -> Vocabulary | None:
+    """See `Book.vocabulary`."""
+    from rollbook.core.vocabulary import Vocabulary
+
+    with book.ledger.read() as tx:
+        row = tx.one("SELECT value FROM meta WHERE key = 'vocabulary'")
+    if row is None:
+        return None
+    try:
+        return Vocabulary.from_bytes(binascii.a2b_base64(row[0], strict_mode=True))
+    except (TypeError, ValueError) as error:
+        what = error.message if isinstance(error, WireError) else str(error)
+        raise CorruptBookError(f"{book.url}: the vocabulary in its ledger cannot be read: {what}") from None

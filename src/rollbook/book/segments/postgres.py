@@ -3,7 +3,7 @@
 Invariant: a segment is written whole, by one transaction, and never changed: who sees any of its rows sees all of them,
 and nobody ever waits for its writer. It is durable with any later commit on the same server that saw it.
 
-A segment holds the same bytes as a file of a folder's shelf (see `rollbook.book.shelves`): one for each `put`, cut into
+A segment holds the same bytes as a file of a folder (see `rollbook.book.segments.files`): one for each `put`, cut into
 rows of `ROW_BYTES`. The first row has the segment's name, the others the name, a slash and their number: a value is
 bounded by no limit of the database, and neither side holds more than a row beside what was asked for.
 """
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from rollbook.book.errors import BookError, MissingSegmentError, NotABookError
+from rollbook.book.failpoints import hit
 from rollbook.book.ledger import Transaction
 from rollbook.book.postgres import CONNECTIONS, PostgresLedger
-from rollbook.book.shelves import (
+from rollbook.book.segments.files import (
     ALIGN,
     Place,
     check_header,
@@ -32,7 +33,6 @@ from rollbook.book.shelves import (
     new_name,
     too_short,
 )
-from rollbook.book.windows import hit
 from rollbook.core.ragged import allocate
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
-"""Checking: whether everything that a book promises is true, from the ledger's tables down to each record's bytes.
+"""Findings: what a check says of a book, and a repair of what it did.
 
-Invariant: checking changes nothing, runs beside readers and writers, and holds a page of the ledger and a few frames,
-whatever the book's size; at most `LISTED` findings of a kind are kept, all are counted.
+Invariant: a report's size is bounded, whatever it is of: all findings are counted, `LISTED` of each kind are kept.
 """
 
 from __future__ import annotations
@@ -9,20 +8,285 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.book import consumers, inbox, purging, quarantine, work
+from rollbook.book import compaction, media, queue
+from rollbook.book.consumer import NOT_REMOVED, Consumer, find_consumer
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
-from rollbook.book.findings import LISTED, Report
-from rollbook.book.inspecting import media_problems, pages, record_problems
+from rollbook.book.index_columns import IndexColumns, index_columns
 from rollbook.book.ledger import LAYOUT, Transaction, chunks
+from rollbook.book.read import read_frame
 from rollbook.book.schema import INDICES, TABLES
-from rollbook.book.shelves import ALIGN, FolderShelf, Place
+from rollbook.book.segments.files import ALIGN, FolderShelf, Place
 from rollbook.core.errors import WireError
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
+
+
+LISTED = 100
+"""How many findings of one kind a report holds; it counts the rest."""
+ERROR, NOTE = "error", "note"
+_MEND = "rollbook check --repair"
+_COMPACT = "none is needed; rollbook compact removes it in time"
+_RECORD = f"{_MEND} marks the record as damaged and keeps the others; a copy elsewhere can be appended again"
+KINDS: dict[str, tuple[str, str]] = {
+    "layout": (ERROR, f"{_MEND} builds the ledger anew from what can be read"),
+    "ledger": (ERROR, f"{_MEND} builds the ledger anew from what can be read"),
+    "type": (ERROR, f"{_MEND} builds the ledger anew from what can be read"),
+    "missing": (ERROR, _RECORD),
+    "damaged": (ERROR, _RECORD),
+    "another": (ERROR, _RECORD),
+    "medium": (ERROR, _RECORD),
+    "tags": (ERROR, f"{_MEND} takes them from the record"),
+    "uses": (ERROR, f"{_MEND} counts them anew"),
+    "consumer": (ERROR, f"{_MEND} resets what cannot be read"),
+    "work": (ERROR, f"{_MEND} puts the rows in order, as far as events say"),
+    "tally": (ERROR, f"{_MEND} counts anew"),
+    "lease": (ERROR, f"{_MEND} ends it, and its records are offered again"),
+    "group": (ERROR, f"{_MEND} looks at all groups anew"),
+    "quarantined": (ERROR, f"{_MEND} --offer offers all of them for training, book.revise(uid, retrain=True) one"),
+    "event": (ERROR, "none: the past is not made up; it does no harm to what comes"),
+    "orphan": (NOTE, _COMPACT),
+    "unused": (NOTE, _COMPACT),
+    "pending": (NOTE, "rollbook compact; a writer that is idle has to close the book first"),
+    "idle": (NOTE, f"none is needed; {_MEND} ends it"),
+    "begun": (NOTE, f"none is needed; {_MEND} moves it away"),
+    "leftover": (NOTE, f"none is needed; {_MEND} moves it away"),
+    "stranger": (NOTE, "none: the book never reads it"),
+}
+"""Every kind of finding: how grave it is, and what helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be (`error`), or that is left over and harms nobody (`note`)."""
+
+    kind: str
+    severity: str
+    what: str
+    where: str
+    """A record's id, a segment, a consumer or a table."""
+    remedy: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What a check found, or a repair did."""
+
+    url: str
+    deep: bool = True
+    """Whether every byte of the data was looked at, or only what is needed to find it."""
+    records: int = 0
+    media: int = 0
+    segments: int = 0
+    bytes: int = 0
+    """What was looked at; the bytes are those of the segments."""
+    findings: list[Finding] = field(default_factory=list)
+    """What is wrong now: at most `LISTED` of a kind."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """How many findings there are of each kind."""
+    repaired: list[Finding] = field(default_factory=list)
+    """What a repair did, recovered and could not recover; counted in `repairs`."""
+    repairs: Counter[str] = field(default_factory=Counter)
+    aside: str | None = None
+    """Where a repair put what it changed, as it was before."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong; what is merely left over is not."""
+        return not any(KINDS[kind][0] == ERROR for kind in self.counts)
+
+    def add(self, kind: str, what: str, where: str = "") -> None:
+        """Note a finding."""
+        self.counts[kind] += 1
+        if self.counts[kind] <= LISTED:
+            severity, remedy = KINDS[kind]
+            self.findings.append(Finding(kind, severity, what, where, remedy))
+
+    def did(self, kind: str, what: str, where: str = "", count: int = 1) -> None:
+        """Note what a repair did."""
+        if count:
+            self.repairs[kind] += count
+            if sum(each.kind == kind for each in self.repaired) < LISTED:
+                self.repaired.append(Finding(kind, NOTE, what, where, ""))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {
+            "url": self.url,
+            "ok": self.ok,
+            "deep": self.deep,
+            "records": self.records,
+            "media": self.media,
+            "segments": self.segments,
+            "bytes": self.bytes,
+            "counts": dict(self.counts),
+            "findings": [{name: getattr(each, name) for name in Finding.__slots__} for each in self.findings],
+            "repairs": dict(self.repairs),
+            "repaired": [{name: getattr(each, name) for name in ("kind", "what", "where")} for each in self.repaired],
+            "aside": self.aside,
+        }
+
+
+PAGE = 1000
+"""How many rows of the ledger are looked at together."""
+
+
+class Problem(NamedTuple):
+    """What is wrong with one record."""
+
+    kind: str
+    seq: int
+    uid: str
+    what: str
+    mend: Any = None
+    """Of `tags` those of the record, of `uses` the hashes of its media."""
+
+
+class _Row(NamedTuple):
+    seq: int
+    segment: Any
+    start: Any
+    size: Any
+    slot: Any
+    gone: str | None
+    tags: IndexColumns
+
+
+_ROWS = f"SELECT seq, segment, start, size, slot, gone, {', '.join(IndexColumns._fields)} FROM records"
+
+
+def _rows(tx: Transaction, condition: str, values: Sequence[Any]) -> list[_Row]:
+    found = tx.all(f"{_ROWS} WHERE {condition}", values)
+    return [_Row._make((*row[:6], IndexColumns(*row[6:]))) for row in found]
+
+
+def pages(book: Book) -> Iterator[list[_Row]]:
+    """All records, a page at a time."""
+    last = -(1 << 63)
+    while True:
+        with book.ledger.read() as tx:
+            found = _rows(tx, f"seq > ? ORDER BY seq LIMIT {PAGE}", (last,))
+        if not found:
+            return
+        yield found
+        last = found[-1].seq
+
+
+def record_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[Problem]:
+    """What is wrong with records, in order; what compaction or a revision moved meanwhile is looked at again."""
+    for page in pages(book):
+        if report is not None:
+            report.records += len(page)
+        suspects = [problem.seq for problem in _problems(book, page, deep)]
+        for marks, part in chunks(list(dict.fromkeys(suspects))):
+            with book.ledger.read() as tx:
+                again = _rows(tx, f"seq IN ({marks}) ORDER BY seq", part)
+            yield from _problems(book, again, deep)
+
+
+def _problems(book: Book, rows: Sequence[_Row], deep: bool) -> Iterator[Problem]:
+    stored: defaultdict[tuple[Any, ...], list[_Row]] = defaultdict(list)
+    for row in rows:
+        if row.segment is not None:
+            stored[row.segment, row.start, row.size].append(row)
+        elif row.gone is None:
+            yield Problem("missing", row.seq, row.tags.uid, "the ledger says neither where it lies nor why it is gone")
+    for place, mine in stored.items():
+        try:
+            frame = read_frame(book, Place(*place), deep)
+        except MissingSegmentError:
+            for row in mine:
+                yield Problem("missing", row.seq, row.tags.uid, f"segment {place[0]} is not there")
+            continue
+        except (WireError, OSError) as error:
+            for row in mine:
+                yield Problem("damaged", row.seq, row.tags.uid, str(error))
+            continue
+        yield from _in_frame(book, frame, mine)
+
+
+def _in_frame(book: Book, frame: Any, rows: Sequence[_Row]) -> Iterator[Problem]:
+    inside = []
+    for row in rows:
+        if type(row.slot) is int and 0 <= row.slot < len(frame):
+            inside.append(row)
+        else:
+            what = f"slot {row.slot!r} of a frame of {len(frame)} records"
+            yield Problem("damaged", row.seq, row.tags.uid, what)
+    if not inside:
+        return
+    try:
+        many = frame.take([row.slot for row in inside])
+        said = index_columns(many)
+        references = media.references(many)
+    except (WireError, ValueError) as error:
+        for row in inside:
+            yield Problem("damaged", row.seq, row.tags.uid, str(error))
+        return
+    uses: defaultdict[int, set[str]] = defaultdict(set)
+    known: set[str] = set()
+    with book.ledger.read() as tx:
+        for marks, part in chunks([row.seq for row in inside]):
+            for seq, key in tx.all(f"SELECT seq, hash FROM media_uses WHERE seq IN ({marks})", part):
+                uses[seq].add(key)
+        for marks, part in chunks(list({key for keys in references for key in keys})):
+            known.update(key for (key,) in tx.all(f"SELECT hash FROM media WHERE hash IN ({marks})", part))
+    for row, mine, keys in zip(inside, said, references, strict=True):
+        uid = row.tags.uid
+        if mine.uid != uid:
+            yield Problem("another", row.seq, uid, f"the record that lies there is {mine.uid!r}")
+            continue
+        unlike = [name for name in IndexColumns._fields if getattr(mine, name) != getattr(row.tags, name)]
+        if unlike:
+            name = unlike[0]
+            what = f"{name}: the ledger has {getattr(row.tags, name)!r}, the record {getattr(mine, name)!r}"
+            yield Problem("tags", row.seq, uid, what, mine)
+        missing = [key for key in keys if key not in known]
+        if missing:
+            yield Problem("medium", row.seq, uid, f"the medium sha256:{missing[0]} is not in the book")
+        elif uses[row.seq] != set(keys):
+            what = f"the ledger counts {len(uses[row.seq])} media, the record refers to {len(set(keys))}"
+            yield Problem("uses", row.seq, uid, what, tuple(dict.fromkeys(keys)))
+
+
+def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[tuple[str, str]]:
+    """(hash, what is wrong) of media whose bytes are not what they should be."""
+    last = ""
+    while True:
+        with book.ledger.read() as tx:
+            found = tx.all(
+                f"SELECT hash, segment, start, size FROM media WHERE hash > ? ORDER BY hash LIMIT {PAGE}", (last,)
+            )
+        if not found:
+            return
+        last = found[-1][0]
+        if report is not None:
+            report.media += len(found)
+        for key, *place in found:
+            told = _medium(book, key, Place(*place), deep)
+            if told is None:
+                continue
+            with book.ledger.read() as tx:  # Compaction may have moved it.
+                now = tx.one("SELECT segment, start, size FROM media WHERE hash = ?", (key,))
+            told = None if now is None else _medium(book, key, Place(*now), deep)
+            if told is not None:
+                yield key, told
+
+
+def _medium(book: Book, key: str, place: Place, deep: bool) -> str | None:
+    try:
+        found = media.open_blob(book.shelf.get(place), verify=deep).hash
+    except MissingSegmentError:
+        return f"segment {place.segment} is not there"
+    except (WireError, OSError) as error:
+        return str(error)
+    return None if found == key else f"what lies there is sha256:{found}"
+
 
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.ASCII)
 """What a write that a crash ended leaves behind."""
@@ -157,13 +421,13 @@ def _media(book: Book, report: Report) -> None:
 # --- consumers ------------------------------------------------------------------------------------------------------
 
 
-def readable(tx: Transaction) -> tuple[list[consumers.Consumer], dict[int, str]]:
+def readable(tx: Transaction) -> tuple[list[Consumer], dict[int, str]]:
     """The consumers, and of those that cannot be read, by number, why."""
-    good: list[consumers.Consumer] = []
+    good: list[Consumer] = []
     bad: dict[int, str] = {}
     for number, name in tx.all("SELECT id, name FROM consumers ORDER BY id"):
         try:
-            found = consumers.find_consumer(tx, name)
+            found = find_consumer(tx, name)
         except ValueError as error:
             bad[number] = str(error)
         else:
@@ -193,13 +457,13 @@ def _counts(book: Book, report: Report) -> None:
                 report.add("tally", f"{state}: counted {told.get(state, 0)}, there are {came.get(key, 0)}", "records")
         for consumer in good:
             _count(tx, report, consumer, told.get("admitted", 0))
-        stray = f"consumer NOT IN (SELECT id FROM consumers) AND {consumers.NOT_REMOVED}"
+        stray = f"consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED}"
         _stray(tx, report, "work", stray, "of a consumer that is not there")
         gone = "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq)"
         _stray(tx, report, "work", gone, "of a record that is not there")
 
 
-def _count(tx: Transaction, report: Report, consumer: consumers.Consumer, admitted: int) -> None:
+def _count(tx: Transaction, report: Report, consumer: Consumer, admitted: int) -> None:
     name = f"consumer {consumer.name!r}"
     there = recount(tx, consumer.id)
     found = tx.all(
@@ -215,9 +479,9 @@ def _count(tx: Transaction, report: Report, consumer: consumers.Consumer, admitt
             report.add("tally", f"{label}: counted {n}, there are {real}", name)
         elif abs(weight - heavy) > 1e-6 * max(abs(heavy), 1.0) + 1e-12 * passed:
             report.add("tally", f"{label}: weight {weight!r}, there is {heavy!r}", name)
-        if key[0] not in work.STATES:
+        if key[0] not in queue.STATES:
             report.add("work", f"{real} rows in a state {key[0]!r}, which is none", name)
-    total = sum(n for n, _ in there.values()) + inbox.inbox_size(tx, consumer.id)
+    total = sum(n for n, _ in there.values()) + queue.inbox_size(tx, consumer.id)
     if total != admitted:
         report.add("work", f"{admitted} records were admitted, {total} are waiting, leased, trained or dropped", name)
     missing = tx.all(
@@ -244,9 +508,9 @@ def _stray(tx: Transaction, report: Report, kind: str, condition: str, what: str
 
 def _quarantined(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
-        for uid in quarantine.quarantined_uids(tx):
+        for uid in queue.quarantined_uids(tx):
             problem = "its history was lost: it is held back from consumers that may have trained on it"
-            report.add(quarantine.QUARANTINED, problem, uid)
+            report.add(queue.QUARANTINED, problem, uid)
 
 
 UNHELD = (
@@ -270,7 +534,7 @@ def _leases(book: Book, report: Report) -> None:
             report.add("idle", "its time is up, and it holds nothing", f"lease {number}")
 
 
-def wrong_groups(tx: Transaction, consumer: consumers.Consumer) -> list[tuple[str, str]]:
+def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
     """(group, what is wrong) of a consumer that leases by group, at most `LISTED`."""
     if not consumer.grouped or "ungrouped" in consumer.state or "unranked" in consumer.state:
         return []
@@ -315,14 +579,14 @@ def _groups(book: Book, report: Report) -> None:
 # --- events ---------------------------------------------------------------------------------------------------------
 
 _AFTER = {
-    "leased": (work.LEASED,),
-    "trained": (work.TRAINED, work.WAITING, work.COOLING),
-    "nacked": (work.WAITING,),
-    "expired": (work.WAITING,),
-    "rested": (work.WAITING,),
-    "returned": (work.WAITING,),
-    "dropped": (work.DROPPED,),
-    "voided": work.STATES,
+    "leased": (queue.LEASED,),
+    "trained": (queue.TRAINED, queue.WAITING, queue.COOLING),
+    "nacked": (queue.WAITING,),
+    "expired": (queue.WAITING,),
+    "rested": (queue.WAITING,),
+    "returned": (queue.WAITING,),
+    "dropped": (queue.DROPPED,),
+    "voided": queue.STATES,
 }
 """The states that a record can be in after an event of a consumer, if no other came since."""
 
@@ -375,14 +639,14 @@ def _events(book: Book, report: Report) -> None:
         seqs = [row.seq for row in page]
         with book.ledger.read() as tx:
             said = past(tx, seqs)
-            rows = [(consumer, row) for consumer in good for row in work.select_rows_by_seq(tx, consumer, seqs)]
+            rows = [(consumer, row) for consumer in good for row in queue.select_rows_by_seq(tx, consumer, seqs)]
         uids = {row.seq: row.tags.uid for row in page}
         for consumer, row in rows:
             mine = said.get((row.seq, consumer.id), Past())
             if mine.event < rewound:
                 continue  # Going back puts rows where they were, without an event for each.
             name = f"consumer {consumer.name!r}"
-            allowed = (work.WAITING,) if mine.kind is None else _AFTER[mine.kind]
+            allowed = (queue.WAITING,) if mine.kind is None else _AFTER[mine.kind]
             if row.state not in allowed:
                 report.add("event", f"{name}: it is {row.state}, its last event is {mine.kind}", uids[row.seq])
             elif row.uses != len(mine.acks):
@@ -417,7 +681,7 @@ def _shelf(book: Book, report: Report) -> None:
             continue
         if name not in used and not book.shelf.busy(name):
             report.add("orphan", "a segment that nothing in the ledger points to", name)
-    for name, reason in purging.pending_purges(book).items():
+    for name, reason in compaction.pending_purges(book).items():
         report.add("pending", f"holds deleted or redacted bytes; {reason}", name)
     if isinstance(book.shelf, FolderShelf):
         for kind, path in beside(book.shelf):

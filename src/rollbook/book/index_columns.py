@@ -16,8 +16,7 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rollbook.book.digests import boxes, clean
-from rollbook.book.identities import Ids, printed_ids
+from rollbook.book.content_hash import Ids, boxes, clean, printed_ids
 from rollbook.core import arrow, freeform
 from rollbook.core import columns as physical
 from rollbook.core.checks import suggest

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import xxhash
 
-from rollbook.book.disk import Disk, File, read_private
+from rollbook.book.disk import Disk, File, identity, read_private
 from rollbook.book.errors import (
     CorruptBookError,
     MissingSegmentError,
@@ -40,8 +40,7 @@ from rollbook.book.errors import (
     WriterStoppedError,
     moved,
 )
-from rollbook.book.locks import identity
-from rollbook.book.windows import hit
+from rollbook.book.failpoints import hit
 from rollbook.core.checks import check_int
 
 if TYPE_CHECKING:

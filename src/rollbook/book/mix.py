@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book.errors import BookError, LeaseLostError
-from rollbook.book.leasing import Lease, empty_lease
+from rollbook.book.lease import Lease, empty_lease
 from rollbook.book.ledger import Transaction
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.experiences import Experiences

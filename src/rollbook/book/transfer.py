@@ -14,13 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import checkpoints, consumers, groups, lineages, reading, work
+from rollbook.book import queue
+from rollbook.book.checkpoint import find_checkpoint, free_leased, undo_work, void_leases
+from rollbook.book.consumer import all_consumers, delete_removed_consumers, save_consumer
 from rollbook.book.disk import Disk
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
+from rollbook.book.failpoints import hit
 from rollbook.book.ledger import Ledger, SQLiteLedger, Transaction, chunks
+from rollbook.book.read import check_slots
 from rollbook.book.schema import TABLES
-from rollbook.book.shelves import Place
-from rollbook.book.windows import hit
+from rollbook.book.segments.files import Place
 from rollbook.core.addresses import POSTGRES, PostgresAddress, redacted
 from rollbook.core.checks import suggest
 from rollbook.core.errors import WireError
@@ -28,7 +31,7 @@ from rollbook.core.wire import decode, encode
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
-    from rollbook.book.checkpoints import Point
+    from rollbook.book.checkpoint import Point
 
 OPTIONS = ("tokenizer", "quota", "data", "storage_options", "segment_bytes", "clock", "disk")
 """What of `rollbook.open` says how a copy is kept; what consumers do is in the book."""
@@ -58,7 +61,7 @@ def copy_book(book: Book, url: str | os.PathLike[str], name: str | None, options
             raise ValueError(f"snapshot: {each!r} is none of its options{suggest(each, list(OPTIONS))}")
     if name is not None:
         with book.ledger.read() as tx:
-            checkpoints.find_checkpoint(tx, name)
+            find_checkpoint(tx, name)
     for _ in range(_TRIES):
         with suppress(_SourceChangedError):
             if address.startswith(POSTGRES):
@@ -73,7 +76,7 @@ def copy_book(book: Book, url: str | os.PathLike[str], name: str | None, options
 
 
 def _to_memory(book: Book, name: str | None, options: Mapping[str, Any]) -> Book:
-    from rollbook.book.opening import open
+    from rollbook.book.book import open
 
     made = open("memory:", **options)
     try:
@@ -85,7 +88,7 @@ def _to_memory(book: Book, name: str | None, options: Mapping[str, Any]) -> Book
 
 
 def _to_folder(book: Book, address: str, name: str | None, options: Mapping[str, Any]) -> Book:
-    from rollbook.book.opening import open
+    from rollbook.book.book import open
 
     disk: Disk = options.get("disk") or Disk()
     target = os.path.abspath(os.path.expanduser(address))
@@ -109,7 +112,7 @@ def _to_folder(book: Book, address: str, name: str | None, options: Mapping[str,
 def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[str, Any]) -> Book:
     from psycopg import sql
 
-    from rollbook.book.opening import open
+    from rollbook.book.book import open
     from rollbook.book.postgres import connect
 
     target = PostgresAddress.parse(address)
@@ -144,7 +147,7 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
 def _fill(book: Book, made: Book, name: str | None) -> None:
     with _apart(book) as source:
         with source.read() as tx, made.ledger.write() as out:
-            point = None if name is None else checkpoints.find_checkpoint(tx, name)
+            point = None if name is None else find_checkpoint(tx, name)
             for table in TABLES:
                 if table != "meta":
                     out.run(f"DELETE FROM {table}")
@@ -160,29 +163,29 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
                     out.one(
                         f"SELECT setval('{table}_numbers', (SELECT COALESCE(MAX({key}), 0) + 1 FROM {table}), false)"
                     )
-        consumers.delete_removed_consumers(made.ledger)
+        delete_removed_consumers(made.ledger)
         hit("during snapshot")
         _copy_records(book, source, made)
         _copy_media(book, source, made)
     with made.ledger.write() as out:
         if point is None:
-            checkpoints.void_leases(out, "copied")
-            for consumer in consumers.all_consumers(out):
-                gids = checkpoints.free_leased(out, consumer)
+            void_leases(out, "copied")
+            for consumer in all_consumers(out):
+                gids = free_leased(out, consumer)
                 if consumer.grouped:
-                    groups.refresh_groups(out, consumer, gids)
-                consumers.save_consumer(out, consumer)
+                    queue.refresh_groups(out, consumer, gids)
+                save_consumer(out, consumer)
         else:
             _count_anew(out)
             _void_then(out, point)
             last = out.one("SELECT MAX(id) FROM events")[0]
-            lineage = lineages.read_lineage(out)
-            checkpoints.undo_work(out, made, point, "drop")
+            lineage = queue.read_lineage(out)
+            undo_work(out, made, point, "drop")
             # In this book nothing of what was undone ever happened.
-            lineages.save_lineage(out, lineage.clipped(point.seq))
+            queue.save_lineage(out, lineage.clipped(point.seq))
             out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (last,))
         detail = json.loads(out.one("SELECT value FROM meta WHERE key = 'from'")[0])
-        work.record_events(out, [work.Event("copied", reason=name, detail=detail)])
+        queue.record_events(out, [queue.Event("copied", reason=name, detail=detail)])
         hit("end of snapshot")
 
 
@@ -336,7 +339,7 @@ def _part(book: Book, place: Place, slots: list[int]) -> Any:
         many = decode(view)
     except WireError as error:
         raise CorruptBookError(f"segment {place.segment}, byte {place.offset}: {error}") from None
-    reading.check_slots(place, slots, len(many))
+    check_slots(place, slots, len(many))
     return view if slots == list(range(len(many))) else encode(many.take(slots))
 
 

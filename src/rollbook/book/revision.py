@@ -1,33 +1,31 @@
-"""Revisions: rewards and feedback that come late, redaction and deletion.
+"""Additions: what a second record under the same id adds to the first, or where the two conflict.
 
-Invariant: a revision says who made it, when and what it changed, and replaces the record as it was when the revision
-was made: of two at once, the later one is made on top of the earlier. What was sampled (tokens, log-probs, messages)
-is never revised, only redacted.
+Invariant: of a stored record nothing changes but what was missing; whatever else differs is named.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from reprlib import Repr
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.book import (
-    additions,
-    attachments,
-    consumers,
-    deletions,
-    digests,
-    inbox,
-    purging,
-    reading,
-    tags,
-    work,
-)
-from rollbook.book.consumers import Consumer
-from rollbook.book.deletions import Deletion
+import pyarrow as pa
+import xxhash
+
+from rollbook.book import compaction, content_hash, index_columns, queue
+from rollbook.book.consumer import Consumer, all_consumers, save_consumer
+from rollbook.book.content_hash import is_late
+from rollbook.book.disk import Disk
 from rollbook.book.errors import BookError, ConflictError
+from rollbook.book.failpoints import hit
 from rollbook.book.ledger import Transaction, check_text, chunks, let_others
-from rollbook.book.windows import hit
+from rollbook.book.media import extract
+from rollbook.book.read import check_present, fetch, locate, seqs_of
+from rollbook.book.segments.files import FolderShelf, Shelf
 from rollbook.core.checks import suggest
 from rollbook.core.equality import same
 from rollbook.core.experiences import from_rows
@@ -35,9 +33,205 @@ from rollbook.core.fields import FIELDS
 from rollbook.core.wire import encode
 
 if TYPE_CHECKING:
-    from rollbook.book.admission import AppendTransaction, PendingAppend
+    from rollbook.book.append import AppendTransaction, PendingAppend
     from rollbook.book.book import Book
     from rollbook.core.experience import Experience
+
+
+class Difference(NamedTuple):
+    """The first thing in which two records that should be one differ.
+
+    >>> str(Difference("reward", "1.0", "0.5"))
+    'reward: stored 1.0, given 0.5'
+    """
+
+    field: str
+    """Its name; of an entry of a dict, `info.score`."""
+    stored: str
+    """The values, abbreviated."""
+    given: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: stored {self.stored}, given {self.given}"
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What a record adds to the one that is stored under its id."""
+
+    merged: Experience
+    """The stored record with what the other adds; the stored one itself if that is nothing, or they conflict."""
+    added: tuple[str, ...] = ()
+    """What it adds: names of fields, and of entries of dicts as `info.score`."""
+    conflict: Difference | None = None
+    """Why it is another record."""
+
+
+def compare(old: Experience, new: Experience) -> Addition:
+    """What `new` adds to `old`, a stored record of the same id, or where they conflict.
+
+    `new` may bring late fields (see `is_late`) that `old` lacks, and new keys in its dicts; what it does not have
+    itself is left as it is. Everything else has to be equal.
+
+    >>> from rollbook import Experience
+    >>> old = Experience(eid={"suffix": "a"}, tokens=[1, 2, 3], info={"seed": 7})
+    >>> late = old.replace(reward=1.0, info={"judge": "b"})
+    >>> addition = compare(old, late)
+    >>> addition.added, addition.merged.reward, addition.merged.info
+    (('reward', 'info.judge'), 1.0, {'seed': 7, 'judge': 'b'})
+    >>> str(compare(late, old.replace(reward=0.0)).conflict)
+    'reward: stored 1.0, given 0.0'
+    """
+    added: list[str] = []
+    brought: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
+    for name, field in FIELDS.items():
+        a, b = getattr(old, name), getattr(new, name)
+        if not is_late(field):
+            if not same(a, b):
+                return Addition(old, conflict=_difference(name, a, b))
+        elif field.kind == "json":
+            found, conflict = _compare_entries(name, a, b)
+            if conflict is not None:
+                return Addition(old, conflict=conflict)
+            added.extend(f"{name}.{key}" for key in found)
+            if found:
+                brought[name] = {**a, **found}
+            kept[name] = {**b, **a}
+        elif b is None:
+            kept[name] = a
+        elif a is None:
+            added.append(name)
+            brought[name] = b
+        elif not same(a, b):
+            return Addition(old, conflict=_difference(name, a, b))
+    for name in sorted({*old.unknown, *new.unknown}):
+        c, d = (row.unknown[name] if name in row.unknown else pa.nulls(1) for row in (old, new))
+        # An unknown column's null may be a neighbour's doing (see `digests`), and is as good as no column.
+        if not same(c, d) and (c.null_count, d.null_count) != (1, 1):
+            return Addition(old, conflict=_difference(name, c.to_pylist()[0], d.to_pylist()[0]))
+    if not added:
+        return Addition(old)
+    # A record read with odd shapes keeps them only by its own `replace`.
+    return Addition(new.replace(**kept) if new.odd else old.replace(**brought), tuple(added))
+
+
+def _compare_entries(name: str, old: dict[Any, Any], new: dict[Any, Any]) -> tuple[dict[Any, Any], Difference | None]:
+    """The entries that only `new` has, and the first that both have and that differs."""
+    found: dict[Any, Any] = {}
+    for key, value in new.items():
+        if key not in old:
+            found[key] = value
+        elif not same(old[key], value):
+            return {}, _difference(f"{name}.{key}", old[key], value)
+    return found, None
+
+
+_short = Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 60
+
+
+def _difference(field: str, old: Any, new: Any) -> Difference:
+    return Difference(field, _show_value(old, new), _show_value(new, old))
+
+
+def _show_value(value: Any, beside: Any) -> str:
+    """A value as an error shows it; of tensors and long texts what tells it from the other."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        kind = str(value.dtype).removeprefix("torch.")
+        text = f"{kind}{list(value.shape)}"
+        if getattr(beside, "shape", None) == value.shape and len(value.shape) == 1:
+            mine, other = value.tolist(), beside.tolist()
+            at = next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if not same(a, b)), None)
+            text += "" if at is None else f" with {mine[at]!r} at {at}"
+        return text
+    if isinstance(value, str) and isinstance(beside, str) and len(value) > 60:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(value, beside, strict=False)) if a != b), min(len(value), len(beside))
+        )
+        start = max(0, at - 10)
+        return f"{value[start : start + 50]!r} from character {start} of {len(value)}"
+    return _short.repr(value)
+
+
+DELETIONS_FILE = "deletions.jsonl"
+_LONGEST = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """A record that was deleted, or whose `fields` were redacted."""
+
+    uid: str
+    time: float
+    author: str
+    reason: str | None = None
+    fields: tuple[str, ...] = ()
+
+
+def add_deletion(shelf: Shelf, entries: Iterable[Deletion]) -> None:
+    """Append entries and sync them; a book that has no folder keeps no list. Call it in a write transaction."""
+    if not isinstance(shelf, FolderShelf):
+        return
+    lines = [_format_deletion(entry) for entry in entries]
+    if not lines:
+        return
+    path = os.path.join(shelf.book_folder, DELETIONS_FILE)
+    file, is_new = shelf.disk.open_append(path)
+    try:
+        # A crash may have left half a line.
+        shelf.disk.append(file, [b"" if is_new else b"\n", *lines])
+        shelf.disk.sync(file)
+        if is_new:
+            shelf.disk.sync_folder(shelf.book_folder)
+    finally:
+        file.close()
+
+
+def _format_deletion(entry: Deletion) -> bytes:
+    text = json.dumps(asdict(entry)).encode()
+    return b"%016x %s\n" % (xxhash.xxh3_64_intdigest(text), text)
+
+
+def read_deletions(folder: str | os.PathLike[str], disk: Disk) -> tuple[list[Deletion], bool]:
+    """Return the entries, and whether the list is there and all of it can be read.
+
+    >>> import rollbook, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with rollbook.open(folder) as book:
+    ...         _ = book.append(rollbook.Experience(eid={"suffix": "a"}, tokens=[1, 2, 3]))
+    ...         _ = book.delete(["//0/0/a"], author="ana", reason="asked")
+    ...     [(entry.uid, entry.author, entry.reason) for entry in read_deletions(folder, Disk())[0]]
+    [('//0/0/a', 'ana', 'asked')]
+    """
+    entries: list[Deletion] = []
+    try:
+        fd = disk.open_read(os.path.join(folder, DELETIONS_FILE))
+    except OSError:
+        return entries, False
+    complete = True
+    with os.fdopen(fd, "rb") as file:
+        while line := file.readline(_LONGEST):
+            if line == b"\n":
+                continue
+            entry = _parse_deletion(line)
+            if entry is not None:
+                entries.append(entry)
+            elif line.endswith(b"\n"):
+                complete = False
+    return entries, complete
+
+
+def _parse_deletion(line: bytes) -> Deletion | None:
+    checksum, _, text = line.rstrip(b"\n").partition(b" ")
+    if checksum != b"%016x" % xxhash.xxh3_64_intdigest(text):
+        return None
+    try:
+        values = json.loads(text)
+        return Deletion(**{**values, "fields": tuple(values["fields"])})
+    except (KeyError, RecursionError, TypeError, ValueError):
+        return None
+
 
 Change = Callable[["Experience", int], tuple["Experience", Sequence[str]] | None]
 """From a record as it is and its place among those asked for: as it should be, and what changed; `None`: nothing."""
@@ -67,7 +261,7 @@ def rewrite_records(
     for _ in range(_TRIES):
         with book.ledger.read() as tx:
             before = _revisions(tx, seqs)
-        rows = reading.fetch(book, seqs).rows()
+        rows = fetch(book, seqs).rows()
         made: list[tuple[int, int, Experience, Experience, Sequence[str]]] = []
         for i, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
             found = change(row, i)
@@ -76,29 +270,29 @@ def rewrite_records(
         if not made:
             return []
         many = from_rows([new for _, _, _, new, _ in made])
-        lifted = attachments.extract(many, evaluation=[before[seq][2] for _, seq, *_ in made])
+        lifted = extract(many, evaluation=[before[seq][2] for _, seq, *_ in made])
         blobs = list(lifted.blobs)
         parts = [encode(lifted.stripped), *(lifted.blobs[key].data for key in blobs)]
         if book.quota is not None and kind != "redacted":  # What must go is never kept for want of room.
-            from rollbook.book.admission import check_quota
+            from rollbook.book.append import check_quota
 
             check_quota(book, sum(len(part) for part in parts))
         if also is not None:
             also.store()
         places = book.shelf.put(parts)
         media = dict(zip(blobs, places[1:], strict=True))
-        found_tags = tags.index_columns(many)
-        digest = digests.content_hashes(many).whole if given is None else [given[i] for i, *_ in made]
+        found_tags = index_columns.index_columns(many)
+        digest = content_hash.content_hashes(many).whole if given is None else [given[i] for i, *_ in made]
         values: dict[str, list[float | None]] = {}
-        with inbox.write_drained(book, timeout=timeout) as tx:
+        with queue.write_drained(book, timeout=timeout) as tx:
             if _revisions(tx, seqs) != before or not book.shelf.has(places[0].segment):
                 continue  # Somebody else revised or deleted one of them meanwhile: on top of that, then.
             if kind == "redacted":
                 to_purge(tx, [seq for _, seq, *_ in made])
                 _scrub(tx, seqs)
-            purging.seal_purged(tx, book, places[0].segment)
+            compaction.seal_purged(tx, book, places[0].segment)
             share = -(-places[0].length // len(made))
-            columns = (*tags.IndexColumns._fields, "revision", "segment", "start", "size", "slot", "bytes")
+            columns = (*index_columns.IndexColumns._fields, "revision", "segment", "start", "size", "slot", "bytes")
             place = (places[0].segment, places[0].offset, places[0].length)
             tx.many(
                 f"UPDATE records SET {', '.join(f'{name} = ?' for name in columns)} WHERE seq = ?",
@@ -134,16 +328,16 @@ def rewrite_records(
                 if kind == "revised":
                     detail["was"] = {name: _scalar(old, name) for name in names if _scalar(old, name) is not None}
                     detail["is"] = {name: _scalar(new, name) for name in names if _scalar(new, name) is not None}
-                events.append(work.Event(kind, seq, reason=reason, detail=detail))
-            work.record_events(tx, events)
+                events.append(queue.Event(kind, seq, reason=reason, detail=detail))
+            queue.record_events(tx, events)
             tx.many(
                 "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING",
-                sorted(tags.column_types(many)),
+                sorted(index_columns.column_types(many)),
             )
-            for consumer in consumers.all_consumers(tx):
+            for consumer in all_consumers(tx):
                 ranked_by = consumer.settings.sampler.key
                 if ranked_by is not None and ranked_by not in values:
-                    found_numbers = tags.number_column(many, ranked_by)
+                    found_numbers = index_columns.number_column(many, ranked_by)
                     values[ranked_by] = [None if n is None or math.isnan(n) else n for n in found_numbers]
                 seqs_made = [seq for _, seq, *_ in made]
                 follow_revisions(tx, consumer, seqs_made, values.get(ranked_by or ""), retrain is not False)
@@ -155,9 +349,7 @@ def rewrite_records(
                 also(tx)
             if kind == "redacted":
                 blanked = [(new.eid.uid, tuple(names)) for _, _, _, new, names in made]
-                deletions.add_deletion(
-                    book.shelf, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked]
-                )
+                add_deletion(book.shelf, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
         return [i for i, *_ in made]
     raise BookError(f"records {list(seqs)[:3]}...: others revised them {_TRIES} times while this revision was made")
 
@@ -204,22 +396,22 @@ def follow_revisions(
     sampler = consumer.settings.sampler
     moves = []
     events = []
-    for row in work.select_rows_by_seq(tx, consumer, seqs):
+    for row in queue.select_rows_by_seq(tx, consumer, seqs):
         new = row
         if row.seq in known and known[row.seq] != row.value:
             item = consumer.item(row.seq, row.uses, row.version, known[row.seq])
             new = new._replace(value=item.value, weight=sampler.weight(item))
-            if row.state == work.WAITING:
+            if row.state == queue.WAITING:
                 new = new._replace(rank=sampler.rank(item, consumer.state))
-        if retrain and row.state in (work.TRAINED, work.DROPPED):
+        if retrain and row.state in (queue.TRAINED, queue.DROPPED):
             item = consumer.item(row.seq, row.uses, row.version, new.value)
             rank = sampler.rank(item, consumer.state)
-            new = new._replace(state=work.WAITING, reason=None, rank=rank, until=None)
-            events.append(work.Event("returned", row.seq, consumer.id, "revised"))
+            new = new._replace(state=queue.WAITING, reason=None, rank=rank, until=None)
+            events.append(queue.Event("returned", row.seq, consumer.id, "revised"))
         if new != row:
             moves.append((row, new))
-    work.change_rows(tx, consumer, moves, events)
-    consumers.save_consumer(tx, consumer)
+    queue.change_rows(tx, consumer, moves, events)
+    save_consumer(tx, consumer)
 
 
 # --- what users ask for -------------------------------------------------------------------------------------------
@@ -239,7 +431,7 @@ def add_fields(
     rows = coming.select(indices).rows()
 
     def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
-        addition = additions.compare(old, rows[i])
+        addition = compare(old, rows[i])
         if addition.conflict is not None:
             raise ConflictError(
                 f"{old.eid.uid}: got another record under the same id; {addition.conflict}; "
@@ -280,7 +472,7 @@ def revise_records(
     book: Book, changes: Mapping[str, Mapping[str, Any]], *, author: str, reason: str | None, retrain: bool | str
 ) -> int:
     """See `Book.revise`."""
-    allowed = [name for name, field in FIELDS.items() if digests.is_late(field)]
+    allowed = [name for name, field in FIELDS.items() if content_hash.is_late(field)]
     for uid, fields in changes.items():
         for name in fields:
             if name not in allowed:
@@ -298,7 +490,7 @@ def revise_records(
         names = [name for name in wanted if not same(getattr(old, name), getattr(new, name))]
         return (new, names) if names else None
 
-    seqs = reading.seqs_of(book, list(changes))
+    seqs = seqs_of(book, list(changes))
     done = rewrite_records(book, seqs, change, kind="revised", author=author, reason=reason, retrain=retrain)
     same_as_before = [seq for i, seq in enumerate(seqs) if i not in set(done)]
     if retrain and same_as_before:
@@ -308,14 +500,14 @@ def revise_records(
 
 def _return(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
     """Have records wait again to which a revision changed nothing."""
-    with inbox.write_drained(book) as tx:
+    with queue.write_drained(book) as tx:
         found = list(seqs)
         if retrain == "group":
             gids: list[str] = []
             for marks, part in chunks(seqs):
                 gids += [row[0] for row in tx.all(f"SELECT gid FROM records WHERE seq IN ({marks})", part)]
             found += _siblings(tx, gids, seqs)
-        for consumer in consumers.all_consumers(tx):
+        for consumer in all_consumers(tx):
             follow_revisions(tx, consumer, found, None, True)
 
 
@@ -345,7 +537,7 @@ def redact_records(book: Book, uids: Sequence[str], fields: Sequence[str], *, au
         names = [name for name, head in heads.items() if not same(getattr(old, head), getattr(new, head))]
         return (new, names) if names else None
 
-    seqs = list(dict.fromkeys(reading.seqs_of(book, uids)))
+    seqs = list(dict.fromkeys(seqs_of(book, uids)))
     return sum(
         len(rewrite_records(book, piece, change, kind="redacted", author=author, reason=reason))
         for piece in _pieces(book, seqs)
@@ -359,13 +551,13 @@ def _pieces(book: Book, seqs: Sequence[int]) -> list[list[int]]:
     for start in range(0, len(seqs), _AT_ONCE):
         part = seqs[start : start + _AT_ONCE]
         with book.ledger.read() as tx:
-            places = reading.locate(tx, part)
+            places = locate(tx, part)
             sizes = dict(
                 row
                 for marks, some in chunks(part)
                 for row in tx.all(f"SELECT seq, bytes FROM records WHERE seq IN ({marks})", some)
             )
-        reading.check_present(book, part, places)
+        check_present(book, part, places)
         for seq in part:
             if not pieces or len(pieces[-1]) == _REDACTED_AT_ONCE or sizes[seq] > room:
                 pieces.append([])
@@ -397,10 +589,10 @@ def _scrub(tx: Transaction, seqs: Sequence[int]) -> None:
 
 def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str | None) -> int:
     """See `Book.delete`."""
-    seqs = reading.seqs_of(book, uids)
+    seqs = seqs_of(book, uids)
     count = 0
     for start in range(0, len(seqs), _AT_ONCE):
-        with inbox.write_drained(book) as tx:
+        with queue.write_drained(book) as tx:
             count += _delete(tx, book, seqs[start : start + _AT_ONCE], author, reason)
         hit("during delete")
         if start + _AT_ONCE < len(seqs):
@@ -422,13 +614,13 @@ def _delete(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reaso
         (tx.array(fresh),),
     )
     tx.run(f"DELETE FROM media_uses WHERE seq {tx.in_ints}", (tx.array(fresh),))
-    work.record_events(tx, [work.Event("deleted", seq, reason=reason, detail={"author": author}) for seq in fresh])
-    for consumer in consumers.all_consumers(tx):
-        rows = work.select_rows_by_seq(tx, consumer, fresh)
-        work.drop_rows(
-            tx, consumer, [row for row in rows if row.state in (work.WAITING, work.COOLING, work.LEASED)], "deleted"
+    queue.record_events(tx, [queue.Event("deleted", seq, reason=reason, detail={"author": author}) for seq in fresh])
+    for consumer in all_consumers(tx):
+        rows = queue.select_rows_by_seq(tx, consumer, fresh)
+        queue.drop_rows(
+            tx, consumer, [row for row in rows if row.state in (queue.WAITING, queue.COOLING, queue.LEASED)], "deleted"
         )
-        consumers.save_consumer(tx, consumer)
+        save_consumer(tx, consumer)
     _scrub(tx, fresh)
-    deletions.add_deletion(book.shelf, [Deletion(uid, tx.now, author, reason) for _, uid in present])
+    add_deletion(book.shelf, [Deletion(uid, tx.now, author, reason) for _, uid in present])
     return len(fresh)

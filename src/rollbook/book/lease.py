@@ -17,8 +17,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.book import admission, consumers, groups, inbox, reading, work
-from rollbook.book.consumers import Consumer
+from rollbook.book import queue
+from rollbook.book.append import rerank_queue
+from rollbook.book.consumer import (
+    SELECT_CONSUMER,
+    Consumer,
+    find_consumer,
+    get_consumer,
+    parse_consumers,
+    save_consumer,
+    unknown_consumer,
+)
 from rollbook.book.errors import (
     BookError,
     ConnectionLostError,
@@ -27,10 +36,10 @@ from rollbook.book.errors import (
     LockTimeoutError,
     UnknownConsumerError,
 )
+from rollbook.book.failpoints import hit
 from rollbook.book.ledger import RETRY_SECONDS, Transaction, check_text, let_others, write_once
-from rollbook.book.reading import uids_of
-from rollbook.book.samplers import First, Proportional
-from rollbook.book.windows import hit
+from rollbook.book.read import fetch, uids_of
+from rollbook.book.sampler import First, Proportional
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.metrics import advise
 
@@ -143,7 +152,7 @@ class Lease:
     def experiences(self) -> Experiences:
         """Its records."""
         if self._experiences is None:
-            self._experiences = reading.fetch(self._book, self._claim.seqs)
+            self._experiences = fetch(self._book, self._claim.seqs)
         if self._left:
             self._progress()
         return self._experiences
@@ -261,8 +270,8 @@ class Lease:
                 count += len(self._acknowledged(tx, seqs, step))
             _train(tx, consumer, rows, step, self._claim.id, priorities, details)
             if chosen.keys() >= self._left.keys():
-                work.end_lease(tx, self._claim.id, "acked")
-            consumers.save_consumer(tx, consumer)
+                queue.end_lease(tx, self._claim.id, "acked")
+            save_consumer(tx, consumer)
             hit("during ack")
             return count
 
@@ -281,13 +290,13 @@ class Lease:
         def transact(tx: Transaction) -> int:
             consumer, found = self._held(tx, chosen, always=True)
             if drop:
-                work.drop_rows(tx, consumer, found, reason)
+                queue.drop_rows(tx, consumer, found, reason)
             else:
-                work.requeue_rows(tx, consumer, found, "nacked", reason)
+                queue.requeue_rows(tx, consumer, found, "nacked", reason)
                 tx.notify(consumer.id)
             if len(chosen) == len(self._left):
-                work.end_lease(tx, self._claim.id, "nacked")
-            consumers.save_consumer(tx, consumer)
+                queue.end_lease(tx, self._claim.id, "nacked")
+            save_consumer(tx, consumer)
             return len(found)
 
         def committed(tx: Transaction, _: int) -> bool:
@@ -346,7 +355,7 @@ class Lease:
 
     def _held(
         self, tx: Transaction, chosen: Mapping[str, int], always: bool = False
-    ) -> tuple[Consumer, list[work.Row]]:
+    ) -> tuple[Consumer, list[queue.Row]]:
         """The consumer, and those of the chosen rows that are still this lease's: a record that was deleted meanwhile
         is not. `LeaseLostError` if the lease has ended.
 
@@ -355,19 +364,19 @@ class Lease:
         name, fence = self._wanted.consumer, self._claim.id
         serial = self._claim.serial or always
         consumer_rows, lease_rows, rows = tx.ask(
-            (f"{consumers.SELECT_CONSUMER}{tx.lock_row() if serial else ''}", (name,)),
+            (f"{SELECT_CONSUMER}{tx.lock_row() if serial else ''}", (name,)),
             (f"{_LIVES}{tx.lock_row()}", (fence,)),
-            (f"SELECT {work.ROW_COLUMNS} FROM work WHERE lease = ? ORDER BY seq", (fence,)),
+            (f"SELECT {queue.ROW_COLUMNS} FROM work WHERE lease = ? ORDER BY seq", (fence,)),
         )
         if not consumer_rows:
             raise LeaseLostError(f"consumer {name!r}: it is no longer in the book")
-        [consumer] = consumers.parse_consumers(consumer_rows)
+        [consumer] = parse_consumers(consumer_rows)
         if not serial and _is_shared(consumer):
             self._claim = self._claim._replace(serial=True)
             raise _RetryAckError
         self._check(tx, lease_rows)
         seqs = set(chosen.values())
-        return consumer, [row for row in work.check_rows(rows) if row.seq in seqs]
+        return consumer, [row for row in queue.check_rows(rows) if row.seq in seqs]
 
     def _check(self, tx: Transaction, rows: Sequence[Any]) -> None:
         """Raise unless the lease lives."""
@@ -457,7 +466,7 @@ def _is_shared(consumer: Consumer) -> bool:
 def _train(
     tx: Transaction,
     consumer: Consumer,
-    found: Sequence[work.Row],
+    found: Sequence[queue.Row],
     step: int | None,
     lease: int,
     priorities: Mapping[int, float],
@@ -473,17 +482,17 @@ def _train(
         again, rest = sampler.after(item)
         again = again and (most is None or item.uses < most)
         new = row._replace(
-            uses=item.uses, lease=None, value=value, weight=sampler.weight(item), attempts=0, state=work.TRAINED
+            uses=item.uses, lease=None, value=value, weight=sampler.weight(item), attempts=0, state=queue.TRAINED
         )
         if again:
-            state, until = (work.COOLING, tx.now + rest) if rest else (work.WAITING, None)
+            state, until = (queue.COOLING, tx.now + rest) if rest else (queue.WAITING, None)
             new = new._replace(state=state, until=until, rank=sampler.rank(item, consumer.state))
             tx.notify(consumer.id)
         moves.append((row, new))
         # What rewinding needs to put the row back.
         told = {"uses": row.uses, "rank": row.rank, "value": row.value, **details[row.seq]}
-        events.append(work.Event(work.TRAINED, row.seq, consumer.id, None, step, lease, told))
-    work.change_rows(tx, consumer, moves, events)
+        events.append(queue.Event(queue.TRAINED, row.seq, consumer.id, None, step, lease, told))
+    queue.change_rows(tx, consumer, moves, events)
 
 
 def refresh_queue(tx: Transaction, book: Book, name: str, wanted: LeaseRequest | None) -> tuple[Consumer | None, bool]:
@@ -499,7 +508,7 @@ def refresh_queue(tx: Transaction, book: Book, name: str, wanted: LeaseRequest |
     check_text("consumer", name, 1, 200)
     mine = "consumer = (SELECT id FROM consumers WHERE name = ?)"
     rows, [(expired, rested, unseen, version)] = tx.ask(
-        (f"{consumers.SELECT_CONSUMER}{tx.lock_row()}", (name,)),
+        (f"{SELECT_CONSUMER}{tx.lock_row()}", (name,)),
         (
             f"SELECT (SELECT 1 FROM leases WHERE {mine} AND state = 'active' AND "
             "(expires <= ? OR expires > ? + seconds + 1) LIMIT 1), "
@@ -511,28 +520,28 @@ def refresh_queue(tx: Transaction, book: Book, name: str, wanted: LeaseRequest |
     )
     if not rows:
         return None, True
-    [consumer] = consumers.parse_consumers(rows)
+    [consumer] = parse_consumers(rows)
     settings = consumer.settings
     if wanted is not None and wanted.by == "group" and not consumer.grouped:
-        groups.begin_groups(tx, consumer)
+        queue.begin_groups(tx, consumer)
     if expired:
-        work.expire_leases(tx, consumer)
-    piece = inbox.CHUNK
-    done = admission.rerank_queue(tx, consumer, book, piece)
+        queue.expire_leases(tx, consumer)
+    piece = queue.CHUNK
+    done = rerank_queue(tx, consumer, book, piece)
     if unseen and (settings.bounded if wanted is None else not takes_in_order(consumer, wanted)):
-        done &= inbox.drain_inbox(tx, book, consumer, piece)
+        done &= queue.drain_inbox(tx, book, consumer, piece)
     if rested:
-        done &= work.end_cooldowns(tx, consumer, piece)
-    done &= work.drop_over_age(tx, consumer, piece)
+        done &= queue.end_cooldowns(tx, consumer, piece)
+    done &= queue.drop_over_age(tx, consumer, piece)
     bound = settings.max_staleness if wanted is None or wanted.max_staleness is None else wanted.max_staleness
     if version is not None and bound is not None:
-        done &= work.drop_stale_rows(tx, consumer, work.version_floor(int(version), bound), piece)
+        done &= queue.drop_stale_rows(tx, consumer, queue.version_floor(int(version), bound), piece)
     if wanted is not None and wanted.max_staleness is not None and settings.max_staleness is None:
-        work.drop_abandoned_rows(tx, consumer)  # a consumer's own bound was held as they came
+        queue.drop_abandoned_rows(tx, consumer)  # a consumer's own bound was held as they came
     if consumer.grouped:
-        done &= groups.build_groups(tx, consumer, piece)
+        done &= queue.build_groups(tx, consumer, piece)
         if settings.partial_after is not None:
-            done &= groups.release_due_groups(tx, consumer, piece)
+            done &= queue.release_due_groups(tx, consumer, piece)
     return consumer, done
 
 
@@ -541,12 +550,12 @@ def drop_stale_records(book: Book, name: str) -> None:
     done = False
     while not done:
         with book.ledger.write(shared=True, durable=False) as tx:
-            consumer = consumers.find_consumer(tx, name, lock=True)
+            consumer = find_consumer(tx, name, lock=True)
             if consumer is None:
                 return
-            floor = work.version_floor(work.announced_version(tx), consumer.settings.max_staleness)
-            done = inbox.drain_inbox(tx, book, consumer) & work.drop_stale_rows(tx, consumer, floor, inbox.CHUNK)
-            consumers.save_consumer(tx, consumer)
+            floor = queue.version_floor(queue.announced_version(tx), consumer.settings.max_staleness)
+            done = queue.drain_inbox(tx, book, consumer) & queue.drop_stale_rows(tx, consumer, floor, queue.CHUNK)
+            save_consumer(tx, consumer)
         if not done:
             let_others(book.ledger)
 
@@ -558,7 +567,7 @@ def refresh_consumer(book: Book, name: str) -> None:
         with book.ledger.write(shared=True, durable=False) as tx:
             consumer, done = refresh_queue(tx, book, name, None)
             if consumer is not None:
-                consumers.save_consumer(tx, consumer)
+                save_consumer(tx, consumer)
         if not done:
             let_others(book.ledger)
 
@@ -586,9 +595,9 @@ def try_claim(book: Book, wanted: LeaseRequest, last: bool, timeout: float | Non
         consumer, done = refresh_queue(tx, book, wanted.consumer, wanted)
         if consumer is None:
             names = [name for (name,) in tx.all("SELECT name FROM consumers ORDER BY id")]
-            raise consumers.unknown_consumer(wanted.consumer, names)
+            raise unknown_consumer(wanted.consumer, names)
         claim = _claim(tx, book, consumer, wanted, last) if done else None
-        consumers.save_consumer(tx, consumer)
+        save_consumer(tx, consumer)
         return done, claim
 
     def committed(tx: Transaction, outcome: tuple[bool, Claim | None]) -> bool:
@@ -610,7 +619,7 @@ def try_claim(book: Book, wanted: LeaseRequest, last: bool, timeout: float | Non
             if not wanted.create:
                 raise
             with book.ledger.write() as tx:
-                if consumers.find_consumer(tx, wanted.consumer) is None:
+                if find_consumer(tx, wanted.consumer) is None:
                     book.make_consumer(tx, wanted.consumer)
         except LockTimeoutError as error:
             if timeout is None:
@@ -631,7 +640,7 @@ def _ready(tx: Transaction, consumer: Consumer, count: int) -> list[tuple[str, f
 
 
 _CLAIMED = (
-    f"SELECT {', '.join(f'work.{name}' for name in work.Row._fields)}, records.uid "
+    f"SELECT {', '.join(f'work.{name}' for name in queue.Row._fields)}, records.uid "
     "FROM work JOIN records ON records.seq = work.seq WHERE work.consumer = ? AND work.state = 'waiting'"
 )
 
@@ -639,12 +648,12 @@ _CLAIMED = (
 class ClaimableRow(NamedTuple):
     """A record that can be claimed: its row and its id."""
 
-    row: work.Row
+    row: queue.Row
     uid: str
 
 
 def _parsed(rows: Sequence[Any]) -> list[ClaimableRow]:
-    checked = work.check_rows(row[:-1] for row in rows)
+    checked = queue.check_rows(row[:-1] for row in rows)
     return [ClaimableRow(row, full[-1]) for row, full in zip(checked, rows, strict=True)]
 
 
@@ -652,7 +661,7 @@ def _allowed(tx: Transaction, consumer: Consumer, wanted: LeaseRequest) -> tuple
     """How many units limiters let this lease have, at most as many as it wants, and why no more."""
     settings = consumer.settings
     if settings.min_size:
-        there = work.count_rows(tx, consumer, work.WAITING, work.COOLING, work.LEASED)[0]
+        there = queue.count_rows(tx, consumer, queue.WAITING, queue.COOLING, queue.LEASED)[0]
         if there < settings.min_size:
             return 0, f"{there} records are there, MinSize waits for {settings.min_size}"
     if settings.ratio is None:
@@ -661,7 +670,7 @@ def _allowed(tx: Transaction, consumer: Consumer, wanted: LeaseRequest) -> tuple
     if wanted.by == "group":
         fits = 0
         for gid, *_ in _ready(tx, consumer, wanted.most):
-            left -= len(work.select_rows(tx, "consumer = ? AND gid = ? AND state = 'waiting'", (consumer.id, gid)))
+            left -= len(queue.select_rows(tx, "consumer = ? AND gid = ? AND state = 'waiting'", (consumer.id, gid)))
             fits += left >= 0
         left = fits
     if left < wanted.most:
@@ -701,7 +710,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: LeaseRequest
         rows, [(lease,)] = tx.ask(in_order, tx.next_number("leases", 1))
         empty = not takes_in_order(consumer, wanted)
         while len(rows) < most and not empty:
-            empty = inbox.drain_inbox(tx, book, consumer, max(AHEAD, min(most - len(rows), inbox.CHUNK)))
+            empty = queue.drain_inbox(tx, book, consumer, max(AHEAD, min(most - len(rows), queue.CHUNK)))
             rows = tx.all(*in_order)
         units = len(rows)
         if units < wanted.most and not last:
@@ -709,7 +718,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: LeaseRequest
         taken = _parsed(rows)
         odds = [each.row.weight for each in taken]
         ranks = [each.row.rank for each in taken]
-        count, total = work.count_rows(tx, consumer, work.WAITING) if isinstance(sampler, Proportional) else (0, 0.0)
+        count, total = queue.count_rows(tx, consumer, queue.WAITING) if isinstance(sampler, Proportional) else (0, 0.0)
     if units < most or not why:
         why = "no more was waiting" if wanted.by == "experience" else "no more groups were complete"
     if units < wanted.most and wanted.exact:
@@ -732,11 +741,11 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: LeaseRequest
         ("id", "consumer", "holder", "made", "expires", "seconds", "state", "count"),
         [(lease, consumer.id, wanted.holder, tx.now, tx.now + seconds, seconds, "active", len(taken))],
     )
-    work.change_rows(
+    queue.change_rows(
         tx,
         consumer,
-        [(row, row._replace(state=work.LEASED, lease=lease)) for row, _ in taken],
-        [work.Event(work.LEASED, row.seq, consumer.id, lease=lease) for row, _ in taken],
+        [(row, row._replace(state=queue.LEASED, lease=lease)) for row, _ in taken],
+        [queue.Event(queue.LEASED, row.seq, consumer.id, lease=lease) for row, _ in taken],
     )
     consumer.samples += len(taken)
     return Claim(
@@ -791,10 +800,10 @@ class Forecast(NamedTuple):
 def forecast(book: Book, asked: LeaseRequest) -> Forecast:
     """Look at a consumer's queue without a lock."""
     with book.ledger.read() as tx:
-        consumer = consumers.get_consumer(tx, asked.consumer)
+        consumer = get_consumer(tx, asked.consumer)
         number = consumer.id
         enough = asked.by == "group" or (
-            work.count_rows(tx, consumer, work.WAITING)[0] + inbox.inbox_size(tx, number) >= asked.most
+            queue.count_rows(tx, consumer, queue.WAITING)[0] + queue.inbox_size(tx, number) >= asked.most
         )
         leases, rests, partial = tx.ask(
             ("SELECT MIN(expires) FROM leases WHERE consumer = ? AND state = 'active'", (number,)),

@@ -13,11 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.book import before, consumers, groups, inbox, lineages, purging, quarantine, reading, revising, work
-from rollbook.book.consumers import Consumer, Settings
+from rollbook.book import compaction, queue, revision
+from rollbook.book.consumer import (
+    Consumer,
+    Settings,
+    all_consumers,
+    get_consumer,
+    save_consumer,
+    save_settings,
+    shift_state,
+)
 from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError
+from rollbook.book.failpoints import hit
 from rollbook.book.ledger import Transaction, check_text, chunks, parsed, write_once
-from rollbook.book.windows import hit
+from rollbook.book.read import read_numbers
 from rollbook.core.checks import check_choice, check_int
 
 if TYPE_CHECKING:
@@ -138,7 +147,7 @@ def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
             book.ledger,
             transact,
             lambda tx, used: _of_token(tx, token) == used,
-            begin=lambda timeout: inbox.write_drained(book, timeout),
+            begin=lambda timeout: queue.write_drained(book, timeout),
         )
     except OutcomeUnknownError:
         book.unsettled_checkpoints[name] = token
@@ -176,7 +185,7 @@ def _make(tx: Transaction, name: str | None, state: str, token: str) -> str:
         name = f"checkpoint-{last}"
         if tx.one("SELECT 1 FROM checkpoints WHERE name = ?", (name,)):
             name = None
-    work.record_events(tx, [work.Event("checkpoint", reason=name, detail={"token": token})])
+    queue.record_events(tx, [queue.Event("checkpoint", reason=name, detail={"token": token})])
     # The event is the checkpoint's own: no two have the same, and all that comes later has a larger number.
     event, seq = tx.one("SELECT (SELECT MAX(id) FROM events), (SELECT COALESCE(MAX(seq), 0) FROM records)")
     tx.run(
@@ -188,7 +197,7 @@ def _make(tx: Transaction, name: str | None, state: str, token: str) -> str:
 
 def _state(tx: Transaction, book: Book) -> dict[str, Any]:
     return {
-        "policy_version": work.announced_version(tx),
+        "policy_version": queue.announced_version(tx),
         "consumers": [
             {
                 "id": each.id,
@@ -199,7 +208,7 @@ def _state(tx: Transaction, book: Book) -> dict[str, Any]:
                 "samples": each.samples,
                 "floor": each.floor,
             }
-            for each in consumers.all_consumers(tx)
+            for each in all_consumers(tx)
         ],
     }
 
@@ -219,8 +228,8 @@ def forget_checkpoint(book: Book, name: str) -> None:
 
 def _forget(tx: Transaction, point: Point) -> None:
     tx.run("DELETE FROM checkpoints WHERE event = ?", (point.event,))
-    before.merge_undo(tx, point.event)
-    work.record_events(tx, [work.Event("forgotten", reason=point.name)])
+    queue.merge_undo(tx, point.event)
+    queue.record_events(tx, [queue.Event("forgotten", reason=point.name)])
 
 
 # --- going back ---------------------------------------------------------------------------------------------------
@@ -229,7 +238,7 @@ def _forget(tx: Transaction, point: Point) -> None:
 def rewind_book(book: Book, name: str, later: str) -> RewindResult:
     """See `Book.rewind`."""
     check_choice("later", later, ("keep", "drop"))
-    with inbox.write_drained(book) as tx:
+    with queue.write_drained(book) as tx:
         done = undo_work(tx, book, find_checkpoint(tx, name), later)
         hit("during rewind")
     return done
@@ -241,8 +250,8 @@ def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindRe
     forgotten = [each for each in reversed(checkpoint_points(tx)) if each.event > point.event]
     for each in forgotten:
         _forget(tx, each)
-    lineage = lineages.branch_lineage(tx, point.state["policy_version"], point.seq)
-    work.set_announced_version(tx, point.state["policy_version"])
+    lineage = queue.branch_lineage(tx, point.state["policy_version"], point.seq)
+    queue.set_announced_version(tx, point.state["policy_version"])
     acks = _void_acks(tx, point)
     leases = void_leases(tx, point.name)
     came = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND gone IS NULL", (point.seq,))[0]
@@ -252,12 +261,12 @@ def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindRe
     revised = _revised(tx, point)
     # Records that are brought again get numbers from here on; they are ranked by those they had.
     last = tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0] if later == "drop" else point.seq
-    for consumer in consumers.all_consumers(tx):
+    for consumer in all_consumers(tx):
         if consumer.id in kept:
             _put_back(tx, book, consumer, kept[consumer.id], point, revised, last)
         else:
             _begin_anew(tx, book, consumer, point, last)
-        consumers.save_consumer(tx, consumer)
+        save_consumer(tx, consumer)
     done = RewindResult(
         point.name, acks, leases, came, tuple(each.name for each in reversed(forgotten)), lineage.number
     )
@@ -269,7 +278,7 @@ def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindRe
         later: came,
         "forgotten": list(done.forgotten),
     }
-    work.record_events(tx, [work.Event("rewound", reason=point.name, detail=told)])
+    queue.record_events(tx, [queue.Event("rewound", reason=point.name, detail=told)])
     return done
 
 
@@ -296,7 +305,9 @@ def void_leases(tx: Transaction, reason: str) -> int:
 
 def _let_go(tx: Transaction, seq: int) -> None:
     """Records that came after the checkpoint are gone, and their ids are free; what was deleted stays deleted."""
-    tx.run(purging.MARK.format("SELECT DISTINCT segment, 0 FROM records WHERE seq > ? AND segment IS NOT NULL"), (seq,))
+    tx.run(
+        compaction.MARK.format("SELECT DISTINCT segment, 0 FROM records WHERE seq > ? AND segment IS NOT NULL"), (seq,)
+    )
     tx.run(
         "UPDATE records SET gone = 'rewound', segment = NULL, start = NULL, size = NULL, slot = NULL, bytes = 0 "
         "WHERE seq > ? AND (gone IS NULL OR gone <> 'deleted')",
@@ -321,7 +332,7 @@ def _shifted(state: dict[str, Any], point: Point, last: int) -> dict[str, Any]:
         return dict(state)
     return {
         **state,
-        "shifts": [*state.get("shifts", ()), last, last - point.seq + consumers.shift_state(state, point.seq)],
+        "shifts": [*state.get("shifts", ()), last, last - point.seq + shift_state(state, point.seq)],
     }
 
 
@@ -332,7 +343,7 @@ def _begin_anew(tx: Transaction, book: Book, consumer: Consumer, point: Point, l
     consumer.state, consumer.grouped, consumer.floor = _shifted({}, point, last), False, None
     consumer.inserts = consumer.samples = 0
     tx.run("DELETE FROM inbox WHERE consumer = ?", (consumer.id,))
-    inbox.backfill_consumer(tx, consumer.id)
+    queue.backfill_consumer(tx, consumer.id)
 
 
 def _put_back(
@@ -346,7 +357,7 @@ def _put_back(
 ) -> None:
     settings = Settings.from_json(was["settings"])
     if settings != consumer.settings:
-        consumers.save_settings(tx, consumer, settings)
+        save_settings(tx, consumer, settings)
     # Groups are put back as they were, not made again from their members as each of those changes.
     consumer.grouped = False
     consumer.state = _shifted(was["state"], point, last)
@@ -361,62 +372,62 @@ def _put_back(
     consumer.inserts, consumer.samples, consumer.floor = was["inserts"], was["samples"] - held, was["floor"]
     if was["grouped"]:
         tx.run("DELETE FROM groups WHERE consumer = ? AND seq > ?", (consumer.id, point.seq))
-        gids = dict.fromkeys([*before.restore_groups(tx, *mine), *gids])
+        gids = dict.fromkeys([*queue.restore_groups(tx, *mine), *gids])
     else:
         tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
         tx.run("DELETE FROM groups_before WHERE checkpoint = ? AND consumer = ?", mine)
     for reason, rows in lost.items():
-        work.drop_rows(tx, consumer, rows, reason)
+        queue.drop_rows(tx, consumer, rows, reason)
     other = _follow_revisions(tx, book, consumer, point, revised)
     inserts = consumer.inserts
     later = _offer_later(tx, book, consumer, point)
     more = consumer.inserts > inserts
     consumer.grouped = was["grouped"]
     if consumer.grouped:
-        groups.refresh_groups(tx, consumer, dict.fromkeys([*gids, *other, *later]), set(other))
+        queue.refresh_groups(tx, consumer, dict.fromkeys([*gids, *other, *later]), set(other))
     if more:
-        while not work.drop_over_size(tx, consumer, _PIECE):
+        while not queue.drop_over_size(tx, consumer, _PIECE):
             pass
 
 
-def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[str, list[work.Row]]:
+def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[str, list[queue.Row]]:
     """Rows as they were at the checkpoint, leased ones as waiting; those whose bytes are gone since, by the reason."""
-    lost: dict[str, list[work.Row]] = {}
+    lost: dict[str, list[queue.Row]] = {}
     last = 0
     while True:
         found = tx.all(
-            f"SELECT {work.ROW_COLUMNS} FROM work_before WHERE checkpoint = ? AND consumer = ? AND seq > ? "
+            f"SELECT {queue.ROW_COLUMNS} FROM work_before WHERE checkpoint = ? AND consumer = ? AND seq > ? "
             f"ORDER BY seq LIMIT {_PIECE}",
             (point.event, consumer.id, last),
         )
         if not found:
             return lost
-        then = {row.seq: row for row in (work.Row(*each) for each in found)}
+        then = {row.seq: row for row in (queue.Row(*each) for each in found)}
         gone: dict[int, str] = {}
         for marks, part in chunks(list(then)):
             gone.update(tx.all(f"SELECT seq, gone FROM records WHERE gone IS NOT NULL AND seq IN ({marks})", part))
         moves, events = [], []
-        for now in work.select_rows_by_seq(tx, consumer, list(then)):
+        for now in queue.select_rows_by_seq(tx, consumer, list(then)):
             new = _freed(then[now.seq])
-            if new.seq in gone and new.state in (work.WAITING, work.COOLING):
+            if new.seq in gone and new.state in (queue.WAITING, queue.COOLING):
                 lost.setdefault(gone[new.seq], []).append(new)
             if new != now:
                 moves.append((now, new))
-            if now.state == work.DROPPED != new.state:
-                told = {"what": work.DROPPED, "why": now.reason}
-                events.append(work.Event("voided", now.seq, consumer.id, point.name, detail=told))
-        work.change_rows(tx, consumer, moves, events)
+            if now.state == queue.DROPPED != new.state:
+                told = {"what": queue.DROPPED, "why": now.reason}
+                events.append(queue.Event("voided", now.seq, consumer.id, point.name, detail=told))
+        queue.change_rows(tx, consumer, moves, events)
         last = found[-1][0]
 
 
-def _freed(row: work.Row) -> work.Row:
-    return row._replace(state=work.WAITING, lease=None) if row.state == work.LEASED else row
+def _freed(row: queue.Row) -> queue.Row:
+    return row._replace(state=queue.WAITING, lease=None) if row.state == queue.LEASED else row
 
 
 def free_leased(tx: Transaction, consumer: Consumer) -> list[str]:
     """Have all leased rows wait again, at the place they had; their groups."""
-    found = work.select_rows(tx, "lease IS NOT NULL AND consumer = ? ORDER BY seq", (consumer.id,))
-    work.change_rows(tx, consumer, [(row, _freed(row)) for row in found], [])
+    found = queue.select_rows(tx, "lease IS NOT NULL AND consumer = ? ORDER BY seq", (consumer.id,))
+    queue.change_rows(tx, consumer, [(row, _freed(row)) for row in found], [])
     consumer.samples -= len(found)
     return list(dict.fromkeys(row.gid for row in found))
 
@@ -434,26 +445,26 @@ def _follow_revisions(
         )
     }
     key = consumer.settings.sampler.key
-    then = set(work.select_rows_by_seq(tx, consumer, revised))
+    then = set(queue.select_rows_by_seq(tx, consumer, revised))
     for again in (False, True):
         seqs = [seq for seq in revised if (seq in returned) == again]
         for start in range(0, len(seqs), _PIECE):
             piece = seqs[start : start + _PIECE]
-            values = None if key is None else reading.read_numbers(book, tx, piece, key)
-            revising.follow_revisions(tx, consumer, piece, values, again)
-    return [row.gid for row in work.select_rows_by_seq(tx, consumer, revised) if row not in then]
+            values = None if key is None else read_numbers(book, tx, piece, key)
+            revision.follow_revisions(tx, consumer, piece, values, again)
+    return [row.gid for row in queue.select_rows_by_seq(tx, consumer, revised) if row not in then]
 
 
 def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
     """Records that came after the checkpoint, as if they came now: those that were kept wait. Their groups."""
-    lineage = lineages.read_lineage(tx)
+    lineage = queue.read_lineage(tx)
     bounded = consumer.settings.max_staleness is not None
-    floor = work.version_floor(lineage.announced, consumer.settings.max_staleness)
+    floor = queue.version_floor(lineage.announced, consumer.settings.max_staleness)
     key = consumer.settings.sampler.key
     gids: dict[str, None] = {}
     last = point.seq
     while True:
-        found = work.select_rows(tx, f"consumer = ? AND seq > ? ORDER BY seq LIMIT {_PIECE}", (consumer.id, last))
+        found = queue.select_rows(tx, f"consumer = ? AND seq > ? ORDER BY seq LIMIT {_PIECE}", (consumer.id, last))
         if not found:
             return list(gids)
         seqs = [row.seq for row in found]
@@ -465,24 +476,24 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
             ):
                 gone[seq], newest[seq] = reason, version
         stored = [seq for seq in seqs if gone[seq] is None]
-        gone.update(dict.fromkeys(quarantine.find_quarantined(tx, stored), quarantine.QUARANTINED))
-        numbers = {} if key is None else dict(zip(stored, reading.read_numbers(book, tx, stored, key), strict=True))
+        gone.update(dict.fromkeys(queue.find_quarantined(tx, stored), queue.QUARANTINED))
+        numbers = {} if key is None else dict(zip(stored, read_numbers(book, tx, stored, key), strict=True))
         inserts, samples = consumer.inserts, consumer.samples
         moves, events = [], []
         for now in found:
             old = floor is not None and now.version is not None and now.version < floor
             abandoned = bounded and lineage.is_abandoned(now.seq, newest[now.seq])
             why = gone[now.seq] or ("stale" if old or abandoned else None)
-            detail = work.abandoned_detail(newest[now.seq]) if abandoned else None
-            new = inbox.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), why)
+            detail = queue.abandoned_detail(newest[now.seq]) if abandoned else None
+            new = queue.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), why)
             moves.append((now, new))
-            inserts += new.state != work.DROPPED
-            if new.state == work.DROPPED and (now.state, now.reason) != (new.state, new.reason):
-                events.append(work.Event(work.DROPPED, now.seq, consumer.id, why, detail=detail))
-            elif now.state == work.DROPPED != new.state:
-                told = {"what": work.DROPPED, "why": now.reason}
-                events.append(work.Event("voided", now.seq, consumer.id, point.name, detail=told))
-        work.change_rows(tx, consumer, moves, events)
+            inserts += new.state != queue.DROPPED
+            if new.state == queue.DROPPED and (now.state, now.reason) != (new.state, new.reason):
+                events.append(queue.Event(queue.DROPPED, now.seq, consumer.id, why, detail=detail))
+            elif now.state == queue.DROPPED != new.state:
+                told = {"what": queue.DROPPED, "why": now.reason}
+                events.append(queue.Event("voided", now.seq, consumer.id, point.name, detail=told))
+        queue.change_rows(tx, consumer, moves, events)
         consumer.inserts, consumer.samples = inserts, samples
         gids.update(dict.fromkeys(row.gid for row in found))
         last = seqs[-1]
@@ -494,7 +505,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
 def trained_steps(book: Book, name: str) -> dict[str, list[int | None]]:
     """See `Book.trained`."""
     with book.ledger.read() as tx:
-        consumer = consumers.get_consumer(tx, name)
+        consumer = get_consumer(tx, name)
         found = tx.all(
             "SELECT records.uid, done.step FROM events AS done JOIN records ON records.seq = done.seq "
             f"WHERE done.kind = 'trained' AND done.consumer = ? AND {_UNVOIDED} ORDER BY done.id",

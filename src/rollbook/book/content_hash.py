@@ -1,36 +1,6 @@
-"""What a record's content comes to in 16 bytes.
+"""The ids of a column of records, as they print, without making a record.
 
-Invariant: two records have one digest if and only if they are equal (`Experience ==`), whatever other records share
-their columns and however they came there: from rows, columns, bytes or Parquet, sliced or gathered.
-
-A digest is a **stored format**: ledgers keep it for years, and compare it with that of a record which another version
-of the library appends on another machine. Whatever changes it is a new `FORMAT`, for which the ledger has to be asked
-again. Format 1, all numbers little-endian, `H` being xxh3-128 in its canonical (big-endian) order:
-
-    entry  = H(uint32 length of name, name, form), then 16 bytes of content
-    core   = H("rollbook core 1\\0", the entries of the fields that are not late, by name, those of unknown columns)
-    whole  = H("rollbook whole 1\\0", core, the entries of the late fields, by name)
-
-A field that a record lacks has no entry, so a field that is added to the table changes the digest of no record without
-it. Entries have one size, and name and form stand under one hash with the name's length before it: bytes that move
-from one field to another change the digest. By kind:
-
-| kind | form | content |
-|---|---|---|
-| tensor | `tensor float32 *,2,4` | H(elements, row-major, of the row's own type) |
-| tensor, one number for all | `one` | int64, 8 zero bytes |
-| number, integer | `number`, `integer` | float64 or int64, 8 zero bytes |
-| text | `text` | H(UTF-8, lone surrogates as if they were characters) |
-| eid | `uid` | H(uid): ids are equal if they print alike |
-| json | `json` | H(tagged JSON of `rollbook.core.freeform` in canonical form) |
-| custom_fields | `custom` | H(JSON of [[source, destination, dtype], ...]) |
-| media | `media` | H(for each key, sorted: uint64 length, key, H(form), H(elements)) |
-| unknown column | `arrow`, type | H(the value, see `_arrow_value`) |
-
-The star is the first dimension, which the number of bytes gives (written out where it does not: behind a dimension of
-size 0). What `==` does not tell apart is made one before it is hashed: NaNs are the positive quiet one, -0.0 is 0.0, in
-JSON keys are sorted, numbers are integers where they can be (1, 1.0 and True are equal), and an `info` that is missing
-is an empty one. A null in an unknown column is no entry: a record gets one from any neighbour that has the column.
+Invariant: `tid` and `uid` are those that `EID` gives for the same parts.
 """
 
 from __future__ import annotations
@@ -49,9 +19,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest as H
 
-from rollbook.book.identities import Ids, printed_ids
 from rollbook.core import arrow, freeform
-from rollbook.core.columns import Column, Values, numbers, texts
+from rollbook.core.columns import Column, EidParts, Values, numbers, texts
 from rollbook.core.errors import WireError
 from rollbook.core.fields import BY_CODE, DTYPES, Field, owner
 from rollbook.core.ragged import Ragged, check_shape
@@ -59,6 +28,55 @@ from rollbook.core.ragged import Ragged, check_shape
 if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
     from rollbook.core.row_layout import RowLayout
+
+
+class Ids(NamedTuple):
+    """The parts of each record's id, and what `EID.tid` and `EID.uid` print of them."""
+
+    batch: list[str]
+    task: list[str]
+    run: list[int]
+    step: list[int]
+    suffix: list[str]
+    tid: list[str]
+    uid: list[str]
+
+
+def printed_ids(column: pa.StructArray | EidParts) -> Ids:
+    """The ids of a column, numbers among batches and tasks as text.
+
+    >>> from rollbook import EID, Experience, Experiences
+    >>> eid = EID(batch="10/eval", task=3, run=1, suffix="a")
+    >>> printed_ids(Experiences([Experience(eid=eid, tokens=[1, 2])]).column("eid")).uid, eid.uid
+    (['10%2Feval/3/1/0/a'], '10%2Feval/3/1/0/a')
+    """
+    if isinstance(column, EidParts):
+        batch, task, run, step, suffix = column
+    else:
+        parts: list[Any] = [texts(column.field(i)) for i in (0, 1, 4)]
+        run, step = numbers(column.field(2)), numbers(column.field(3))
+        flags = column.field(5).to_numpy()
+        batch, task, suffix = _print_parts(parts[0], flags & 1), _print_parts(parts[1], flags & 2), parts[2]
+    tid = [f"{a}/{b}" for a, b in zip(map(_percent_encode, batch), map(_percent_encode, task), strict=True)]
+    rest = zip(tid, run, step, map(_percent_encode, suffix), strict=True)
+    return Ids(batch, task, run, step, suffix, tid, [f"{t}/{r}/{s}/{x}" for t, r, s, x in rest])
+
+
+def _print_parts(parts: list[Any], are_numbers: NDArray[Any]) -> list[str]:
+    if not are_numbers.any():
+        return parts
+    marks = are_numbers.tolist()
+    try:
+        # A foreign writer's "01" is the number 1, and few of a batch's tasks are different.
+        made = {text: str(int(text)) for text in {text for text, mark in zip(parts, marks, strict=True) if mark}}
+    except ValueError as error:
+        raise WireError(f"eid: a part is marked as a number, and is none: {error}") from None
+    return [made[text] if mark else text for text, mark in zip(parts, marks, strict=True)]
+
+
+def _percent_encode(part: str) -> str:
+    return part.replace("%", "%25").replace("/", "%2F") if "%" in part or "/" in part else part
+
 
 FORMAT = 1
 """Of the digests; a ledger that holds others compares records, not digests."""

@@ -16,7 +16,8 @@ import numpy as np
 
 from rollbook.book.disk import Disk
 from rollbook.book.errors import MissingSegmentError
-from rollbook.book.shelves import (
+from rollbook.book.failpoints import hit
+from rollbook.book.segments.files import (
     ALIGN,
     Place,
     by_segment,
@@ -31,7 +32,6 @@ from rollbook.book.shelves import (
     read_segment,
     too_short,
 )
-from rollbook.book.windows import hit
 from rollbook.core.addresses import redacted
 
 if TYPE_CHECKING:
