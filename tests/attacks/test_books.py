@@ -485,7 +485,7 @@ def test_records_that_are_others(folder: Path) -> None:
 
 def test_data_elsewhere_is_not_followed(folder: Path) -> None:
     with ledger(folder) as connection:
-        for key in ("data", "shelf", "url", "segments", "from"):
+        for key in ("data", "store", "url", "segments", "from"):
             connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, f"file://{folder.parent}"))
     assert survived(folder) == set()
 

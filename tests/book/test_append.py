@@ -28,7 +28,7 @@ from rollbook.book import (
 )
 from rollbook.book import append as group_commit
 from rollbook.book.append import AppendTransaction
-from rollbook.book.segments.fsspec import ObjectShelf
+from rollbook.book.segments.fsspec import FsspecSegmentStore
 from rollbook.core.experiences import from_rows
 from tests.book.records import check, group, ledger, record, records, take
 from tests.strategies import exact, exact_rows, full_record, record_lists
@@ -208,7 +208,7 @@ def test_media_are_stored_once(url: str) -> None:
         found = book.sql("select size, uses from media").rows()
         assert len(found) == 1 and found[0][1] == 5
         assert found[0][0] >= pixels.nbytes
-        assert sum(book.shelf.segments().values()) < 2 * pixels.nbytes
+        assert sum(book.store.segments().values()) < 2 * pixels.nbytes
         for i in range(5):
             inputs = book[f"//0/0/{i}"].multi_modal_inputs
             assert inputs is not None and torch.equal(inputs["pixel_values"], pixels)
@@ -305,17 +305,17 @@ class HeldWriter:
         self.errors: dict[int, BaseException] = {}
         self.threads: list[threading.Thread] = []
         self.writing, self.release = threading.Event(), threading.Event()
-        put = book.shelf.put
+        put = book.store.put
 
         def held_put(parts: Any) -> Any:
-            monkeypatch.setattr(book.shelf, "put", put)
+            monkeypatch.setattr(book.store, "put", put)
             self.writing.set()
             assert self.release.wait(30)
             if fail is not None:
                 raise fail
             return put(parts)
 
-        monkeypatch.setattr(book.shelf, "put", held_put)
+        monkeypatch.setattr(book.store, "put", held_put)
 
     def append(self, number: int, **options: Any) -> None:
         """Start to append record `number` in a thread, and wait until it is in the queue."""
@@ -443,22 +443,22 @@ def test_appending_to_a_closed_book(tmp_path: Path) -> None:
 
 
 class Counted:
-    """A shelf that counts the bytes it is asked for, and how often."""
+    """A store that counts the bytes it is asked for, and how often."""
 
-    def __init__(self, shelf: Any) -> None:
-        self.shelf = shelf
+    def __init__(self, store: Any) -> None:
+        self.store = store
         self.bytes = self.requests = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.shelf, name)
+        return getattr(self.store, name)
 
     def get(self, place: Any) -> Any:
         self.bytes, self.requests = self.bytes + place.length, self.requests + 1
-        return self.shelf.get(place)
+        return self.store.get(place)
 
     def get_many(self, places: Any) -> Any:
         self.bytes, self.requests = self.bytes + sum(place.length for place in places), self.requests + 1
-        return self.shelf.get_many(places)
+        return self.store.get_many(places)
 
 
 def long_records(count: int) -> list[Experience]:
@@ -485,15 +485,15 @@ def test_a_few_records_are_read_without_the_rest_of_their_frames(url: str) -> No
 
 def test_a_few_records_are_read_without_the_rest_of_their_objects(tmp_path: Path) -> None:
     with rollbook.open("memory:") as book:
-        book.shelf = ObjectShelf(f"memory://{tmp_path.name}")
+        book.store = FsspecSegmentStore(f"memory://{tmp_path.name}")
         check_partial_reads(book)
 
 
 def check_partial_reads(book: Book) -> None:
     rows = long_records(192)
     uids = [row.eid.uid for row in rows]
-    shelf: Any = Counted(book.shelf)
-    book.shelf = shelf
+    store: Any = Counted(book.store)
+    book.store = store
     book.append(rows[:64])
     book.append(rows[64:])
     with book.ledger.read() as tx:
@@ -501,9 +501,9 @@ def check_partial_reads(book: Book) -> None:
 
     def read_bytes(count: int) -> float:
         """What was read since the last time: times the size of so many records, without frame headers."""
-        factor = (shelf.bytes - 2 * 4096) / (share * count)
-        assert shelf.requests == 3  # the headers, the offsets, the values, of both frames at once
-        shelf.bytes = shelf.requests = 0
+        factor = (store.bytes - 2 * 4096) / (share * count)
+        assert store.requests == 3  # the headers, the offsets, the values, of both frames at once
+        store.bytes = store.requests = 0
         return factor
 
     for chosen in ([7], [100, 3, 77, 150]):
@@ -515,17 +515,17 @@ def check_partial_reads(book: Book) -> None:
     assert read_bytes(4) <= 3
     # The digest of a revised record is that of the revision.
     book.revise({uid: {"reward": 3.0} for uid in uids[64:]}, author="a")
-    shelf.bytes = shelf.requests = 0
+    store.bytes = store.requests = 0
     assert exact(book[uids[90]]) == exact(rows[90].replace(reward=3.0))
     assert read_bytes(1) <= 3
-    assert exact_rows(book.get(uids[:64])) == exact_rows(rows[:64]) and shelf.requests == 1
+    assert exact_rows(book.get(uids[:64])) == exact_rows(rows[:64]) and store.requests == 1
 
 
 def test_a_flipped_bit_is_seen_by_whoever_reads_the_record() -> None:
     rows = long_records(64)
     with rollbook.open("memory:") as book:
         book.append(rows)
-        [memory] = book.shelf._segments.values()  # type: ignore[attr-defined]
+        [memory] = book.store._segments.values()  # type: ignore[attr-defined]
         values = {
             "tokens": rows[9].tokens.numpy().tobytes(),
             "response_text": rows[9].response_text.encode(),

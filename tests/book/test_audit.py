@@ -167,7 +167,7 @@ def test_revisions_keep_the_quota(url: str) -> None:
     book.append(one)
     for i in range(30):
         book.revise(one, info={"note": f"{i}" + "x" * 20_000}, author="ana")
-        assert sum(book.shelf.segments().values()) < 200_000
+        assert sum(book.store.segments().values()) < 200_000
     with pytest.raises(QuotaExceededError):
         book.revise(one, info={"note": "y" * 300_000}, author="ana")
     assert str(book[one.eid.uid].info["note"]).startswith("29")
@@ -194,14 +194,14 @@ def test_a_record_that_is_deleted_while_it_is_revised_stays_deleted(url: str) ->
     book = rollbook.open(url)
     one = record()
     book.append(one)
-    put = book.shelf.put
+    put = book.store.put
 
     def late(parts: Any) -> Any:
-        book.shelf.put = put  # type: ignore[method-assign]
+        book.store.put = put  # type: ignore[method-assign]
         book.delete(one, author="ben")
         return put(parts)
 
-    book.shelf.put = late  # type: ignore[method-assign]
+    book.store.put = late  # type: ignore[method-assign]
     with pytest.raises(BookError, match="gone"):
         book.revise(one, reward=1.0, author="ana")
     assert [event.kind for event in book.history(one)][-1] in ("deleted", "dropped")

@@ -702,14 +702,14 @@ def test_compaction_keeps_what_a_checkpoint_needs(url: str) -> None:
         book.checkpoint("saved")
         book.lease(1).ack()
         book.append(some(range(3, 5)))
-        book.shelf.seal()
+        book.store.seal()
         book.compact(garbage=0.0, grace=0.0)
         with pytest.raises(BookError, match="max_size"):
             book[record(0, 0).eid.uid]
         book.rewind("saved", later="drop")
         lease = book.lease(9)
         assert [each.tokens.tolist() for each in lease] == [each.tokens.tolist() for each in some(range(1, 3))]
-        book.shelf.seal()
+        book.store.seal()
         assert book.compact(garbage=0.0, grace=0.0).after < sum(1 for _ in lease) * 4096
         assert [each.eid.uid for each in book.get(lease.uids)] == lease.uids
 

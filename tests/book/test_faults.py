@@ -277,7 +277,7 @@ def test_a_writer_waits_for_a_repair_and_then_sees_the_new_ledger(tmp_path: Path
 def test_an_append_that_is_always_overtaken_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(append, "ATTEMPTS", 3)
     book = rollbook.open("memory:")
-    monkeypatch.setattr(book.shelf, "has", lambda segment: False)
+    monkeypatch.setattr(book.store, "has", lambda segment: False)
     with pytest.raises(BookError, match="3 times while it was written, or its segment was removed"):
         book.append(made(PIECES[0]))
     assert len(book) == 0

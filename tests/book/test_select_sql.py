@@ -156,30 +156,30 @@ def test_scanning_some_columns(url: str) -> None:
 
 
 class Closed:
-    """A shelf that nobody may read from."""
+    """A store that nobody may read from."""
 
     private = True
     transactional = False
 
     def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"the shelf was asked to {name}")
+        raise AssertionError(f"the store was asked to {name}")
 
 
 def test_columns_that_are_not_named_are_not_touched(url: str) -> None:
     with filled(url) as book:
         assert next(book.scan(["tokens"])).schema.names == ["tokens"]
         assert book.sql("select tokens from experiences").arrow().column_names == ["tokens"]
-        shelf, book.shelf = book.shelf, Closed()
+        store, book.store = book.store, Closed()
         try:
             # The ledger has it all.
             found = pa.Table.from_batches(book.scan(["uid", "reward", "length"], ("task", "=", "even")))
             assert found["length"].to_pylist() == [4, 6, 8, 10]
             assert book.where(("reward", ">", 0)).count() == 4
             assert len(book.sql("select task, avg(reward), max(length) from experiences group by 1")) == 2
-            with pytest.raises(AssertionError, match="the shelf was asked"):
+            with pytest.raises(AssertionError, match="the store was asked"):
                 list(book.scan(["tokens"]))
         finally:
-            book.shelf = shelf
+            book.store = store
 
 
 def test_records_that_are_gone(url: str) -> None:

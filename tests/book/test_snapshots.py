@@ -185,7 +185,7 @@ def test_small_pieces_make_the_same_copy(monkeypatch: pytest.MonkeyPatch) -> Non
         with book.snapshot("memory:", segment_bytes=1000) as copy:
             assert seen(copy) == seen(book)
             assert same(contents(copy), contents(book))
-            assert len(copy.shelf.segments()) > 2
+            assert len(copy.store.segments()) > 2
 
 
 def test_a_reader_may_copy(tmp_path: Path) -> None:
@@ -307,11 +307,11 @@ def test_compaction_may_move_what_is_copied(book: Book, watched: Any) -> None:
     def meddle(name: str) -> None:
         if name == "during snapshot" and not moved:
             moved.append(name)
-            before = set(book.shelf.segments())
-            book.shelf.seal()
+            before = set(book.store.segments())
+            book.store.seal()
             book.compact(garbage=0.0)
             # In a database the picture has a segment of its own, which has no need to move.
-            assert len(before & set(book.shelf.segments())) <= (book.ledger.dialect == "postgresql")
+            assert len(before & set(book.store.segments())) <= (book.ledger.dialect == "postgresql")
 
     watched(meddle)
     with book.snapshot("memory:") as copy:
@@ -329,7 +329,7 @@ def test_a_revision_whose_old_bytes_are_gone_starts_the_copy_anew(book: Book, wa
             tries.append(name)
             if len(tries) == 1:
                 book.revise({each.eid.uid: {"reward": 9.0} for each in some(range(2))}, author="ana")
-                book.shelf.seal()
+                book.store.seal()
                 book.compact(garbage=0.0, grace=0.0)
                 book.compact(garbage=0.0, grace=0.0)
 

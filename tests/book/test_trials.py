@@ -112,7 +112,7 @@ def statement(*statements: str) -> Callable[[Book], None]:
 
 
 def without_segment(book: Book) -> None:
-    for name in book.shelf.segments():
+    for name in book.store.segments():
         Path(book.url, "segments", name).unlink()
 
 

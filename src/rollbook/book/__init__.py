@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rollbook.book.checkpoint import Checkpoint as Checkpoint
     from rollbook.book.checkpoint import RewindResult as RewindResult
     from rollbook.book.compaction import CompactionResult as CompactionResult
+    from rollbook.book.consumer import ConsumerConfig as ConsumerConfig
     from rollbook.book.consumer import MaxAge as MaxAge
     from rollbook.book.consumer import MaxSize as MaxSize
     from rollbook.book.consumer import MaxUses as MaxUses
     from rollbook.book.consumer import MinSize as MinSize
     from rollbook.book.consumer import SamplesToInserts as SamplesToInserts
-    from rollbook.book.consumer import Settings as Settings
     from rollbook.book.errors import BackPressureError as BackPressureError
     from rollbook.book.errors import BookError as BookError
     from rollbook.book.errors import ConflictError as ConflictError
@@ -92,7 +92,7 @@ _HOMES = {
     "Report": "rollbook.book.check",
     "RewindResult": "rollbook.book.checkpoint",
     "SamplesToInserts": "rollbook.book.consumer",
-    "Settings": "rollbook.book.consumer",
+    "ConsumerConfig": "rollbook.book.consumer",
     "Uniform": "rollbook.book.sampler",
     "UnknownConsumerError": "rollbook.book.errors",
     "WriterStoppedError": "rollbook.book.errors",

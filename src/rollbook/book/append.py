@@ -1,6 +1,6 @@
 """Admission: how records come into a book.
 
-Invariant: bytes are on the shelf before the ledger speaks of them, and the ledger speaks of all records of an append or
+Invariant: bytes are in the store before the ledger speaks of them, and the ledger speaks of all records of an append or
 of none. The same record again changes nothing; another one under its id is refused before anything is written.
 """
 
@@ -22,7 +22,7 @@ from rollbook.book import compaction, content_hash, queue, reports, revision
 from rollbook.book.consumer import (
     SELECT_CONSUMERS,
     Consumer,
-    Settings,
+    ConsumerConfig,
     all_consumers,
     find_consumer,
     get_consumer,
@@ -177,7 +177,7 @@ def append_records(
     end = None if timeout is None else time.monotonic() + timeout
     # Where bytes and rows are written by one transaction, the first attempt takes all records for new and writes them
     # at once; if some are not, it writes nothing.
-    hopeful = book.quota is None and book.shelf.transactional
+    hopeful = book.quota is None and book.store.transactional
     attempts = 0
     last_retry = time.monotonic() + RETRY_SECONDS
     revisions: list[tuple[int, int]]
@@ -204,8 +204,8 @@ def append_records(
                 fates = dict.fromkeys(changed, "revised")
                 known += len(revisions) - len(changed)
             if admit is not None and admit.stale is None:
-                if book.shelf.transactional:
-                    admit.store()
+                if book.store.transactional:
+                    admit.write_bytes()
                     with book.ledger.write(shared=True, timeout=lock_wait) as tx:
                         admit(tx)
                 else:
@@ -336,7 +336,7 @@ class Encoded:
 
 
 def store_all(book: Book, admits: Sequence[AppendTransaction]) -> None:
-    """Put the bytes of appends on the shelf, with one sync; those that are there already stay where they are."""
+    """Put the bytes of appends in the store, with one sync; those that are there already stay where they are."""
     admits = [admit for admit in admits if admit.stored is None]
     if not admits:
         return
@@ -348,7 +348,7 @@ def store_all(book: Book, admits: Sequence[AppendTransaction]) -> None:
     parts = [part for parts, _ in listed for part in parts]
     if book.quota is not None:
         check_quota(book, sum(map(len, parts)))
-    places = book.shelf.put(parts)
+    places = book.store.put(parts)
     start = 0
     for admit, (own_parts, new) in zip(admits, listed, strict=True):
         admit.stored = admit.encoded.stored(places[start : start + len(own_parts)], new)
@@ -360,7 +360,7 @@ def check_quota(book: Book, size: int) -> None:
     """Raise unless so many bytes more fit into the book's quota, after making room for them if need be."""
     from rollbook.book.compaction import make_room
 
-    have = sum(book.shelf.segments().values())
+    have = sum(book.store.segments().values())
     if have + size > book.quota and not make_room(book, size):  # type: ignore[operator]
         with book.ledger.read() as tx:
             states = (queue.WAITING, queue.COOLING, queue.LEASED)
@@ -369,7 +369,7 @@ def check_quota(book: Book, size: int) -> None:
                 for consumer in all_consumers(tx)
             }
         raise QuotaExceededError(
-            f"quota: the book has {sum(book.shelf.segments().values())} bytes and would get {size} more, expected at "
+            f"quota: the book has {sum(book.store.segments().values())} bytes and would get {size} more, expected at "
             f"most {book.quota}; nothing that could be removed was left"
             + "".join(f"; consumer {name!r} is not done with {n} records" for name, n in counts.items() if n)
         )
@@ -393,8 +393,10 @@ class _ConcurrentAppendError(Exception):
 
 
 class AppendTransaction:
-    """New records, in two steps: `store` writes their bytes, a call writes the ledger in a transaction. A shelf that
-    lies in the ledger's database gets the bytes in the same transaction."""
+    """New records, written in two steps: `write_bytes` writes their bytes, a call writes the ledger in a transaction.
+
+    A store in the ledger's database gets the bytes in the same transaction.
+    """
 
     def __init__(self, book: Book, coming: PendingAppend) -> None:
         self.book = book
@@ -408,9 +410,9 @@ class AppendTransaction:
         self.stale: set[int] | None = None
         """Which records were too old for some consumer; `None` until they are written."""
 
-    def store(self) -> None:
-        """Put their bytes on the shelf, once."""
-        if not self.book.shelf.transactional:
+    def write_bytes(self) -> None:
+        """Put their bytes in the store, once."""
+        if not self.book.store.transactional:
             store_all(self.book, [self])
             return
         if self.book.quota is not None:
@@ -492,14 +494,14 @@ class AppendTransaction:
 
     def _placed(self, tx: Transaction) -> Stored:
         """Where the bytes are, written now or before, and still there."""
-        if self.book.shelf.transactional:
+        if self.book.store.transactional:
             parts, new = self.encoded.parts(self.encoded.known_media(tx))
-            return self.encoded.stored(self.book.shelf.insert(tx, parts), new)  # type: ignore[attr-defined]
+            return self.encoded.stored(self.book.store.insert(tx, parts), new)  # type: ignore[attr-defined]
         stored = self.stored
         if stored is None:
             raise _ConcurrentAppendError
         segments = {stored.frame.segment, *(place.segment for place in stored.media.values())}
-        if not all(map(self.book.shelf.has, segments)):
+        if not all(map(self.book.store.has, segments)):
             raise _ConcurrentAppendError
         borrowed = _borrowed(stored)
         if borrowed and len(borrowed) > len(
@@ -647,7 +649,7 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
 
 def configure_consumer(
     tx: Transaction, book: Book, name: str, settings: dict[str, Any], *, create: bool, change: bool
-) -> Settings:
+) -> ConsumerConfig:
     """See `Book.consumer`."""
     if create and find_consumer(tx, name) is None:
         return book.make_consumer(tx, name, settings).settings

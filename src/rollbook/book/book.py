@@ -38,7 +38,7 @@ from rollbook.book.checkpoint import (
 from rollbook.book.compaction import CompactionResult
 from rollbook.book.consumer import (
     Consumer,
-    Settings,
+    ConsumerConfig,
     all_consumers,
     create_consumer,
     delete_removed_consumers,
@@ -59,7 +59,7 @@ from rollbook.book.lease import (
 from rollbook.book.ledger import Ledger, SQLiteLedger, Transaction, check_files, check_text, let_others
 from rollbook.book.read import Selection, fetch, parse_conditions, seqs_of, uid_of, uids_of
 from rollbook.book.reports import log_metrics, read_metrics
-from rollbook.book.segments.files import FolderShelf, MemoryShelf, Shelf
+from rollbook.book.segments.files import FileSegmentStore, MemorySegmentStore, SegmentStore
 from rollbook.book.transfer import copy_book
 from rollbook.core.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
@@ -105,7 +105,7 @@ class Book:
         self,
         url: str,
         ledger: Ledger,
-        shelf: Shelf,
+        store: SegmentStore,
         *,
         read_only: bool = False,
         tokenizer: str | None = None,
@@ -114,7 +114,7 @@ class Book:
         self.url = redacted(url)
         """Where the book is, without secrets."""
         self.ledger = ledger
-        self.shelf = shelf
+        self.store = store
         self.read_only = read_only
         self.tokenizer = tokenizer
         self.quota = quota
@@ -211,8 +211,10 @@ class Book:
 
     # --- taking -----------------------------------------------------------------------------------------------
 
-    def consumer(self, name: str = TRAIN, *, create: bool = False, change: bool = False, **settings: Any) -> Settings:
-        """Return a consumer group's settings (see `Settings`).
+    def consumer(
+        self, name: str = TRAIN, *, create: bool = False, change: bool = False, **settings: Any
+    ) -> ConsumerConfig:
+        """Return a consumer group's settings (see `ConsumerConfig`).
 
         Args:
             create: Create the group, with these settings, if the book does not have it.
@@ -252,14 +254,14 @@ class Book:
             remove_consumer(tx, name)
         delete_removed_consumers(self.ledger)
 
-    def consumers(self) -> dict[str, Settings]:
+    def consumers(self) -> dict[str, ConsumerConfig]:
         """The consumer groups there are, in the order they were made, and their settings."""
         with self.ledger.read() as tx:
             return {each.name: each.settings for each in all_consumers(tx)}
 
     def make_consumer(self, tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
         """A new consumer group, offered all that is in the book for training."""
-        consumer = create_consumer(tx, name, Settings().changed(dict(settings or {})))
+        consumer = create_consumer(tx, name, ConsumerConfig().changed(dict(settings or {})))
         queue.backfill_consumer(tx, consumer.id)
         return consumer
 
@@ -683,7 +685,7 @@ class Book:
         self.closed = True
         if self.tender is not None:
             self.tender.join()
-        self.shelf.close()
+        self.store.close()
         self.ledger.close()
 
     def __enter__(self) -> Book:
@@ -766,9 +768,9 @@ def open(
     if not isinstance(address, str) or not address:
         raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...'")
     ledger: Ledger
-    shelf: Shelf
+    store: SegmentStore
     if address.startswith(POSTGRES):
-        ledger, shelf = _postgres(address, mode, data, storage_options or {}, clock)
+        ledger, store = _postgres(address, mode, data, storage_options or {}, clock)
     else:
         if data is not None:
             raise ValueError(
@@ -778,7 +780,7 @@ def open(
             if mode != "a":
                 raise NotABookError(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
             ledger = SQLiteLedger(None, clock=clock or time.time)
-            shelf = MemoryShelf(segment_bytes)
+            store = MemorySegmentStore(segment_bytes)
             schema.prepare(ledger, create=True, where="memory:", meta={})
         elif "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
             raise ValueError(f"url: got {redacted(address)!r}, expected a folder, 'memory:' or 'postgresql://...'")
@@ -790,8 +792,8 @@ def open(
             if not (folder / LEDGER).exists() and (folder / "book" / LEDGER).exists():
                 # A run's folder stands for its book, as on the command line: an empty book beside it would hide it.
                 folder, address = folder / "book", os.path.join(address, "book")
-            ledger, shelf = _folder(folder, mode, segment_bytes, clock, disk or Disk())
-    book = Book(address, ledger, shelf, read_only=read_only, tokenizer=_fingerprint(tokenizer), quota=quota)
+            ledger, store = _folder(folder, mode, segment_bytes, clock, disk or Disk())
+    book = Book(address, ledger, store, read_only=read_only, tokenizer=_fingerprint(tokenizer), quota=quota)
     book.opened_with = {
         "url": address if "://" in address else os.path.abspath(os.path.expanduser(address)),
         "tokenizer": book.tokenizer,
@@ -827,7 +829,7 @@ def _fingerprint(tokenizer: Any) -> str | None:
 
 def _folder(
     folder: Path, mode: str, segment_bytes: int, clock: Callable[[], float] | None, disk: Disk
-) -> tuple[Ledger, Shelf]:
+) -> tuple[Ledger, SegmentStore]:
     path = folder / LEDGER
     check_files(path)
     if mode != "a" and not path.exists():
@@ -842,9 +844,9 @@ def _folder(
             f"{folder}: the folder is on {remote}, where locks and syncs cannot be trusted; expected a local disk "
             "(postgresql:// is for books that many machines share)"
         )
-    shelf = FolderShelf(str(folder), disk, segment_bytes)
+    store = FileSegmentStore(str(folder), disk, segment_bytes)
     # Looked for before the ledger is: another process may be making the book, and a segment comes after the tables.
-    lost = bool(shelf.segments())
+    lost = bool(store.segments())
     new = not path.exists()
     if lost and new:
         raise _lost(folder)
@@ -856,7 +858,7 @@ def _folder(
         _check_schema(ledger, folder)
         if new:
             disk.sync_folder(str(folder))
-        return ledger, shelf
+        return ledger, store
     except BaseException:
         ledger.close()
         raise
@@ -897,9 +899,9 @@ def _check_schema(ledger: Ledger, folder: Path) -> None:
 
 def _postgres(
     url: str, mode: str, data: str | None, options: Mapping[str, Any], clock: Callable[[], float] | None
-) -> tuple[Ledger, Shelf]:
+) -> tuple[Ledger, SegmentStore]:
     from rollbook.book.postgres import PostgresLedger
-    from rollbook.book.segments.postgres import PostgresShelf
+    from rollbook.book.segments.postgres import PostgresSegmentStore
 
     address = PostgresAddress.parse(url)
     if data is not None and url_secrets(data):
@@ -921,10 +923,10 @@ def _postgres(
                 f"data={redacted(kept) or None!r}"
             )
         if data is None:
-            return ledger, PostgresShelf(ledger)
-        from rollbook.book.segments.fsspec import ObjectShelf
+            return ledger, PostgresSegmentStore(ledger)
+        from rollbook.book.segments.fsspec import FsspecSegmentStore
 
-        return ledger, ObjectShelf(data, options)
+        return ledger, FsspecSegmentStore(data, options)
     except BaseException:
         ledger.close()
         raise

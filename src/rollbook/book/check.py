@@ -20,7 +20,7 @@ from rollbook.book.index_columns import IndexColumns, index_columns
 from rollbook.book.ledger import LAYOUT, Transaction, chunks
 from rollbook.book.read import read_frame
 from rollbook.book.schema import INDICES, TABLES
-from rollbook.book.segments.files import ALIGN, FolderShelf, Place
+from rollbook.book.segments.files import ALIGN, FileSegmentStore, Place
 from rollbook.core.errors import WireError
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iter
 
 def _medium(book: Book, key: str, place: Place, deep: bool) -> str | None:
     try:
-        found = media.open_blob(book.shelf.get(place), verify=deep).hash
+        found = media.open_blob(book.store.get(place), verify=deep).hash
     except MissingSegmentError:
         return f"segment {place.segment} is not there"
     except (WireError, OSError) as error:
@@ -657,12 +657,12 @@ def _events(book: Book, report: Report) -> None:
 BEGINNINGS = "('admitted', 'recovered')"
 
 
-# --- the shelf ------------------------------------------------------------------------------------------------------
+# --- the store ------------------------------------------------------------------------------------------------------
 
 
-def _shelf(book: Book, report: Report) -> None:
+def _check_store(book: Book, report: Report) -> None:
     # Segments first: what is put and committed in between is then not there to be missed.
-    there = book.shelf.segments()
+    there = book.store.segments()
     report.segments, report.bytes = len(there), sum(there.values())
     with book.ledger.read() as tx:
         used = {
@@ -672,26 +672,26 @@ def _shelf(book: Book, report: Report) -> None:
         }
     for name in there:
         try:
-            book.shelf.get(Place(name, ALIGN, 0))
+            book.store.get(Place(name, ALIGN, 0))
         except MissingSegmentError:
             continue
         except CorruptBookError as error:
-            if name not in used and not book.shelf.busy(name):
+            if name not in used and not book.store.busy(name):
                 report.add("begun", f"a segment that was begun and is none: {error}", name)
             continue
-        if name not in used and not book.shelf.busy(name):
+        if name not in used and not book.store.busy(name):
             report.add("orphan", "a segment that nothing in the ledger points to", name)
     for name, reason in compaction.pending_purges(book).items():
         report.add("pending", f"holds deleted or redacted bytes; {reason}", name)
-    if isinstance(book.shelf, FolderShelf):
-        for kind, path in beside(book.shelf):
+    if isinstance(book.store, FileSegmentStore):
+        for kind, path in beside(book.store):
             what = "a file that a crash left behind" if kind == "leftover" else "no part of a book"
             report.add(kind, what, path)
 
 
-def beside(shelf: FolderShelf) -> Iterator[tuple[str, str]]:
+def beside(store: FileSegmentStore) -> Iterator[tuple[str, str]]:
     """(kind, path) of what lies among the files of a book and is none of them."""
-    for folder in (os.path.dirname(shelf.folder), shelf.folder):
+    for folder in (os.path.dirname(store.folder), store.folder):
         try:
             with os.scandir(folder) as entries:
                 names = sorted((entry.name, entry.is_symlink()) for entry in entries)
@@ -701,7 +701,7 @@ def beside(shelf: FolderShelf) -> Iterator[tuple[str, str]]:
             path = os.path.join(folder, name)
             if LEFTOVER.fullmatch(name):
                 yield "leftover", path
-            elif link or (folder == shelf.folder and not name.endswith(".rbs")):
+            elif link or (folder == store.folder and not name.endswith(".rbs")):
                 yield "stranger", path
 
 
@@ -715,5 +715,5 @@ STAGES: Iterable[Callable[[Book, Report], None]] = (
     _leases,
     _groups,
     _events,
-    _shelf,
+    _check_store,
 )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollbook.book import compaction, queue, revision
 from rollbook.book.consumer import (
     Consumer,
-    Settings,
+    ConsumerConfig,
     all_consumers,
     get_consumer,
     save_consumer,
@@ -355,7 +355,7 @@ def _put_back(
     revised: Sequence[int],
     last: int,
 ) -> None:
-    settings = Settings.from_json(was["settings"])
+    settings = ConsumerConfig.from_json(was["settings"])
     if settings != consumer.settings:
         save_settings(tx, consumer, settings)
     # Groups are put back as they were, not made again from their members as each of those changes.

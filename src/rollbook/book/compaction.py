@@ -1,6 +1,6 @@
-"""Compaction: bytes that nobody needs leave the shelf, and many small segments become few.
+"""Compaction: bytes that nobody needs leave the store, and many small segments become few.
 
-Invariant: whatever the ledger points to is on the shelf. Records are copied first, then the ledger points to the copies
+Invariant: whatever the ledger points to is in the store. Records are copied first, then the ledger points to the copies
 (only where it still pointed to what was copied), then what nothing points to any more is removed, each removal checked
 in the transaction that does it. A compactor that dies, or that another one overtakes, leaves bytes too many, never too
 few; a record is moved whole and unharmed, or stays where it is.
@@ -137,8 +137,8 @@ def _forget_media(book: Book) -> None:
 def take_finished(book: Book, least: int, most: int) -> int:
     """Take the bytes of records that were trained or dropped for every consumer, the oldest first, up to `most` bytes;
     how many records. None where less than `least` bytes could be had."""
-    book.shelf.seal()
-    held = {name for name in book.shelf.segments() if book.shelf.busy(name)}  # other writers' cannot be written anew
+    book.store.seal()
+    held = {name for name in book.store.segments() if book.store.busy(name)}  # other writers' cannot be written anew
     with book.ledger.read() as tx:
         rule = _finished(tx)
         if rule is None:
@@ -181,9 +181,9 @@ def take_finished(book: Book, least: int, most: int) -> int:
 
 def seal_purged(tx: Transaction, book: Book, segment: str) -> None:
     """End this writer's open segment if bytes in it must go, so that the next compaction, of any process, can write it
-    anew. Other shelves than a folder's and memory's have no open segments."""
+    anew. Other stores than a folder's and memory's have no open segments."""
     if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)) is not None:
-        book.shelf.seal()
+        book.store.seal()
 
 
 def pending_purges(book: Book) -> dict[str, str]:
@@ -193,10 +193,10 @@ def pending_purges(book: Book) -> dict[str, str]:
     return {
         segment: "a writer has it open: it ends the segment when it appends next or closes the book, and a compaction "
         "after that removes the bytes"
-        if book.shelf.busy(segment)
+        if book.store.busy(segment)
         else "the next compaction removes the bytes"
         for segment in segments
-        if book.shelf.has(segment)
+        if book.store.has(segment)
     }
 
 
@@ -219,7 +219,7 @@ def look_for_forgotten(book: Book) -> None:
         names.update(uids, (uid.rpartition("~")[0] for uid in uids))
     found = []
     if names:
-        for segment, size in book.shelf.segments().items():
+        for segment, size in book.store.segments().items():
             if segment not in listed and _holds_bytes(book, segment, size, names):
                 found.append(segment)
     with book.ledger.write() as tx:
@@ -242,7 +242,7 @@ def _holds_bytes(book: Book, segment: str, size: int, names: set[str]) -> bool:
     at = ALIGN
     while at < size:
         try:
-            head = book.shelf.get(Place(segment, at, ALIGN))
+            head = book.store.get(Place(segment, at, ALIGN))
             if bytes(head[:8]) == media.MAGIC:
                 length = media.blob_size(head)
                 with book.ledger.read() as tx:
@@ -289,7 +289,7 @@ class CompactionResult:
     """What a compaction did."""
 
     before: int = 0
-    """Bytes on the shelf."""
+    """Bytes in the store."""
     after: int = 0
     read: int = 0
     """Segments whose records were copied elsewhere."""
@@ -313,7 +313,7 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
     check_float("garbage", garbage, 0.0, 1.0)
     check_int("small", small)
     check_float("grace", grace, 0.0)
-    done = CompactionResult(before=sum(book.shelf.segments().values()))
+    done = CompactionResult(before=sum(book.store.segments().values()))
     delete_removed_consumers(book.ledger)
     done.purged = purge(book)
     hit(_POINT)
@@ -327,7 +327,7 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
         name: "it is damaged: repair the book first" if name in done.damaged else reason
         for name, reason in pending_purges(book).items()
     }
-    done.after = sum(book.shelf.segments().values())
+    done.after = sum(book.store.segments().values())
     return done
 
 
@@ -336,7 +336,7 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
 
 def _chosen(book: Book, garbage: float, small: int) -> list[list[str]]:
     """The segments to write anew, in the order of their age, those together that fit into one copy."""
-    sizes = book.shelf.segments()
+    sizes = book.store.segments()
     with book.ledger.read() as tx:
         live: Counter[str] = Counter()
         for table, column in (("records", "bytes"), ("media", "size")):
@@ -349,9 +349,9 @@ def _chosen(book: Book, garbage: float, small: int) -> list[list[str]]:
         # What nothing points to may be an append's on its way, unless it is known that it is not.
         if name in must or (name in emptied if name not in live else _share(live[name], size) > garbage):
             wanted.add(name)
-    if any(map(book.shelf.busy, wanted)):
-        book.shelf.seal()  # It may be this writer's own, which can end it; others' have to wait.
-        wanted = {name for name in wanted if not book.shelf.busy(name)}
+    if any(map(book.store.busy, wanted)):
+        book.store.seal()  # It may be this writer's own, which can end it; others' have to wait.
+        wanted = {name for name in wanted if not book.store.busy(name)}
     merged = {
         name
         for tier in _tiers({n: s for n, s in sizes.items() if s < small and n in live and n not in wanted}).values()
@@ -388,7 +388,7 @@ def _tiers(sizes: dict[str, int]) -> dict[int, list[str]]:
 
 def _mergeable(book: Book, names: Sequence[str]) -> list[str]:
     """Those without a writer, if they are enough for a merge to be worth it."""
-    idle = [name for name in names if not book.shelf.busy(name)] if len(names) >= MERGE else []
+    idle = [name for name in names if not book.store.busy(name)] if len(names) >= MERGE else []
     return idle if len(idle) >= MERGE else []
 
 
@@ -510,7 +510,7 @@ def _gathered(
 def _blob(book: Book, medium: _Medium, done: CompactionResult) -> memoryview | None:
     """A medium's bytes, checked; `None` if they are gone or damaged."""
     try:
-        view = book.shelf.get(Place(*medium[1:]))
+        view = book.store.get(Place(*medium[1:]))
         found = open_blob(view).hash
         if found != medium.hash:
             raise CorruptBookError(
@@ -525,11 +525,11 @@ def _blob(book: Book, medium: _Medium, done: CompactionResult) -> memoryview | N
 
 
 def _put(book: Book, names: Sequence[str], copies: _Copies, done: CompactionResult, least: int) -> _Copies:
-    """Put copies of `least` bytes or more on the shelf and have the ledger point to them; what is still to be put."""
+    """Put copies of `least` bytes or more in the store and have the ledger point to them; what is still to be put."""
     if copies.size < least:
         return copies
     hit(_POINT)
-    places = book.shelf.put(copies.parts)
+    places = book.store.put(copies.parts)
     hit(_POINT)
     fresh = places[0].segment
     records: list[tuple[Any, ...]] = []
@@ -564,7 +564,7 @@ def _repoint(
 ) -> bool:
     """Have the ledger point to copies of records and media in the segment `fresh`; whether the segment is there."""
     with book.ledger.write() as tx:
-        if not book.shelf.has(fresh):
+        if not book.store.has(fresh):
             return False  # A remover thought it was left behind; everything is still where it was.
         had = [_pointing(tx, table, fresh) for table in ("records", "media")]
         # A record that was revised or purged meanwhile lies elsewhere: its row is left alone.
@@ -610,9 +610,9 @@ def _remove(book: Book, names: Sequence[str]) -> int:
             for name in part:
                 if _referred(tx, name):
                     continue
-                there = book.shelf.has(name)
+                there = book.store.has(name)
                 try:
-                    book.shelf.remove(name)
+                    book.store.remove(name)
                 except SegmentBusyError:
                     continue
                 tx.run("DELETE FROM orphans WHERE segment = ?", (name,))
@@ -624,7 +624,7 @@ def _remove(book: Book, names: Sequence[str]) -> int:
 
 def _sweep(book: Book, grace: float) -> int:
     """Note what nothing points to, remove what was noted `grace` seconds ago or more; how many were removed."""
-    there = book.shelf.segments()
+    there = book.store.segments()
     with book.ledger.read() as tx:
         used = {
             row[0]
@@ -634,11 +634,11 @@ def _sweep(book: Book, grace: float) -> int:
         noted = dict(tx.all("SELECT segment, seen FROM orphans"))
         must = [row[0] for row in tx.all("SELECT segment FROM purges")]
         now = tx.now
-    loose = [name for name in there if name not in used and not book.shelf.busy(name)]
+    loose = [name for name in there if name not in used and not book.store.busy(name)]
     new = [name for name in loose if name not in noted]
     late = [name for name in loose if name in noted and (noted[name] == 0 or noted[name] <= now - grace)]
     # A segment may have been begun after the list was made.
-    absent = {name for name in (*noted, *must) if name not in there and not book.shelf.has(name)}
+    absent = {name for name in (*noted, *must) if name not in there and not book.store.has(name)}
     found_again = [name for name in noted if name in used or name in absent]
     if new or absent or found_again:
         with book.ledger.write() as tx:
@@ -657,7 +657,7 @@ def make_room(book: Book, size: int) -> bool:
     """Have room for `size` bytes under the book's quota: first garbage goes, then the bytes of what every consumer is
     done with, oldest first and a sixteenth of the quota at once where there is so much; whether there is room now.
 
-    While segments are written anew the shelf holds their copies too, up to `PUT_BYTES` above the quota. No record loses
+    While segments are written anew the store holds their copies too, up to `PUT_BYTES` above the quota. No record loses
     its bytes where all that could go would not be enough.
     """
     quota = book.quota
@@ -665,7 +665,7 @@ def make_room(book: Book, size: int) -> bool:
         return True
 
     def over() -> int:
-        return sum(book.shelf.segments().values()) + size - quota
+        return sum(book.store.segments().values()) + size - quota
 
     while True:
         for garbage in (0.25, 0.05):
@@ -698,7 +698,7 @@ def after_append(book: Book) -> None:
     The thread does one bounded step and ends. `Book.close` waits for it, and a forked child does not have it. Rows of
     a database need no merging: they are read many at once.
     """
-    if book.shelf.transactional:
+    if book.store.transactional:
         return
     if next(book.appends) % TEND_EVERY or (book.tender is not None and book.tender.is_alive()):
         return
@@ -710,7 +710,7 @@ def after_append(book: Book) -> None:
 def _tend(book: Book) -> None:
     """Merge small segments if there are many, unless somebody else does: at most `TEND_BYTES`. Errors are warnings."""
     try:
-        sizes = {name: size for name, size in book.shelf.segments().items() if size < TEND_BYTES}
+        sizes = {name: size for name, size in book.store.segments().items() if size < TEND_BYTES}
         if len(sizes) <= TEND_ABOVE:
             return
         names: list[str] = []

@@ -204,7 +204,7 @@ NUMBERS = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConsumerConfig:
     """How one consumer group takes records.
 
     `sampler` orders what waits (first in, first out); `removers` and `limiters` are any of those of `rollbook.book`.
@@ -215,7 +215,7 @@ class Settings:
     the records of a holder that was killed are away. `max_attempts`: how often a record may be leased in vain before it
     is dropped. `seed`: of the samplers' chance.
 
-    >>> Settings().max_uses, Settings(sampler=Priority()).max_uses
+    >>> ConsumerConfig().max_uses, ConsumerConfig(sampler=Priority()).max_uses
     (1, None)
     """
 
@@ -316,7 +316,7 @@ class Settings:
         return json.dumps(plain, sort_keys=True, default=lambda n: int(n) if hasattr(n, "__index__") else float(n))
 
     @classmethod
-    def from_json(cls, text: str) -> Settings:
+    def from_json(cls, text: str) -> ConsumerConfig:
         """Back from the ledger; a part that this version does not know is refused."""
         plain = json.loads(text)
         known = {f.name for f in fields(cls)}
@@ -330,7 +330,7 @@ class Settings:
         plain["limiters"] = tuple(built(LIMITERS, "limiter", part) for part in plain["limiters"])
         return cls(**plain)
 
-    def changed(self, options: dict[str, Any]) -> Settings:
+    def changed(self, options: dict[str, Any]) -> ConsumerConfig:
         """These settings with some of them replaced."""
         known = {f.name: f for f in fields(self)}
         for name in options:
@@ -343,12 +343,12 @@ _MAX_NUMBER = 1 << 20  # characters of settings or of a sampler's state; both ar
 
 
 @lru_cache(maxsize=64)
-def parse_settings(text: Any) -> Settings:
-    """Settings from a ledger that anybody may have written."""
+def parse_settings(text: Any) -> ConsumerConfig:
+    """ConsumerConfig from a ledger that anybody may have written."""
     if not isinstance(text, str) or len(text) > _MAX_NUMBER:
         raise CorruptBookError(f"a consumer's settings: got {str(text)[:100]!r}, expected a short text")
     try:
-        return Settings.from_json(text)
+        return ConsumerConfig.from_json(text)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CorruptBookError(f"a consumer's settings: got {text[:100]!r}, which cannot be read: {error}") from None
 
@@ -381,7 +381,7 @@ class Consumer:
 
     id: int
     name: str
-    settings: Settings
+    settings: ConsumerConfig
     state: State
     grouped: bool
     inserts: int
@@ -465,7 +465,7 @@ def unknown_consumer(name: str, names: list[str]) -> UnknownConsumerError:
     return UnknownConsumerError(f"consumer: got {name!r}, which the book does not have{suggest(name, names)}")
 
 
-def create_consumer(tx: Transaction, name: str, settings: Settings) -> Consumer:
+def create_consumer(tx: Transaction, name: str, settings: ConsumerConfig) -> Consumer:
     """A new consumer; its waiting room is empty until `work.enrol` fills it."""
     number_ = 1 + _last_number(tx)
     tx.run(
@@ -546,7 +546,7 @@ def save_consumer(tx: Transaction, consumer: Consumer) -> None:
         consumer.saved = now
 
 
-def save_settings(tx: Transaction, consumer: Consumer, settings: Settings) -> None:
+def save_settings(tx: Transaction, consumer: Consumer, settings: ConsumerConfig) -> None:
     """Other settings for everybody; a sampler's state does not outlive it."""
     if settings.sampler != consumer.settings.sampler:
         consumer.state = {key: value for key, value in consumer.state.items() if key in ("ready", "shifts")}

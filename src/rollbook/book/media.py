@@ -16,7 +16,7 @@ record that has any, {column, at, hash}: `at` is the entry's number in a media c
 begins in a text. What surrounds a medium (key, dtype, shape, the URL's type) stays where it was, and can be queried.
 The column `book__evaluation` is true for records that are for evaluation: a repair without a ledger reads it.
 
-A blob, as a shelf keeps it, all numbers little-endian:
+A blob, as a store keeps it, all numbers little-endian:
 
     0   8  magic        8d 52 4f 4c 4c 4d 44 0a
     8   2  version      1
@@ -34,8 +34,8 @@ A blob, as a shelf keeps it, all numbers little-endian:
 >>> lifted = extract(many)
 >>> [(blob.kind, len(blob.payload)) for blob in lifted.blobs.values()], [len(used) for used in lifted.uses]
 ([('bytes', 1500)], [1, 1, 1, 1])
->>> shelf = {name: blob.data for name, blob in lifted.blobs.items()}
->>> restore(lifted.stripped, shelf.__getitem__) == many
+>>> store = {name: blob.data for name, blob in lifted.blobs.items()}
+>>> restore(lifted.stripped, store.__getitem__) == many
 True
 """
 
@@ -117,7 +117,7 @@ class Blob:
 
     @property
     def data(self) -> bytes:
-        """The blob as a shelf keeps it; `open_blob` is the inverse."""
+        """The blob as a store keeps it; `open_blob` is the inverse."""
         described = _describe(self.kind, self.dtype, self.shape)
         length = len(self.payload)
         head = _HEADER.pack(

@@ -1,6 +1,6 @@
 """Reading: records by number, by id, by condition and by column.
 
-Invariant: a reader asks the ledger where a record lies and then the shelf; where compaction has moved it in between, it
+Invariant: a reader asks the ledger where a record lies and then the store; where compaction has moved it in between, it
 asks again. What it hands out is memory of the reader's own, and its size is that of what was asked for, not the book's.
 """
 
@@ -81,7 +81,7 @@ def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview,
     """
     for place in places:
         check_place(place)
-    if len(places) > 1 and book.shelf.transactional:
+    if len(places) > 1 and book.store.transactional:
         yield from _together(book, places)
         return
     at = 0
@@ -95,10 +95,10 @@ def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview,
             end += 1
         run = list(places[at:end])
         try:
-            memory = book.shelf.get(Place(first.segment, first.offset, run[-1].stop - first.offset))
+            memory = book.store.get(Place(first.segment, first.offset, run[-1].stop - first.offset))
         except CorruptBookError:
             # Of a segment that is cut short, what is still there.
-            yield from ((book.shelf.get(place), [place]) for place in run)
+            yield from ((book.store.get(place), [place]) for place in run)
         else:
             yield memory, run
         at = end
@@ -112,7 +112,7 @@ def _together(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview,
         while end < len(places) and (end == at or size + places[end].length <= _TOGETHER):
             size += places[end].length
             end += 1
-        for place, data in zip(places[at:end], book.shelf.get_many(places[at:end]), strict=True):
+        for place, data in zip(places[at:end], book.store.get_many(places[at:end]), strict=True):
             yield memoryview(bytearray(data)), [place]
         at = end
 
@@ -125,7 +125,7 @@ def _stack(memory: memoryview, run: Sequence[Place], verify: bool) -> Stack | No
 
 def read_frame(book: Book, place: Place, verify: bool = True) -> Experiences:
     """A frame as it lies there, media still references; `MissingSegmentError` if compaction moved it."""
-    return _decoded(book, place, book.shelf.get(place), verify)
+    return _decoded(book, place, book.store.get(place), verify)
 
 
 def _decoded(book: Book, place: Place, view: memoryview, verify: bool) -> Experiences:
@@ -134,7 +134,7 @@ def _decoded(book: Book, place: Place, view: memoryview, verify: bool) -> Experi
         if head.compression is not None or head.stop != len(view):
             # Books write none that are compressed, and a few bytes of such a one could be any number.
             raise WireError(f"a frame of {head.stop} bytes, compression {head.compression}; expected {len(view)}, None")
-        return decode(view, verify=verify, private=book.shelf.private)
+        return decode(view, verify=verify, private=book.store.private)
     except WireError as error:
         raise CorruptBookError(f"segment {place.segment}, byte {place.offset}: {error}") from None
 
@@ -438,7 +438,7 @@ def _tolerate(reader: Reader[Experiences]) -> Reader[Experiences | None]:
 def _read_ranges(
     book: Book, places: Sequence[Place], readers: Sequence[Reader[Result]], spare: Sequence[int]
 ) -> list[Result | None]:
-    """Run a reader for each place, all in step: the shelf is asked a few times, however many they are.
+    """Run a reader for each place, all in step: the store is asked a few times, however many they are.
 
     Args:
         book: Where to read.
@@ -462,7 +462,7 @@ def _read_ranges(
             for i, _, merged in requests
             for start, stop in merged
         ]
-        pieces = iter(book.shelf.get_many(needed) if needed else [])
+        pieces = iter(book.store.get_many(needed) if needed else [])
         pending = []
         for i, spans, merged in requests:
             starts = [start for start, _ in merged]
@@ -530,7 +530,7 @@ def restore_media(book: Book, many: Experiences) -> Experiences:
             # Removed with its last record, since that was read: look again.
             raise MissingSegmentError(f"the medium sha256:{key} is not in the ledger")
         last.append(places[key])
-        return book.shelf.get(places[key])
+        return book.store.get(places[key])
 
     last: list[Place] = []
     try:

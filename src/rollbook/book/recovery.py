@@ -41,7 +41,7 @@ from rollbook.book.check import (
 from rollbook.book.consumer import (
     NOT_REMOVED,
     Consumer,
-    Settings,
+    ConsumerConfig,
     all_consumers,
     create_consumer,
     parse_settings,
@@ -55,7 +55,7 @@ from rollbook.book.queue import QUARANTINED
 from rollbook.book.read import read_frame, read_numbers, restore_media
 from rollbook.book.salvage import Lost
 from rollbook.book.schema import TABLES, prepare
-from rollbook.book.segments.files import FolderShelf, Place, is_name
+from rollbook.book.segments.files import FileSegmentStore, Place, is_name
 from rollbook.core.addresses import POSTGRES, redacted
 from rollbook.core.errors import WireError
 from rollbook.core.files import FOLDER, make_private, private_opener
@@ -167,7 +167,7 @@ def take_parts(
         tx.run("CREATE TEMP TABLE whole (segment TEXT, start INT, PRIMARY KEY (segment, start))")
     for segment, size in sizes.items():
         report.segments += 1
-        for part in salvage.parts(book.shelf, segment, size):
+        for part in salvage.parts(book.store, segment, size):
             place = (part.place.segment, part.place.offset, part.place.length)
             with book.ledger.write() as tx:
                 tx.run("INSERT OR IGNORE INTO whole VALUES (?, ?)", place[:2])
@@ -532,8 +532,8 @@ def _mend(book: Book, report: Report, lost: Lost | None = None) -> None:
     _mend_work(book, report, lost is not None and lost.any("events"))
     _mend_leases(book, report)
     _mend_counts(book, report)
-    if isinstance(book.shelf, FolderShelf) and report.aside is not None:
-        _mend_files(book.shelf, report.aside, report)
+    if isinstance(book.store, FileSegmentStore) and report.aside is not None:
+        _mend_files(book.store, report.aside, report)
     with book.ledger.write() as tx:
         queue.record_events(tx, [queue.Event("repaired", detail=dict(report.repairs))])
 
@@ -563,7 +563,7 @@ def _mend_consumers(book: Book, report: Report) -> bool:
             try:
                 parse_settings(settings)
             except ValueError:
-                settings = Settings().to_json()
+                settings = ConsumerConfig().to_json()
                 report.did("consumer", f"its settings are those of a new one now: {why}", str(name))
             try:
                 parse_state(state)
@@ -585,7 +585,7 @@ def _mend_consumers(book: Book, report: Report) -> bool:
         for (number,) in lost:
             # The first consumer of every book is "train".
             name = "train" if number == 1 else f"recovered-{number}"
-            made = create_consumer(tx, name, Settings())
+            made = create_consumer(tx, name, ConsumerConfig())
             tx.run("UPDATE consumers SET id = ? WHERE id = ?", (number, made.id))
             report.did("consumer", f"number {number} had no row: it has the settings of a new one now", name)
         return not lost and tx.one("SELECT 1 FROM consumers LIMIT 1") is not None
@@ -665,21 +665,21 @@ def _give_up(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) ->
         if seq in seqs:
             seqs.remove(seq)
             report.did("lost", what, uid)
-    if isinstance(book.shelf, FolderShelf) and report.aside is not None:
+    if isinstance(book.store, FileSegmentStore) and report.aside is not None:
         for name in filter(is_name, held):
-            _link(book.shelf, name, report.aside)
+            _link(book.store, name, report.aside)
 
 
-def _link(shelf: FolderShelf, name: str, aside: str) -> None:
+def _link(store: FileSegmentStore, name: str, aside: str) -> None:
     """A segment under another name, so that compaction does not end it; where none is there, nothing."""
-    if not shelf.has(name):
+    if not store.has(name):
         return
-    source, target = os.path.join(shelf.folder, name), os.path.join(aside, name)
+    source, target = os.path.join(store.folder, name), os.path.join(aside, name)
     if not os.path.exists(target):
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError:
-            _copy(shelf.disk, source, target)
+            _copy(store.disk, source, target)
 
 
 def _copy(disk: Disk, source: str, target: str) -> None:
@@ -791,18 +791,18 @@ def _mend_counts(book: Book, report: Report) -> None:
                 report.did("group", f"consumer {consumer.name!r}: all groups were looked at anew", count=len(wrong))
 
 
-def _mend_files(shelf: FolderShelf, aside: str, report: Report) -> None:
+def _mend_files(store: FileSegmentStore, aside: str, report: Report) -> None:
     """Move what crashes left behind away."""
-    for kind, path in beside(shelf):
+    for kind, path in beside(store):
         if kind == "leftover" and os.lstat(path).st_mtime < time.time() - OLD_SECONDS:
             os.rename(path, os.path.join(aside, os.path.basename(path)))
             report.did("leftover", "moved away", path)
-    for name in shelf.segments():
+    for name in store.segments():
         try:
-            shelf.get(Place(name, 64, 0))
+            store.get(Place(name, 64, 0))
         except WireError:
-            if not shelf.busy(name):
-                os.rename(os.path.join(shelf.folder, name), os.path.join(aside, name))
+            if not store.busy(name):
+                os.rename(os.path.join(store.folder, name), os.path.join(aside, name))
                 report.did("begun", "moved away", name)
         except LookupError:
             continue
@@ -814,11 +814,11 @@ def _mend_files(shelf: FolderShelf, aside: str, report: Report) -> None:
 def _rebuilt(folder: Path, path: Path, report: Report, why: str, offer: bool) -> Report:
     """A ledger made of what can be read of the old one and of the segments, in its place."""
     disk = Disk()
-    shelf = FolderShelf(str(folder), disk)
-    sizes = shelf.segments()
+    store = FileSegmentStore(str(folder), disk)
+    sizes = store.segments()
     if not sizes and not path.exists():
         raise NotABookError(f"{folder}: there is no book here: neither a ledger nor segments")
-    held = [name for name in sizes if shelf.busy(name)]
+    held = [name for name in sizes if store.busy(name)]
     if held:
         raise BookError(f"{folder}: a living process writes to {held[0]}; a ledger is built anew when all are away")
     report.did("ledger", f"built anew: {why}", LEDGER)
@@ -834,7 +834,7 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
         ledger = SQLiteLedger(fresh)
         try:
             prepare(ledger, create=True, where=str(folder), meta={})
-            book = Book(str(folder), ledger, shelf)
+            book = Book(str(folder), ledger, store)
             lost = take_rows(book, aside, report)
             take_parts(book, sizes, lost, *revision.read_deletions(folder, disk), report)
             _mend(book, report, lost)
@@ -842,7 +842,7 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
                 _release(book, report)
         finally:
             ledger.close()
-            shelf.close()
+            store.close()
         _settle(fresh, path)
         disk.sync_folder(str(folder))
     finally:

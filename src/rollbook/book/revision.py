@@ -25,7 +25,7 @@ from rollbook.book.failpoints import hit
 from rollbook.book.ledger import Transaction, check_text, chunks, let_others
 from rollbook.book.media import extract
 from rollbook.book.read import check_present, fetch, locate, seqs_of
-from rollbook.book.segments.files import FolderShelf, Shelf
+from rollbook.book.segments.files import FileSegmentStore, SegmentStore
 from rollbook.core.checks import suggest
 from rollbook.core.equality import same
 from rollbook.core.experiences import from_rows
@@ -169,21 +169,21 @@ class Deletion:
     fields: tuple[str, ...] = ()
 
 
-def add_deletion(shelf: Shelf, entries: Iterable[Deletion]) -> None:
+def add_deletion(store: SegmentStore, entries: Iterable[Deletion]) -> None:
     """Append entries and sync them; a book that has no folder keeps no list. Call it in a write transaction."""
-    if not isinstance(shelf, FolderShelf):
+    if not isinstance(store, FileSegmentStore):
         return
     lines = [_format_deletion(entry) for entry in entries]
     if not lines:
         return
-    path = os.path.join(shelf.book_folder, DELETIONS_FILE)
-    file, is_new = shelf.disk.open_append(path)
+    path = os.path.join(store.book_folder, DELETIONS_FILE)
+    file, is_new = store.disk.open_append(path)
     try:
         # A crash may have left half a line.
-        shelf.disk.append(file, [b"" if is_new else b"\n", *lines])
-        shelf.disk.sync(file)
+        store.disk.append(file, [b"" if is_new else b"\n", *lines])
+        store.disk.sync(file)
         if is_new:
-            shelf.disk.sync_folder(shelf.book_folder)
+            store.disk.sync_folder(store.book_folder)
     finally:
         file.close()
 
@@ -278,14 +278,14 @@ def rewrite_records(
 
             check_quota(book, sum(len(part) for part in parts))
         if also is not None:
-            also.store()
-        places = book.shelf.put(parts)
+            also.write_bytes()
+        places = book.store.put(parts)
         media = dict(zip(blobs, places[1:], strict=True))
         found_tags = index_columns.index_columns(many)
         digest = content_hash.content_hashes(many).whole if given is None else [given[i] for i, *_ in made]
         values: dict[str, list[float | None]] = {}
         with queue.write_drained(book, timeout=timeout) as tx:
-            if _revisions(tx, seqs) != before or not book.shelf.has(places[0].segment):
+            if _revisions(tx, seqs) != before or not book.store.has(places[0].segment):
                 continue  # Somebody else revised or deleted one of them meanwhile: on top of that, then.
             if kind == "redacted":
                 to_purge(tx, [seq for _, seq, *_ in made])
@@ -349,7 +349,7 @@ def rewrite_records(
                 also(tx)
             if kind == "redacted":
                 blanked = [(new.eid.uid, tuple(names)) for _, _, _, new, names in made]
-                add_deletion(book.shelf, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
+                add_deletion(book.store, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
         return [i for i, *_ in made]
     raise BookError(f"records {list(seqs)[:3]}...: others revised them {_TRIES} times while this revision was made")
 
@@ -622,5 +622,5 @@ def _delete(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reaso
         )
         save_consumer(tx, consumer)
     _scrub(tx, fresh)
-    add_deletion(book.shelf, [Deletion(uid, tx.now, author, reason) for _, uid in present])
+    add_deletion(book.store, [Deletion(uid, tx.now, author, reason) for _, uid in present])
     return len(fresh)

@@ -22,7 +22,7 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.wire import HEADER_BYTES, decode, read_header
 
 if TYPE_CHECKING:
-    from rollbook.book.segments.files import Shelf
+    from rollbook.book.segments.files import SegmentStore
 
 
 _LEAF, _INDEX_LEAF, _INDEX_INTERIOR = 0x0D, 0x0A, 0x02
@@ -440,11 +440,11 @@ class Part(NamedTuple):
     """Of a medium."""
 
 
-def parts(shelf: Shelf, segment: str, size: int) -> Iterator[Part]:
+def parts(store: SegmentStore, segment: str, size: int) -> Iterator[Part]:
     """Every part of a segment that is whole, in order. Damage is stepped over, 64 bytes at a time."""
     at = ALIGN
     while at + ALIGN <= size:
-        found = _part(shelf, segment, at, size)
+        found = _part(store, segment, at, size)
         if found is not None:
             yield found
             at += -(-found.place.length // ALIGN) * ALIGN
@@ -452,20 +452,20 @@ def parts(shelf: Shelf, segment: str, size: int) -> Iterator[Part]:
             at += ALIGN
 
 
-def _part(shelf: Shelf, segment: str, at: int, size: int) -> Part | None:
+def _part(store: SegmentStore, segment: str, at: int, size: int) -> Part | None:
     try:
-        head = shelf.get(Place(segment, at, ALIGN))
+        head = store.get(Place(segment, at, ALIGN))
         if bytes(head[:8]) == media.MAGIC:
             length = media.blob_size(head)
             if at + length > size:
                 return None
             place = Place(segment, at, length)
-            return Part(place, [], media.open_blob(shelf.get(place), verify=True).hash)
+            return Part(place, [], media.open_blob(store.get(place), verify=True).hash)
         frame = read_header(bytes(head[:HEADER_BYTES]))
         if frame.compression is not None or at + frame.stop > size:
             return None
         place = Place(segment, at, frame.stop)
-        many: Experiences = decode(shelf.get(place), private=shelf.private)
+        many: Experiences = decode(store.get(place), private=store.private)
         return Part(place, list(printed_ids(many.columns["eid"]).uid) if len(many) else [], None)
     except (WireError, MissingSegmentError, CorruptBookError):
         return None

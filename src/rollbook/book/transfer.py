@@ -123,7 +123,7 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
             raise BookError(f"schema {schema!r}: something is there already, expected a new or an empty one")
         try:
             with open(target.with_schema(aside), **options) as made:
-                if made.shelf.segments():
+                if made.store.segments():
                     raise BookError(
                         f"data: {redacted(str(options.get('data')))!r} holds segments already, expected an empty place"
                     )
@@ -289,7 +289,7 @@ def _count_anew(out: Transaction) -> None:
 
 
 def _copy_records(book: Book, source: Ledger, made: Book) -> None:
-    """Put every frame that the copied ledger speaks of on the new shelf, less the records that it does not speak of."""
+    """Put every frame that the copied ledger speaks of on the new store, less the records that it does not speak of."""
     with made.ledger.read() as out:
         sizes = out.all("SELECT segment, COUNT(*) FROM records WHERE segment IS NOT NULL GROUP BY segment ORDER BY 1")
     waiting = deque(sizes)
@@ -334,7 +334,7 @@ def _frames(made: Book, names: Sequence[str]) -> dict[Place, list[tuple[int, int
 
 def _part(book: Book, place: Place, slots: list[int]) -> Any:
     """A frame with these of its records only."""
-    view = book.shelf.get(place)
+    view = book.store.get(place)
     try:
         many = decode(view)
     except WireError as error:
@@ -371,7 +371,7 @@ def _places(ledger: Ledger, seqs: Sequence[int]) -> dict[int, tuple[Any, ...]]:
 def _put_frames(made: Book, batch: Sequence[tuple[list[tuple[int, int]], Any]]) -> None:
     if not batch:
         return
-    places = made.shelf.put([part for _, part in batch])
+    places = made.store.put([part for _, part in batch])
     with made.ledger.write() as out:
         _check_there(made, places)
         out.many(
@@ -386,7 +386,7 @@ def _put_frames(made: Book, batch: Sequence[tuple[list[tuple[int, int]], Any]]) 
 
 def _check_there(made: Book, places: Sequence[Place]) -> None:
     """What was put is sure to stay only with a commit that saw it."""
-    if not all(made.shelf.has(name) for name in {place.segment for place in places}):
+    if not all(made.store.has(name) for name in {place.segment for place in places}):
         raise BookError(f"{made.url}: the server lost what was put before it was committed")
 
 
@@ -413,7 +413,7 @@ def _copy_media(book: Book, source: Ledger, made: Book) -> None:
 
 def _medium(book: Book, source: Ledger, key: str, place: Place) -> memoryview:
     try:
-        return book.shelf.get(place)
+        return book.store.get(place)
     except MissingSegmentError:
         with source.read() as tx:
             row = tx.one("SELECT segment, start, size FROM media WHERE hash = ?", (key,))
@@ -429,7 +429,7 @@ def _medium(book: Book, source: Ledger, key: str, place: Place) -> memoryview:
 def _put_media(made: Book, batch: Sequence[tuple[str, Any]]) -> None:
     if not batch:
         return
-    places = made.shelf.put([data for _, data in batch])
+    places = made.store.put([data for _, data in batch])
     with made.ledger.write() as out:
         _check_there(made, places)
         out.many(

@@ -137,7 +137,7 @@ def _told(path: str) -> dict[str, Any]:
 
         with rollbook.open(path, "r") as book:
             told = _from_ledger(book.ledger)
-            sizes = book.shelf.segments()
+            sizes = book.store.segments()
         return {**told, "segments": len(sizes), "bytes": sum(sizes.values())}
     from pathlib import Path
 

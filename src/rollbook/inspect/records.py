@@ -111,7 +111,7 @@ class Reader:
         if row is None:
             return None
         try:
-            blob = open_blob(self.book.shelf.get(Place(*row)))
+            blob = open_blob(self.book.store.get(Place(*row)))
             if blob.kind == "tensor":
                 return None
             return bytes(blob.payload) if blob.kind == "bytes" else binascii.a2b_base64(blob.payload)

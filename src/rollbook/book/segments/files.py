@@ -1,8 +1,8 @@
-"""Shelves: where a book's bytes lie, in segments that only grow, behind one small protocol.
+"""Segment stores: where a book's bytes lie, in segments that only grow, behind one small protocol.
 
 Invariant: when `put` returns, its bytes stay, whatever crashes; what `get` returns is private memory, so that nothing a
-reader does to it reaches the shelf or another reader; a segment's name, which may come from a hostile ledger, leads to
-plain files of the shelf's own folder and nowhere else.
+reader does to it reaches the store or another reader; a segment's name, which may come from a hostile ledger, leads to
+plain files of the store's own folder and nowhere else.
 
 A segment is a header of 64 bytes, then parts, each beginning at a multiple of 64. All numbers little-endian:
 
@@ -72,7 +72,7 @@ class Place:
         return self.offset + self.length
 
 
-class Shelf(Protocol):
+class SegmentStore(Protocol):
     """What a book asks of the place where its bytes lie.
 
     Between a `put` and the commit of the ledger that points to it, nobody else knows that the bytes are wanted. A book
@@ -92,7 +92,7 @@ class Shelf(Protocol):
         """Read bytes. `MissingSegmentError` if the segment is gone, `CorruptBookError` if it is too short."""
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
-        """The bytes at each of many small places, to be read only, in as few requests as the shelf can; as `get`."""
+        """The bytes at each of many small places, to be read only, in as few requests as the store can; as `get`."""
 
     def has(self, segment: str) -> bool:
         """Whether the segment is there."""
@@ -113,7 +113,7 @@ class Shelf(Protocol):
         """End writing. Views that were handed out stay."""
 
 
-# --- what all shelves share -----------------------------------------------------------------------------------------
+# --- what all stores share -----------------------------------------------------------------------------------------
 
 
 def header() -> bytes:
@@ -266,20 +266,20 @@ def by_segment(places: Sequence[Place], read: Callable[[str, list[Place]], Seque
 # --- a folder -------------------------------------------------------------------------------------------------------
 
 
-class FolderShelf:
-    """Segments as files of `folder`/segments, one open segment for each shelf that writes.
+class FileSegmentStore:
+    """Segments as files of `folder`/segments, one open segment for each store that writes.
 
     The open segment is locked for as long as its writer lives, and never continued by another: a writer that died left
     at most a tail that no ledger points to. A forked child starts a segment of its own. A folder that is moved, removed
-    or replaced under the shelf is an error, and is not made again.
+    or replaced under the store is an error, and is not made again.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     shelf = FolderShelf(folder)
-    ...     first, second = shelf.put([b"tokens", b"media"])
-    ...     (first.offset, second.offset), bytes(shelf.get(second)), shelf.busy(first.segment)
-    ...     shelf.close()
-    ...     shelf.busy(first.segment), FolderShelf(folder).segments() == {first.segment: 192}
+    ...     store = FileSegmentStore(folder)
+    ...     first, second = store.put([b"tokens", b"media"])
+    ...     (first.offset, second.offset), bytes(store.get(second)), store.busy(first.segment)
+    ...     store.close()
+    ...     store.busy(first.segment), FileSegmentStore(folder).segments() == {first.segment: 192}
     ((64, 128), b'media', True)
     (False, True)
     """
@@ -300,13 +300,13 @@ class FolderShelf:
         self._size = 0
         self._stopped: BaseException | None = None
         self._closed = False
-        _shelves.add(self)
+        _stores.add(self)
 
     def put(self, parts: Sequence[Buffer]) -> list[Place]:
         """Write all parts, with one write and one sync; durable when it returns."""
         with self._lock:
             if self._closed:
-                raise ValueError("the shelf is closed: nothing more can be put on it")
+                raise ValueError("the store is closed: nothing more can be put on it")
             if self._stopped is not None:
                 raise WriterStoppedError(
                     f"writing to {self.folder} stopped when this failed: {self._stopped}; reopen the book to go on"
@@ -460,14 +460,14 @@ class FolderShelf:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-class MemoryShelf:
+class MemorySegmentStore:
     """Segments in this process's memory, gone with it; otherwise as a folder's.
 
-    >>> shelf = MemoryShelf()
-    >>> [place] = shelf.put([b"tokens"])
-    >>> view = shelf.get(place)
+    >>> store = MemorySegmentStore()
+    >>> [place] = store.put([b"tokens"])
+    >>> view = store.get(place)
     >>> view[0] = 0
-    >>> bytes(shelf.get(place))
+    >>> bytes(store.get(place))
     b'tokens'
     """
 
@@ -480,13 +480,13 @@ class MemoryShelf:
         self._segments: dict[str, bytearray] = {}
         self._open: str | None = None
         self._closed = False
-        _shelves.add(self)
+        _stores.add(self)
 
     def put(self, parts: Sequence[Buffer]) -> list[Place]:
         """Copy all parts."""
         with self._lock:
             if self._closed:
-                raise ValueError("the shelf is closed: nothing more can be put on it")
+                raise ValueError("the store is closed: nothing more can be put on it")
             places, pieces = lay_out(parts)
             if not places:
                 return []
@@ -553,12 +553,12 @@ class MemoryShelf:
         self._open = None
 
 
-_shelves: weakref.WeakSet[FolderShelf | MemoryShelf] = weakref.WeakSet()
+_stores: weakref.WeakSet[FileSegmentStore | MemorySegmentStore] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    for shelf in list(_shelves):
-        shelf._after_fork()
+    for store in list(_stores):
+        store._after_fork()
 
 
 os.register_at_fork(after_in_child=_forked)

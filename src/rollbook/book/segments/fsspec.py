@@ -1,4 +1,4 @@
-"""A shelf in an object store or a shared folder, through fsspec: one immutable object for each put.
+"""A store in an object store or a shared folder, through fsspec: one immutable object for each put.
 
 Invariant: an object is complete when its name can be seen, is never written again, and is there when `put` returns.
 """
@@ -237,18 +237,18 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return fs, str(root)
 
 
-class ObjectShelf:
+class FsspecSegmentStore:
     """Segments as objects under `url`/`prefix` (s3://, gs://, memory://, file://, or a path): one for each put.
 
     `storage_options` go to fsspec: endpoint, credentials, and so on. A segment never has a writer once it is seen, so
     `busy` is always false and `seal` does nothing. A put that fails may leave an object that nothing points to.
 
-    >>> shelf = ObjectShelf("memory://runs", prefix="demo")
-    >>> first, second = shelf.put([b"tokens", b"media"])
-    >>> bytes(shelf.get(second)), shelf.segments() == {first.segment: 192}
+    >>> store = FsspecSegmentStore("memory://runs", prefix="demo")
+    >>> first, second = store.put([b"tokens", b"media"])
+    >>> bytes(store.get(second)), store.segments() == {first.segment: 192}
     (b'media', True)
-    >>> shelf.remove(first.segment)
-    >>> shelf.segments()
+    >>> store.remove(first.segment)
+    >>> store.segments()
     {}
     """
 
@@ -279,7 +279,7 @@ class ObjectShelf:
     def put(self, parts: Sequence[Buffer]) -> list[Place]:
         """Write all parts as one new object; it is there, whole, when this returns."""
         if self._closed:
-            raise ValueError("the shelf is closed: nothing more can be put on it")
+            raise ValueError("the store is closed: nothing more can be put on it")
         places, pieces = lay_out(parts)
         if not places:
             return []

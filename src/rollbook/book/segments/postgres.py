@@ -1,4 +1,4 @@
-"""A shelf in PostgreSQL: segments as rows of the table `blobs`, beside the ledger that points to them.
+"""A store in PostgreSQL: segments as rows of the table `blobs`, beside the ledger that points to them.
 
 Invariant: a segment is written whole, by one transaction, and never changed: who sees any of its rows sees all of them,
 and nobody ever waits for its writer. It is durable with any later commit on the same server that saw it.
@@ -68,7 +68,7 @@ _SIZES = "SELECT split_part(segment, '/', 1) AS name, sum(octet_length(data))::b
 _REMOVE = f"DELETE FROM {{}} WHERE segment = %s AND {_QUIETLY} RETURNING octet_length(data)"
 
 
-class PostgresShelf:
+class PostgresSegmentStore:
     """Segments as rows of the ledger's table `blobs`, over the ledger's connections.
 
     Every `put` is a segment of its own, complete when it is there: none is ever busy, and sealing changes nothing.
@@ -227,7 +227,7 @@ class PostgresShelf:
         import psycopg
 
         if self._closed:
-            raise ValueError("the shelf is closed")
+            raise ValueError("the store is closed")
         attempt = 0
         while True:
             with self.ledger.connection() as connection:

@@ -18,7 +18,7 @@ from rollbook import Experience
 from rollbook.book import Book, BookError, NewerLayoutError, NotABookError, check
 from rollbook.book.check import KINDS, Report
 from rollbook.book.recovery import repair
-from rollbook.book.segments.files import FolderShelf
+from rollbook.book.segments.files import FileSegmentStore
 from rollbook.core.wire import encode
 from tests.book.records import Clock, group, numbers, record, records, take
 
@@ -70,7 +70,7 @@ def test_checking_runs_beside_a_compactor(tmp_path: Path) -> None:
         for start in range(300, 316, 2):
             book.append(records(2, start))
             book.delete([uid(start)], author="ana")
-            book.shelf.seal()
+            book.store.seal()
             other.compact(garbage=0.0, grace=0.0)
             assert book.check().ok
 
@@ -340,7 +340,7 @@ def test_a_purpose_outlives_revisions_compaction_and_the_ledger(tmp_path: Path) 
         book.append(records(2))
         book.append(records(2, 2), evaluation=True)
         book.revise(uid(3), reward=1.0, author="ana")
-        book.shelf.seal()
+        book.store.seal()
         assert book.compact(garbage=0.0, grace=0.0).records == 4
         assert "book__evaluation" not in book.get([uid(3)]).columns
     os.unlink(folder / "ledger.sqlite")
@@ -487,7 +487,7 @@ def test_a_redacted_record_is_redacted_again(tmp_path: Path) -> None:
     with rollbook.open(folder) as book:
         book.append(records(2, response_text="secret"))
         [first] = segments(folder)
-        book.shelf.seal()
+        book.store.seal()
         book.redact([uid(0)], ["response_text"], author="ana")
     [segment] = {*segments(folder)} - {first}
     segment.unlink()  # Only the version with the secret is left.
@@ -556,7 +556,9 @@ def test_a_repair_beside_idle_books_loses_nothing_that_they_return(tmp_path: Pat
     for act in (lambda: lease.ack(), lambda: writer.append(records(1, 9)), lambda: writer.counts()):
         with pytest.raises(BookError, match="reopen it"):
             act()
-    FolderShelf(folder).put([encode(records(1, 9))])  # as an append leaves it that raised after its bytes were written
+    FileSegmentStore(folder).put(
+        [encode(records(1, 9))]
+    )  # as an append leaves it that raised after its bytes were written
     connection = sqlite3.connect(folder / "ledger.sqlite")
     connection.execute("DROP INDEX work_gid")
     connection.close()

@@ -1,4 +1,4 @@
-"""Shelves: what is put stays, what is read is private, names lead nowhere else; disks that forget, fill up and fail."""
+"""Segment stores: writes are durable, reads are private, names stay inside; disks that forget, fill up and fail."""
 
 from __future__ import annotations
 
@@ -36,8 +36,16 @@ from rollbook.book.errors import (
     SegmentBusyError,
     WriterStoppedError,
 )
-from rollbook.book.segments.files import ALIGN, FolderShelf, MemoryShelf, Place, Shelf, header, new_name
-from rollbook.book.segments.fsspec import ObjectShelf, _Recent
+from rollbook.book.segments.files import (
+    ALIGN,
+    FileSegmentStore,
+    MemorySegmentStore,
+    Place,
+    SegmentStore,
+    header,
+    new_name,
+)
+from rollbook.book.segments.fsspec import FsspecSegmentStore, _Recent
 from rollbook.core import wire
 from tests.book.forgetful import FailingDisk, ForgetfulDisk
 
@@ -46,19 +54,19 @@ LARGE = 200_000  # a part that is mapped, not copied
 KINDS = ("folder", "memory", "object", "file")
 
 
-def open_shelf(kind: str, folder: Path, disk: Disk | None = None, segment_bytes: int = 256 << 20) -> Shelf:
+def open_store(kind: str, folder: Path, disk: Disk | None = None, segment_bytes: int = 256 << 20) -> SegmentStore:
     if kind == "folder":
-        return FolderShelf(folder, disk, segment_bytes)
+        return FileSegmentStore(folder, disk, segment_bytes)
     if kind == "memory":
-        return MemoryShelf(segment_bytes)
+        return MemorySegmentStore(segment_bytes)
     if kind == "object":
-        return ObjectShelf("memory://" + folder.name, prefix="data/of/a/book")
-    return ObjectShelf(f"file://{folder}", prefix="objects", disk=disk)
+        return FsspecSegmentStore("memory://" + folder.name, prefix="data/of/a/book")
+    return FsspecSegmentStore(f"file://{folder}", prefix="objects", disk=disk)
 
 
 @pytest.fixture(params=KINDS)
-def shelf(request: Any, tmp_path: Path) -> Shelf:
-    return open_shelf(request.param, tmp_path)
+def store(request: Any, tmp_path: Path) -> SegmentStore:
+    return open_store(request.param, tmp_path)
 
 
 @pytest.fixture
@@ -86,7 +94,7 @@ def in_child(work: Callable[[], Any]) -> Any:
     return answer
 
 
-# --- every shelf ----------------------------------------------------------------------------------------------------
+# --- every store ----------------------------------------------------------------------------------------------------
 
 
 class Cut(BaseException):
@@ -113,38 +121,38 @@ def test_what_was_put_stays(kind: str, steps: list[tuple[str, Any]], seed: int, 
         folder = Path(name, f"book{seed}")
         folder.mkdir()
 
-        def fresh() -> tuple[ForgetfulDisk, Shelf]:
+        def fresh() -> tuple[ForgetfulDisk, SegmentStore]:
             disk = ForgetfulDisk(Path(name, "attic"), chance.randrange(1 << 30) if lucky else None)
-            return disk, open_shelf(kind, folder, disk, segment_bytes=8192)
+            return disk, open_store(kind, folder, disk, segment_bytes=8192)
 
-        disk, shelf = fresh()
+        disk, store = fresh()
         stored: dict[Place, bytes] = {}
         for step, given in steps:
             if step == "put":
                 parts = [chance.randbytes(size) for size in given]
-                places = shelf.put(parts)
+                places = store.put(parts)
                 assert [place.length for place in places] == given
                 assert all(place.offset % ALIGN == 0 and place.offset >= ALIGN for place in places)
                 assert len({place.segment for place in places}) <= 1
                 stored |= zip(places, parts, strict=True)
             elif step == "seal":
-                shelf.seal()
+                store.seal()
             elif step == "remove":
-                segments = list(shelf.segments())
+                segments = list(store.segments())
                 if segments:
                     segment = segments[given % len(segments)]
-                    if shelf.busy(segment):
+                    if store.busy(segment):
                         with pytest.raises(SegmentBusyError):
-                            shelf.remove(segment)
+                            store.remove(segment)
                     else:
-                        shelf.remove(segment)
-                        shelf.remove(segment)
+                        store.remove(segment)
+                        store.remove(segment)
                         gone = [place for place in stored if place.segment == segment]
                         for place in gone:
                             del stored[place]
                             with pytest.raises(MissingSegmentError):
-                                (shelf if kind == "memory" else open_shelf(kind, folder, disk)).get(place)
-                        assert not shelf.has(segment)
+                                (store if kind == "memory" else open_store(kind, folder, disk)).get(place)
+                        assert not store.has(segment)
             elif kind in ("folder", "file"):
                 if step == "cut":
 
@@ -155,58 +163,58 @@ def test_what_was_put_stays(kind: str, steps: list[tuple[str, Any]], seed: int, 
                     failpoints.watch(cut)
                     try:
                         with pytest.raises(Cut):
-                            shelf.put([chance.randbytes(given % 9000), b"lost"])
+                            store.put([chance.randbytes(given % 9000), b"lost"])
                     finally:
                         failpoints.watch(None)
                 if step != "reopen":
                     disk.power_loss()
                 else:
-                    shelf.close()
-                disk, shelf = fresh()
-                assert not any(map(shelf.busy, shelf.segments()))
-            sizes = shelf.segments()
+                    store.close()
+                disk, store = fresh()
+                assert not any(map(store.busy, store.segments()))
+            sizes = store.segments()
             assert list(sizes) == sorted(sizes)
             for place, data in stored.items():
-                assert place.stop <= sizes[place.segment] and shelf.has(place.segment)
-                view = shelf.get(place)
+                assert place.stop <= sizes[place.segment] and store.has(place.segment)
+                view = store.get(place)
                 assert view == data and not view.readonly
 
 
 @pytest.mark.parametrize("forgotten", ["sync", "sync_folder"])
 def test_the_disk_forgets(tmp_path: Path, forgotten: str) -> None:
-    """The trial above would notice a shelf that leaves out a sync."""
+    """The trial above would notice a store that leaves out a sync."""
 
     class Lazy(ForgetfulDisk):
         pass
 
     setattr(Lazy, forgotten, lambda self, what: None)
     disk = Lazy(tmp_path / "attic")
-    [place] = FolderShelf(tmp_path, disk).put([b"data"])
+    [place] = FileSegmentStore(tmp_path, disk).put([b"data"])
     disk.power_loss()
     with pytest.raises((CorruptBookError, MissingSegmentError)):
-        FolderShelf(tmp_path).get(place)
+        FileSegmentStore(tmp_path).get(place)
 
 
-def test_views_are_private(shelf: Shelf) -> None:
+def test_views_are_private(store: SegmentStore) -> None:
     """Changing what was read changes neither the store nor what others have read or will read."""
     many = [Experience(tokens=list(range(40_000)), reward=1.0)]
-    [small, large] = shelf.put([b"x" * 10, wire.encode(many)])
-    assert shelf.private
-    before = shelf.get(small)
-    shelf.get(small)[:] = bytes(10)
-    assert before == shelf.get(small) == b"x" * 10
-    mine = wire.decode(shelf.get(large), private=True)
+    [small, large] = store.put([b"x" * 10, wire.encode(many)])
+    assert store.private
+    before = store.get(small)
+    store.get(small)[:] = bytes(10)
+    assert before == store.get(small) == b"x" * 10
+    mine = wire.decode(store.get(large), private=True)
     mine[0].tokens.zero_()
     assert mine[0].tokens.sum() == 0
-    assert wire.decode(shelf.get(large), private=True) == many
+    assert wire.decode(store.get(large), private=True) == many
 
 
-def test_places_that_are_not_there(shelf: Shelf) -> None:
-    [place], [second] = shelf.put([b"x" * 100]), shelf.put([bytes(range(200))])
+def test_places_that_are_not_there(store: SegmentStore) -> None:
+    [place], [second] = store.put([b"x" * 100]), store.put([bytes(range(200))])
     pieces = [Place(second.segment, second.offset + 3, 4), place, Place(second.segment, second.offset, 0), second]
-    assert [bytes(piece) for piece in shelf.get_many(pieces)] == [b"\3\4\5\6", b"x" * 100, b"", bytes(range(200))]
-    size = shelf.segments()[place.segment]
-    reads: list[Callable[[Place], Any]] = [shelf.get, lambda place: shelf.get_many([second, place])]
+    assert [bytes(piece) for piece in store.get_many(pieces)] == [b"\3\4\5\6", b"x" * 100, b"", bytes(range(200))]
+    size = store.segments()[place.segment]
+    reads: list[Callable[[Place], Any]] = [store.get, lambda place: store.get_many([second, place])]
     for read in reads:
         with pytest.raises(CorruptBookError, match="reaches to byte"):
             read(Place(place.segment, 64, size - 63))
@@ -218,8 +226,8 @@ def test_places_that_are_not_there(shelf: Shelf) -> None:
         other = new_name()
         with pytest.raises(MissingSegmentError, match=other):
             read(Place(other, 64, 10))
-    assert not shelf.has(other) and not shelf.busy(other)
-    shelf.remove(other)
+    assert not store.has(other) and not store.busy(other)
+    store.remove(other)
 
 
 @pytest.mark.parametrize(
@@ -230,36 +238,36 @@ def test_places_that_are_not_there(shelf: Shelf) -> None:
     ],
     ids=repr,
 )
-def test_hostile_names(shelf: Shelf, name: Any) -> None:
-    shelf.put([b"something"])
-    reads = (lambda name: shelf.get(Place(name, 64, 1)), lambda name: shelf.get_many([Place(name, 64, 1)]))
-    for use in (shelf.has, shelf.busy, shelf.remove, *reads):
+def test_hostile_names(store: SegmentStore, name: Any) -> None:
+    store.put([b"something"])
+    reads = (lambda name: store.get(Place(name, 64, 1)), lambda name: store.get_many([Place(name, 64, 1)]))
+    for use in (store.has, store.busy, store.remove, *reads):
         with pytest.raises(CorruptBookError, match="not a segment's name"):
             use(name)
 
 
-def test_parts_of_many_kinds(shelf: Shelf) -> None:
+def test_parts_of_many_kinds(store: SegmentStore) -> None:
     parts = [b"bytes", bytearray(b"array"), memoryview(b"view"), np.arange(6, dtype=np.int32).reshape(2, 3), b""]
-    places = shelf.put(parts)  # type: ignore[arg-type]
-    assert [bytes(shelf.get(place)) for place in places] == [memoryview(part).tobytes() for part in parts]
-    assert shelf.put([]) == []
-    before = shelf.segments()
+    places = store.put(parts)  # type: ignore[arg-type]
+    assert [bytes(store.get(place)) for place in places] == [memoryview(part).tobytes() for part in parts]
+    assert store.put([]) == []
+    before = store.segments()
     with pytest.raises(ValueError, match="strided"):
-        shelf.put([b"good", memoryview(b"strided")[::2]])
+        store.put([b"good", memoryview(b"strided")[::2]])
     with pytest.raises(TypeError):
-        shelf.put(["text"])  # type: ignore[list-item]
-    assert shelf.segments() == before
-    assert shelf.get(shelf.put([b"after"])[0]) == b"after"
+        store.put(["text"])  # type: ignore[list-item]
+    assert store.segments() == before
+    assert store.get(store.put([b"after"])[0]) == b"after"
 
 
-def test_threads_put_at_once(shelf: Shelf) -> None:
+def test_threads_put_at_once(store: SegmentStore) -> None:
     stored: dict[Place, bytes] = {}
 
     def work(seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(10):
             parts = [chance.randbytes(chance.randrange(2000)) for _ in range(2)]
-            stored.update(zip(shelf.put(parts), parts, strict=True))
+            stored.update(zip(store.put(parts), parts, strict=True))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
     for thread in threads:
@@ -267,25 +275,25 @@ def test_threads_put_at_once(shelf: Shelf) -> None:
     for thread in threads:
         thread.join()
     assert len(stored) == 120
-    assert all(shelf.get(place) == data for place, data in stored.items())
+    assert all(store.get(place) == data for place, data in stored.items())
 
 
-def test_closed_shelves_take_nothing(shelf: Shelf) -> None:
-    [place] = shelf.put([b"before"])
-    view = shelf.get(place)
-    shelf.close()
-    shelf.close()
+def test_closed_stores_take_nothing(store: SegmentStore) -> None:
+    [place] = store.put([b"before"])
+    view = store.get(place)
+    store.close()
+    store.close()
     with pytest.raises(ValueError, match="closed"):
-        shelf.put([b"after"])
-    assert view == shelf.get(place) == b"before"
-    assert not shelf.busy(place.segment)
+        store.put([b"after"])
+    assert view == store.get(place) == b"before"
+    assert not store.busy(place.segment)
 
 
 def test_windows_are_reached_in_order(tmp_path: Path, unwatched: None) -> None:
     for kind in ("folder", "object", "file"):
         seen: list[str] = []
         failpoints.watch(seen.append)
-        open_shelf(kind, tmp_path).put([b"x"])
+        open_store(kind, tmp_path).put([b"x"])
         assert seen == ["after write", "after sync"]
 
 
@@ -293,23 +301,23 @@ def test_windows_are_reached_in_order(tmp_path: Path, unwatched: None) -> None:
 
 
 def test_small_puts_share_a_file_and_large_ones_start_another(tmp_path: Path) -> None:
-    shelf = FolderShelf(tmp_path, segment_bytes=1024)
-    few = [shelf.put([b"x" * 64])[0] for _ in range(15)]
+    store = FileSegmentStore(tmp_path, segment_bytes=1024)
+    few = [store.put([b"x" * 64])[0] for _ in range(15)]
     assert len({place.segment for place in few}) == 1 and few[-1].stop == 1024
-    [next_one] = shelf.put([b"y"])
-    [whole] = shelf.put([b"z" * 5000])
-    [after] = shelf.put([b"w"])
+    [next_one] = store.put([b"y"])
+    [whole] = store.put([b"z" * 5000])
+    [after] = store.put([b"w"])
     assert len({few[0].segment, next_one.segment, whole.segment, after.segment}) == 4
-    assert [shelf.busy(name) for name in shelf.segments()] == [False, False, False, True]
-    shelf.seal()
-    assert not shelf.busy(after.segment)
-    assert shelf.put([b"v"])[0].segment not in (after.segment, whole.segment)
-    assert all(Path(shelf.folder, name).read_bytes()[:64] == header() for name in shelf.segments())
+    assert [store.busy(name) for name in store.segments()] == [False, False, False, True]
+    store.seal()
+    assert not store.busy(after.segment)
+    assert store.put([b"v"])[0].segment not in (after.segment, whole.segment)
+    assert all(Path(store.folder, name).read_bytes()[:64] == header() for name in store.segments())
 
 
 def test_a_growing_and_a_removed_segment(tmp_path: Path) -> None:
     """A view stays what it is while its file grows and after it is gone; a reader needs no reopening."""
-    writer, reader = FolderShelf(tmp_path), FolderShelf(tmp_path)
+    writer, reader = FileSegmentStore(tmp_path), FileSegmentStore(tmp_path)
     parts = [os.urandom(LARGE) for _ in range(4)]
     places, views = [], []
     for part in parts:
@@ -323,21 +331,21 @@ def test_a_growing_and_a_removed_segment(tmp_path: Path) -> None:
     assert views == parts and reader.segments() == {}
     views[0][:10] = bytes(10)
     assert views[0] == bytes(10) + parts[0][10:] and views[1:] == parts[1:]
-    for shelf in (writer, reader):
+    for store in (writer, reader):
         with pytest.raises(MissingSegmentError):
-            shelf.get(places[0])
+            store.get(places[0])
 
 
 def test_reading_keeps_nothing_open(tmp_path: Path) -> None:
     """A thousand frames that are held cost no descriptor, and those that are let go no memory."""
-    shelf = FolderShelf(tmp_path)
-    places = shelf.put([bytes(LARGE)] * 3)
+    store = FileSegmentStore(tmp_path)
+    places = store.put([bytes(LARGE)] * 3)
 
     def maps() -> int:
         return Path("/proc/self/maps").read_text().count(places[0].segment)
 
     before = len(os.listdir("/proc/self/fd"))
-    views = [shelf.get(places[i % 3]) for i in range(1000)]
+    views = [store.get(places[i % 3]) for i in range(1000)]
     assert len(os.listdir("/proc/self/fd")) == before
     assert maps() > 0
     last = np.frombuffer(views[-1], dtype=np.uint8)[5:10]
@@ -349,49 +357,49 @@ def test_reading_keeps_nothing_open(tmp_path: Path) -> None:
 
 def test_without_maps_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system gives no map (too many, or a file system without), the bytes are read."""
-    shelf = FolderShelf(tmp_path)
+    store = FileSegmentStore(tmp_path)
     data = os.urandom(LARGE)
-    [place] = shelf.put([data])
+    [place] = store.put([data])
 
     def refuse(*given: Any) -> None:
         raise OSError(errno.ENOMEM, "no more maps")
 
     with monkeypatch.context() as patch:
         patch.setattr(disk_module, "_Map", refuse)
-        assert shelf.get(place) == data
+        assert store.get(place) == data
     monkeypatch.setattr(disk_module, "_MOST_MAPS", len(disk_module._live) + 3)
-    views = [shelf.get(place) for _ in range(10)]
+    views = [store.get(place) for _ in range(10)]
     assert all(view == data for view in views)
     assert Path("/proc/self/maps").read_text().count(place.segment) == 3
 
 
-def test_a_shelf_that_is_dropped_unlocks(tmp_path: Path) -> None:
-    shelf = FolderShelf(tmp_path)
-    [place] = shelf.put([b"x"])
-    other = FolderShelf(tmp_path)
+def test_a_store_that_is_dropped_unlocks(tmp_path: Path) -> None:
+    store = FileSegmentStore(tmp_path)
+    [place] = store.put([b"x"])
+    other = FileSegmentStore(tmp_path)
     assert other.busy(place.segment)
-    del shelf
+    del store
     gc.collect()
     assert not other.busy(place.segment)
 
 
 def test_reading_a_book_makes_nothing(tmp_path: Path) -> None:
-    shelf = FolderShelf(tmp_path / "none")
-    assert shelf.segments() == {} and not shelf.has(new_name())
-    shelf.seal()
-    shelf.close()
+    store = FileSegmentStore(tmp_path / "none")
+    assert store.segments() == {} and not store.has(new_name())
+    store.seal()
+    store.close()
     assert not (tmp_path / "none").exists()
 
 
 def test_forked_children_write_for_themselves(tmp_path: Path) -> None:
-    shelf = FolderShelf(tmp_path)
-    [first] = shelf.put([b"parent"])
-    view = shelf.get(first)
+    store = FileSegmentStore(tmp_path)
+    [first] = store.put([b"parent"])
+    view = store.get(first)
 
     def child() -> Any:
         inherited = [target for fd in os.listdir("/proc/self/fd") if first.segment in (target := link(fd))]
-        [mine] = shelf.put([b"child"])
-        return inherited, mine.segment, mine.offset, bytes(view).decode(), bytes(shelf.get(first)).decode()
+        [mine] = store.put([b"child"])
+        return inherited, mine.segment, mine.offset, bytes(view).decode(), bytes(store.get(first)).decode()
 
     def link(fd: str) -> str:
         try:
@@ -401,15 +409,15 @@ def test_forked_children_write_for_themselves(tmp_path: Path) -> None:
 
     inherited, segment, offset, seen, read = in_child(child)
     assert inherited == [] and segment != first.segment and (seen, read) == ("parent", "parent")
-    assert shelf.busy(first.segment) and not shelf.busy(segment)
-    [second] = shelf.put([b"again"])
+    assert store.busy(first.segment) and not store.busy(segment)
+    [second] = store.put([b"again"])
     assert (second.segment, second.offset) == (first.segment, 128)
-    assert shelf.get(Place(segment, offset, 5)) == b"child"
+    assert store.get(Place(segment, offset, 5)) == b"child"
 
 
 def test_a_fork_in_the_middle_of_a_put(tmp_path: Path, unwatched: None) -> None:
     """The lock that another thread held when the process was forked does not stop the child."""
-    shelf = FolderShelf(tmp_path)
+    store = FileSegmentStore(tmp_path)
     inside, leave = threading.Event(), threading.Event()
 
     def wait(name: str) -> None:
@@ -418,28 +426,28 @@ def test_a_fork_in_the_middle_of_a_put(tmp_path: Path, unwatched: None) -> None:
             leave.wait(60)
 
     failpoints.watch(wait)
-    thread = threading.Thread(target=lambda: places.extend(shelf.put([b"slow"])))
+    thread = threading.Thread(target=lambda: places.extend(store.put([b"slow"])))
     places: list[Place] = []
     thread.start()
     assert inside.wait(60)
 
     def child() -> Any:
         failpoints.watch(None)
-        return shelf.put([b"child"])[0].segment
+        return store.put([b"child"])[0].segment
 
     segment = in_child(child)
     leave.set()
     thread.join()
-    assert shelf.segments().keys() == {segment, places[0].segment}
-    assert shelf.get(places[0]) == b"slow" and shelf.get(Place(segment, 64, 5)) == b"child"
+    assert store.segments().keys() == {segment, places[0].segment}
+    assert store.get(places[0]) == b"slow" and store.get(Place(segment, 64, 5)) == b"child"
 
 
 WRITER = """
 import sys
-from rollbook.book.segments.files import FolderShelf
-shelf = FolderShelf(sys.argv[1], segment_bytes=4096)
+from rollbook.book.segments.files import FileSegmentStore
+store = FileSegmentStore(sys.argv[1], segment_bytes=4096)
 for i in range(40):
-    [place] = shelf.put([b"%d" % i * 100])
+    [place] = store.put([b"%d" % i * 100])
     print(place.segment, place.offset, place.length, flush=True)
 sys.stdin.read()
 """
@@ -447,33 +455,33 @@ sys.stdin.read()
 
 def test_two_processes_and_a_kill(tmp_path: Path) -> None:
     """Each writes its own files; the open one is busy for as long as its writer lives, and free when it is killed."""
-    shelf = FolderShelf(tmp_path, segment_bytes=4096)
+    store = FileSegmentStore(tmp_path, segment_bytes=4096)
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
         mine, theirs = [], []
         for i in range(40):
-            mine += shelf.put([b"%d" % i * 90])
+            mine += store.put([b"%d" % i * 90])
             segment, offset, length = other.stdout.readline().split()
             theirs.append(Place(segment, int(offset), int(length)))
         assert not {place.segment for place in mine} & {place.segment for place in theirs}
         for i, (one, two) in enumerate(zip(mine, theirs, strict=True)):
-            assert shelf.get(one) == b"%d" % i * 90 and shelf.get(two) == b"%d" % i * 100
-        busy = {name for name in shelf.segments() if shelf.busy(name)}
+            assert store.get(one) == b"%d" % i * 90 and store.get(two) == b"%d" % i * 100
+        busy = {name for name in store.segments() if store.busy(name)}
         assert busy == {mine[-1].segment, theirs[-1].segment}
         with pytest.raises(SegmentBusyError):
-            shelf.remove(theirs[-1].segment)
+            store.remove(theirs[-1].segment)
         other.send_signal(signal.SIGKILL)
         other.wait(60)
-    assert not shelf.busy(theirs[-1].segment)
-    shelf.remove(theirs[-1].segment)
-    assert not shelf.has(theirs[-1].segment)
+    assert not store.busy(theirs[-1].segment)
+    store.remove(theirs[-1].segment)
+    assert not store.has(theirs[-1].segment)
 
 
 def test_a_file_removed_before_its_writer_locked_it(tmp_path: Path) -> None:
     """A remover may meet a file between its making and its locking: the writer sees it and makes another."""
-    remover = FolderShelf(tmp_path)
+    remover = FileSegmentStore(tmp_path)
 
     class Raced(Disk):
         left = 2
@@ -485,13 +493,13 @@ def test_a_file_removed_before_its_writer_locked_it(tmp_path: Path) -> None:
                 remover.remove(name)
             return super().try_lock(fd, shared)
 
-    [place] = FolderShelf(tmp_path, Raced()).put([b"kept"])
+    [place] = FileSegmentStore(tmp_path, Raced()).put([b"kept"])
     assert remover.segments() == {place.segment: 128} and remover.get(place) == b"kept"
 
 
 def test_looking_never_stops_a_writer(tmp_path: Path) -> None:
     """`busy` holds a lock for a moment: writers that start segments and removers get by."""
-    shelf, looker = FolderShelf(tmp_path, segment_bytes=64), FolderShelf(tmp_path)
+    store, looker = FileSegmentStore(tmp_path, segment_bytes=64), FileSegmentStore(tmp_path)
     done = threading.Event()
     errors: list[Exception] = []
 
@@ -506,19 +514,19 @@ def test_looking_never_stops_a_writer(tmp_path: Path) -> None:
     thread = threading.Thread(target=look)
     thread.start()
     try:
-        places = [shelf.put([b"%d" % i])[0] for i in range(60)]
-        shelf.seal()
+        places = [store.put([b"%d" % i])[0] for i in range(60)]
+        store.seal()
         for place in places[:30]:
-            shelf.remove(place.segment)
+            store.remove(place.segment)
     finally:
         done.set()
         thread.join()
     assert not errors
-    fd = os.open(Path(shelf.folder, places[-1].segment), os.O_RDONLY)
-    assert Disk().try_lock(fd, shared=True) and not shelf.busy(places[-1].segment), "others look at the same time"
+    fd = os.open(Path(store.folder, places[-1].segment), os.O_RDONLY)
+    assert Disk().try_lock(fd, shared=True) and not store.busy(places[-1].segment), "others look at the same time"
     os.close(fd)
-    assert [bytes(shelf.get(place)) for place in places[30:]] == [b"%d" % i for i in range(30, 60)]
-    assert list(shelf.segments()) == [place.segment for place in places[30:]]
+    assert [bytes(store.get(place)) for place in places[30:]] == [b"%d" % i for i in range(30, 60)]
+    assert list(store.segments()) == [place.segment for place in places[30:]]
 
 
 # --- disks that fail ------------------------------------------------------------------------------------------------
@@ -535,19 +543,19 @@ def test_looking_never_stops_a_writer(tmp_path: Path) -> None:
 )
 def test_a_failed_write_stops_the_writer(tmp_path: Path, operation: str, at: int, code: int, written: int) -> None:
     disk = FailingDisk(operation, at, code, written)
-    shelf = FolderShelf(tmp_path, disk)
-    [first] = shelf.put([b"before"])
+    store = FileSegmentStore(tmp_path, disk)
+    [first] = store.put([b"before"])
     with pytest.raises(OSError) as caught:
-        shelf.put([b"x" * 5000])
+        store.put([b"x" * 5000])
     assert caught.value.errno == code and first.segment in str(caught.value)
     calls = dict(disk.calls)
     for _ in range(3):
         with pytest.raises(WriterStoppedError, match=os.strerror(code)) as stopped:
-            shelf.put([b"after"])
+            store.put([b"after"])
         assert stopped.value.__cause__ is caught.value
     assert disk.calls == calls, "nothing was tried again"
-    assert shelf.get(first) == b"before" and not shelf.busy(first.segment)
-    reopened = FolderShelf(tmp_path, disk)
+    assert store.get(first) == b"before" and not store.busy(first.segment)
+    reopened = FileSegmentStore(tmp_path, disk)
     [later] = reopened.put([b"after"])
     assert later.segment != first.segment and reopened.get(later) == b"after"
 
@@ -555,35 +563,35 @@ def test_a_failed_write_stops_the_writer(tmp_path: Path, operation: str, at: int
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_failed_folder_sync_stops_the_writer(tmp_path: Path, at: int) -> None:
     (tmp_path / "segments").mkdir()
-    shelf = FolderShelf(tmp_path, FailingDisk("sync_folder", at, errno.EIO))
+    store = FileSegmentStore(tmp_path, FailingDisk("sync_folder", at, errno.EIO))
     with pytest.raises(OSError, match=tmp_path.name):
-        shelf.put([b"x"])
+        store.put([b"x"])
     with pytest.raises(WriterStoppedError):
-        shelf.put([b"x"])
+        store.put([b"x"])
 
 
 def test_a_file_that_cannot_be_made_can_be_tried_again(tmp_path: Path) -> None:
     """Nothing was written that could be in doubt."""
-    shelf = FolderShelf(tmp_path, FailingDisk("create", 1, errno.EMFILE))
+    store = FileSegmentStore(tmp_path, FailingDisk("create", 1, errno.EMFILE))
     with pytest.raises(OSError):
-        shelf.put([b"x"])
-    assert shelf.get(shelf.put([b"x"])[0]) == b"x"
+        store.put([b"x"])
+    assert store.get(store.put([b"x"])[0]) == b"x"
 
 
 def test_an_interrupt_in_a_put_starts_another_segment(tmp_path: Path, unwatched: None) -> None:
-    shelf = FolderShelf(tmp_path)
-    [first] = shelf.put([b"before"])
+    store = FileSegmentStore(tmp_path)
+    [first] = store.put([b"before"])
 
     def interrupt(name: str) -> None:
         raise KeyboardInterrupt
 
     failpoints.watch(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        shelf.put([b"in doubt"])
+        store.put([b"in doubt"])
     failpoints.watch(None)
-    [second] = shelf.put([b"after"])
+    [second] = store.put([b"after"])
     assert second.segment != first.segment
-    assert shelf.get(first) == b"before" and shelf.get(second) == b"after"
+    assert store.get(first) == b"before" and store.get(second) == b"after"
 
 
 def test_a_file_size_limit_of_the_system(tmp_path: Path) -> None:
@@ -592,17 +600,17 @@ def test_a_file_size_limit_of_the_system(tmp_path: Path) -> None:
     def child() -> Any:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        shelf = FolderShelf(tmp_path)
-        [place] = shelf.put([b"fits"])
+        store = FileSegmentStore(tmp_path)
+        [place] = store.put([b"fits"])
         try:
-            shelf.put([b"x" * 300, b"y" * 3000])
+            store.put([b"x" * 300, b"y" * 3000])
         except OSError as error:
-            return place.segment, error.errno, error.filename, shelf.segments()[place.segment]
+            return place.segment, error.errno, error.filename, store.segments()[place.segment]
         return None
 
     segment, code, path, size = in_child(child)
     assert code == errno.EFBIG and path == str(tmp_path / "segments" / segment) and size == 1000
-    assert FolderShelf(tmp_path).get(Place(segment, 64, 4)) == b"fits"
+    assert FileSegmentStore(tmp_path).get(Place(segment, 64, 4)) == b"fits"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -610,72 +618,72 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     if os.geteuid():
         target.mkdir(mode=0o500)
     with pytest.raises(OSError, match=target.name):
-        FolderShelf(target / "book").put([b"x"])
+        FileSegmentStore(target / "book").put([b"x"])
 
 
 # --- files that are not what they should be -------------------------------------------------------------------------
 
 
 def test_every_byte_of_the_header_counts(tmp_path: Path) -> None:
-    shelf = FolderShelf(tmp_path)
-    [place] = shelf.put([b"data"])
-    shelf.seal()
-    path = Path(shelf.folder, place.segment)
+    store = FileSegmentStore(tmp_path)
+    [place] = store.put([b"data"])
+    store.seal()
+    path = Path(store.folder, place.segment)
     good = path.read_bytes()
     for at in range(ALIGN):
         path.write_bytes(good[:at] + bytes([good[at] ^ 0xFF]) + good[at + 1 :])
         with pytest.raises((CorruptBookError, NewerLayoutError), match=place.segment):
-            shelf.get(place)
+            store.get(place)
     newer = struct.pack("<8sII40x", good[:8], 2, 128)
     path.write_bytes(newer + struct.pack("<Q", xxhash.xxh3_64_intdigest(newer)) + good[64:])
     with pytest.raises(NewerLayoutError, match="layout 2"):
-        shelf.get(place)
+        store.get(place)
     for cut in (0, 10, 63):
         path.write_bytes(good[:cut])
         with pytest.raises(CorruptBookError, match="cut short"):
-            shelf.get(place)
+            store.get(place)
     path.write_bytes(good[:66])
     with pytest.raises(CorruptBookError, match="reaches to byte 68"):
-        shelf.get(place)
+        store.get(place)
     path.write_bytes(good)
-    assert shelf.get(place) == b"data"
+    assert store.get(place) == b"data"
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_links_pipes_and_folders_are_not_followed(tmp_path: Path, kind: str) -> None:
     """A whole and valid segment outside of the book cannot be reached by a link, and a pipe does not hang a reader."""
-    secret = FolderShelf(tmp_path / "secret")
+    secret = FileSegmentStore(tmp_path / "secret")
     [place] = secret.put([b"secret"])
     secret.close()
-    shelf = open_shelf(kind, tmp_path / "book")
-    shelf.put([b"mine"])
+    store = open_store(kind, tmp_path / "book")
+    store.put([b"mine"])
     folder = tmp_path / "book" / ("segments" if kind == "folder" else "objects")
-    before = shelf.segments()
+    before = store.segments()
     names = [place.segment, new_name(), new_name()]
     (folder / names[0]).symlink_to(Path(secret.folder, place.segment))
     os.mkfifo(folder / names[1])
     (folder / names[2]).mkdir()
     for name in names:
         with pytest.raises(CorruptBookError, match="expected a plain file"):
-            shelf.get(Place(name, place.offset, place.length))
-        assert not shelf.has(name)
-    assert shelf.segments() == before
+            store.get(Place(name, place.offset, place.length))
+        assert not store.has(name)
+    assert store.segments() == before
 
 
 def test_a_folder_of_segments_that_is_a_link(tmp_path: Path) -> None:
-    secret = FolderShelf(tmp_path / "secret")
+    secret = FileSegmentStore(tmp_path / "secret")
     [place] = secret.put([b"secret"])
     secret.close()
     (tmp_path / "book").mkdir()
     (tmp_path / "book" / "segments").symlink_to(secret.folder)
-    shelf = FolderShelf(tmp_path / "book")
+    store = FileSegmentStore(tmp_path / "book")
     uses: list[Callable[[], Any]] = [
-        lambda: shelf.get(place),
-        lambda: shelf.put([b"x"]),
-        lambda: shelf.remove(place.segment),
-        lambda: shelf.busy(place.segment),
-        lambda: shelf.has(place.segment),
-        shelf.segments,
+        lambda: store.get(place),
+        lambda: store.put([b"x"]),
+        lambda: store.remove(place.segment),
+        lambda: store.busy(place.segment),
+        lambda: store.has(place.segment),
+        store.segments,
     ]
     for use in uses:
         with pytest.raises(CorruptBookError, match="expected a folder"):
@@ -687,10 +695,10 @@ def test_a_folder_of_segments_that_is_a_link(tmp_path: Path) -> None:
 
 
 def test_rows_of_one_part_cost_one_request(tmp_path: Path) -> None:
-    shelf = ObjectShelf(f"memory://{tmp_path.name}")
-    places = shelf.put([b"a" * 100, b"b" * 100_000, b"c" * 100, b"d" * 100])
+    writer = FsspecSegmentStore(f"memory://{tmp_path.name}")
+    places = writer.put([b"a" * 100, b"b" * 100_000, b"c" * 100, b"d" * 100])
     asked: list[tuple[int, int]] = []
-    store: Any = ObjectShelf(f"memory://{tmp_path.name}")
+    store: Any = FsspecSegmentStore(f"memory://{tmp_path.name}")
     read = store._store._bytes
     store._store._bytes = lambda fs, place, start, stop: asked.append((start, stop)) or read(fs, place, start, stop)
     for _ in range(3):
@@ -714,59 +722,59 @@ def test_objects_that_are_no_segments(tmp_path: Path) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     fs, root = MemoryFileSystem(), f"/{tmp_path.name}"
-    shelf = ObjectShelf(f"memory://{tmp_path.name}")
-    shelf.put([b"x"])
+    store = FsspecSegmentStore(f"memory://{tmp_path.name}")
+    store.put([b"x"])
     name = new_name()
     fs.pipe_file(f"{root}/{name}", b"anything that is longer than a header" * 10)
     fs.pipe_file(f"{root}/readme.txt", b"not ours")
     with pytest.raises(CorruptBookError, match="not that of a segment"):
-        shelf.get(Place(name, 64, 10))
-    assert len(shelf.segments()) == 2
-    [place] = shelf.put([b"y"])
+        store.get(Place(name, 64, 10))
+    assert len(store.segments()) == 2
+    [place] = store.put([b"y"])
     with pytest.raises(FileExistsError):
-        shelf._store.write(place.segment, [b"over it"])
-    assert shelf.get(place) == b"y"
+        store._store.write(place.segment, [b"over it"])
+    assert store.get(place) == b"y"
 
 
 def test_files_of_objects_are_synced_and_whole(tmp_path: Path) -> None:
     disk = FailingDisk("rename", 2, errno.EIO)
-    shelf = ObjectShelf(tmp_path, prefix="/deep/down/", disk=disk)
-    [place] = shelf.put([b"x"])
+    store = FsspecSegmentStore(tmp_path, prefix="/deep/down/", disk=disk)
+    [place] = store.put([b"x"])
     assert disk.calls["sync"] == 1 and disk.calls["sync_folder"] == 3  # two folders were made
     with pytest.raises(OSError):
-        shelf.put([b"y"])
+        store.put([b"y"])
     assert [path.name for path in (tmp_path / "deep" / "down").iterdir()] == [place.segment]
-    assert shelf.get(shelf.put([b"z"])[0]) == b"z"
+    assert store.get(store.put([b"z"])[0]) == b"z"
 
 
 def test_objects_in_a_forked_child(tmp_path: Path) -> None:
-    shelf = ObjectShelf(f"memory://{tmp_path.name}")
-    [place] = shelf.put([b"x"])
-    assert in_child(lambda: [bytes(shelf.get(place)).decode(), len(shelf.put([b"y"]))]) == ["x", 1]
+    store = FsspecSegmentStore(f"memory://{tmp_path.name}")
+    [place] = store.put([b"x"])
+    assert in_child(lambda: [bytes(store.get(place)).decode(), len(store.put([b"y"]))]) == ["x", 1]
 
 
 def test_a_server_with_folders(tmp_path: Path) -> None:
     """Where a store has folders and does not make them by itself, the first put does."""
-    shelf = ObjectShelf("dir://", {"path": str(tmp_path), "target_protocol": "file"}, prefix="deep/down")
-    assert shelf.segments() == {}
-    [place] = shelf.put([b"x" * 10])
-    assert shelf.get(place) == b"x" * 10 and shelf.segments() == {place.segment: 128}
+    store = FsspecSegmentStore("dir://", {"path": str(tmp_path), "target_protocol": "file"}, prefix="deep/down")
+    assert store.segments() == {}
+    [place] = store.put([b"x" * 10])
+    assert store.get(place) == b"x" * 10 and store.segments() == {place.segment: 128}
     assert (tmp_path / "deep" / "down" / place.segment).exists()
 
 
 def test_a_forked_copy_of_memory() -> None:
-    shelf = MemoryShelf()
-    [place] = shelf.put([b"x"])
-    with shelf._lock:  # as if another thread were in the middle of a put
-        seen, segment = in_child(lambda: [bytes(shelf.get(place)).decode(), shelf.put([b"y"])[0].segment])
-    assert seen == "x" and segment != place.segment and not shelf.has(segment)
+    store = MemorySegmentStore()
+    [place] = store.put([b"x"])
+    with store._lock:  # as if another thread were in the middle of a put
+        seen, segment = in_child(lambda: [bytes(store.get(place)).decode(), store.put([b"y"])[0].segment])
+    assert seen == "x" and segment != place.segment and not store.has(segment)
 
 
 def test_urls_that_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nosuch://x"):
-        ObjectShelf("nosuch://x")
+        FsspecSegmentStore("nosuch://x")
     with pytest.raises(ValueError, match="prefix"):
-        ObjectShelf(tmp_path, prefix="a/../../b")
+        FsspecSegmentStore(tmp_path, prefix="a/../../b")
 
 
 # --- the disk -------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def shelf(lifted: attachments.Extracted) -> dict[str, bytes]:
+def store(lifted: attachments.Extracted) -> dict[str, bytes]:
     return {name: blob.data for name, blob in lifted.blobs.items()}
 
 
@@ -131,7 +131,7 @@ def test_what_is_lifted_comes_back_exactly(rows: list[Experience], least: int) -
     stored = decode(encode(lifted.stripped)) if rows else lifted.stripped
     assert references(stored) == lifted.uses
     assert {name for used in lifted.uses for name in used} == set(lifted.blobs)
-    back = restore(stored, shelf(lifted).__getitem__)
+    back = restore(stored, store(lifted).__getitem__)
     assert same_columns(many, back)
     assert exact_rows(back) == exact_rows(rows)
 
@@ -144,7 +144,7 @@ def test_selecting_and_joining_stripped_records_makes_no_difference(
     first, second = extract(Experiences(one), 4), extract(Experiences(other), 4)
     order = np.random.default_rng(seed).permutation(len(one) + len(other))[: 1 + seed % 4]
     joined = Experiences.concat([first.stripped, second.stripped])
-    fetch = {**shelf(first), **shelf(second)}.__getitem__
+    fetch = {**store(first), **store(second)}.__getitem__
     assert exact_rows(restore(joined.take(order), fetch)) == exact_rows([[*one, *other][i] for i in order])
     assert exact_rows(restore(joined[1:], fetch)) == exact_rows([*one, *other][1:])
     assert references(joined.take(order)) == [[*first.uses, *second.uses][i] for i in order]
@@ -156,7 +156,7 @@ def test_a_slice_is_lifted_by_itself(rows: list[Experience], start: int, stop: i
     part = Experiences(rows)[start:stop]
     lifted = extract(part, 4)
     assert lifted.uses == extract(Experiences(rows[start:stop]), 4).uses
-    assert exact_rows(restore(lifted.stripped, shelf(lifted).__getitem__)) == exact_rows(rows[start:stop])
+    assert exact_rows(restore(lifted.stripped, store(lifted).__getitem__)) == exact_rows(rows[start:stop])
 
 
 def test_a_slice_does_not_copy_its_parent() -> None:
@@ -265,7 +265,7 @@ def test_base64_that_is_not_written_as_usual_comes_back_as_it_was() -> None:
     lifted = extract(Experiences(rows))
     assert {blob.kind for blob in lifted.blobs.values()} == {"text"}
     assert all(lifted.uses)
-    assert exact_rows(restore(lifted.stripped, shelf(lifted).__getitem__)) == exact_rows(rows)
+    assert exact_rows(restore(lifted.stripped, store(lifted).__getitem__)) == exact_rows(rows)
 
 
 def test_the_hash_is_sha256_of_kind_description_and_bytes() -> None:
@@ -297,7 +297,7 @@ def test_a_columns_rows_that_are_null_or_no_tensors_are_left_alone() -> None:
     good = Experiences._of({**many.columns, "multi_modal_inputs": pa.array([entries, None, entries[4:]], MEDIA)}, 3)
     lifted = extract(good)
     assert [len(used) for used in lifted.uses] == [1, 0, 1]
-    assert same_columns(good, restore(lifted.stripped, shelf(lifted).__getitem__))
+    assert same_columns(good, restore(lifted.stripped, store(lifted).__getitem__))
 
 
 def test_bytes_beneath_a_null_are_nothing() -> None:
@@ -313,7 +313,7 @@ def test_bytes_beneath_a_null_are_nothing() -> None:
         many = Experiences._of({**Experiences([record()]).columns, "multi_modal_inputs": column}, 1)
         lifted = extract(many)
         assert len(lifted.blobs) == found
-        back = restore(lifted.stripped, shelf(lifted).__getitem__)
+        back = restore(lifted.stripped, store(lifted).__getitem__)
         assert back.columns["multi_modal_inputs"].to_pylist() == column.to_pylist()
         items = lifted.stripped.columns[COLUMN][0].as_py() if found else []
         assert [item["at"] for item in items] == [1] * found
@@ -330,7 +330,7 @@ def test_text_that_is_no_json_comes_back_as_it_was() -> None:
     odd = Experiences._of({**many.columns, "messages": pa.array(texts, pa.large_string())}, len(texts))
     lifted = extract(odd)
     assert [len(used) for used in lifted.uses] == [0, 0, 1, 1, 0]
-    assert same_columns(odd, restore(lifted.stripped, shelf(lifted).__getitem__))
+    assert same_columns(odd, restore(lifted.stripped, store(lifted).__getitem__))
 
 
 # --- look-alikes --------------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def test_a_reference_in_a_users_data_is_data() -> None:
     rows = [record(info=mine, response_text=f"sha256:{key}"), record(info={"png": PNG, "mine": mine})]
     lifted = extract(Experiences(rows))
     assert lifted.uses == [(), (key,)]
-    assert exact_rows(restore(lifted.stripped, shelf(lifted).__getitem__)) == exact_rows(rows)
+    assert exact_rows(restore(lifted.stripped, store(lifted).__getitem__)) == exact_rows(rows)
 
 
 def test_a_column_of_that_name_is_kept_under_another() -> None:
@@ -354,7 +354,7 @@ def test_a_column_of_that_name_is_kept_under_another() -> None:
             many = decode(encode(Experiences._of({**plain.columns, **extra}, 1)))
             lifted = extract(many)
             assert lifted.uses == references(lifted.stripped) == [tuple(lifted.blobs)]
-            back = restore(decode(encode(lifted.stripped)), shelf(lifted).__getitem__)
+            back = restore(decode(encode(lifted.stripped)), store(lifted).__getitem__)
             assert same_columns(many, back)
 
 
@@ -366,7 +366,7 @@ def test_a_field_that_the_reader_does_not_know_is_restored_too() -> None:
     finally:
         withdraw("sketch")
     assert references(lifted.stripped) == [tuple(lifted.blobs)]
-    back = restore(lifted.stripped, shelf(lifted).__getitem__)
+    back = restore(lifted.stripped, store(lifted).__getitem__)
     assert back.columns["sketch"].equals(many.columns["sketch"])
 
 
@@ -375,7 +375,7 @@ def test_a_field_that_the_reader_does_not_know_is_restored_too() -> None:
 
 def test_each_blob_is_fetched_once_and_none_for_columns_that_were_left_out() -> None:
     lifted = extract(Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG}) for _ in range(5)]))
-    stored, asked = shelf(lifted), list[str]()
+    stored, asked = store(lifted), list[str]()
 
     def fetch(key: str) -> memoryview:
         asked.append(key)
@@ -393,13 +393,13 @@ def test_each_blob_is_fetched_once_and_none_for_columns_that_were_left_out() -> 
 def test_writing_on_a_restored_tensor_changes_nothing_else() -> None:
     rows = [record(multi_modal_inputs=PIXELS, info={"t": PIXELS["pixel_values"]}) for _ in range(2)]
     lifted = extract(Experiences(rows))
-    stored = {key: bytearray(data) for key, data in shelf(lifted).items()}
+    stored = {key: bytearray(data) for key, data in store(lifted).items()}
     back = restore(lifted.stripped, stored.__getitem__)
     first = back[0]
     assert first.multi_modal_inputs is not None
     first.multi_modal_inputs["pixel_values"].zero_()
     first.info["t"].zero_()
-    assert stored == shelf(lifted)
+    assert stored == store(lifted)
     assert exact(back[1]) == exact(rows[1])
     for held in stored.values():
         held[64:] = bytes(len(held) - 64)
@@ -510,7 +510,7 @@ def test_a_forged_blob_is_found_by_its_hash() -> None:
 
 def test_a_damaged_blob_names_the_record_it_was_for() -> None:
     lifted = extract(Experiences([record(), record(info={"png": PNG})]))
-    damaged = {key: data[:70] + b"?" + data[71:] for key, data in shelf(lifted).items()}
+    damaged = {key: data[:70] + b"?" + data[71:] for key, data in store(lifted).items()}
     with pytest.raises(WireError, match=r"record 1: info: the medium sha256:\w+ is damaged: byte 56: .*checksum"):
         restore(lifted.stripped, damaged.__getitem__)
 
@@ -545,14 +545,14 @@ def with_references(stripped: Experiences, listed: Any, kind: pa.DataType = REFE
 def test_a_reference_that_nobody_wrote_is_refused(change: dict[str, Any], message: str) -> None:
     lifted = extract(Experiences([record(info={"png": PNG}, multi_modal_inputs={"a": torch.ones(1)})]))
     item = lifted.stripped.columns[COLUMN][0].as_py()[0]
-    stored = {**shelf(lifted), "0" * 64: b""}
+    stored = {**store(lifted), "0" * 64: b""}
     with pytest.raises(WireError, match=message):
         restore(with_references(lifted.stripped, [{**item, **change}]), stored.__getitem__)
 
 
 def test_references_of_another_type_or_to_one_place_are_refused() -> None:
     lifted = extract(Experiences([record(info={"png": PNG}, multi_modal_inputs=PIXELS)]))
-    fetch = shelf(lifted).__getitem__
+    fetch = store(lifted).__getitem__
     for wrong in (
         with_references(lifted.stripped, 7, pa.int64()),
         with_references(lifted.stripped, ["info"], pa.large_list(pa.large_string())),
@@ -577,7 +577,7 @@ def test_a_reference_does_not_reach_into_the_next_record() -> None:
     listed = pa.array([[item], None], REFERENCES)
     many = Experiences._of({**Experiences([record(), record()]).columns, "info": split, COLUMN: listed}, 2)
     with pytest.raises(WireError, match=f"record 0: info: no reference to sha256:{item['hash']} stands at"):
-        restore(many, shelf(lifted).__getitem__)
+        restore(many, store(lifted).__getitem__)
 
 
 def test_a_medium_that_is_not_what_the_record_says_is_refused() -> None:
@@ -590,16 +590,16 @@ def test_a_medium_that_is_not_what_the_record_says_is_refused() -> None:
     with pytest.raises(
         WireError, match=r"\['pixel_values'\]: .* is tensor float32\[4, 1024\], expected tensor float32\[4096\]"
     ):
-        restore(wrong, {**shelf(pixels), **shelf(flat)}.__getitem__)
+        restore(wrong, {**store(pixels), **store(flat)}.__getitem__)
 
 
 def test_a_few_references_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     lifted = extract(Experiences([record(multi_modal_inputs=PIXELS) for _ in range(8)]))
     monkeypatch.setattr(attachments, "DEFAULT_LIMITS", Limits(max_bytes=8 * 4 * 4096 - 1))
     with pytest.raises(WireError, match="record 7: .* more than the limit of 131071 bytes"):
-        restore(lifted.stripped, shelf(lifted).__getitem__)
+        restore(lifted.stripped, store(lifted).__getitem__)
     monkeypatch.setattr(attachments, "DEFAULT_LIMITS", Limits(max_bytes=8 * 4 * 4096))
-    assert len(restore(lifted.stripped, shelf(lifted).__getitem__)) == 8
+    assert len(restore(lifted.stripped, store(lifted).__getitem__)) == 8
 
 
 def test_no_torch_is_needed(tmp_path: Any) -> None:
