@@ -277,7 +277,7 @@ def reads(workload: Workload, theirs: Trinity, scratch: Path, places: dict[str, 
         return theirs.run(stored.held.query(0, n))
 
     def scan(book: Book) -> list[Any]:
-        found = list(book.scan(columns=list(COLUMNS)))
+        found = list(book.where().scan(list(COLUMNS)))
         if sum(batch.num_rows for batch in found) != n:
             raise AssertionError("not every record was scanned")
         return found
@@ -399,7 +399,7 @@ peak = 0
 def anonymous():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
-for batch in book.scan(columns=["tokens", "reward"], rows=64):
+for batch in book.where().scan(["tokens", "reward"], rows=64):
     batch["tokens"].values.to_numpy(zero_copy_only=False).sum()
     peak = max(peak, anonymous())
 print(peak / 1024)

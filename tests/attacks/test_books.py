@@ -92,8 +92,8 @@ def everything(book: rollbook.book.Book) -> Iterator[Callable[[], Any]]:
         yield lambda uid=uid: book.get([uid]).rows()
         yield lambda uid=uid: book.history(uid)
     yield lambda: book.where(("reward", ">", 0)).uids()
-    yield lambda: list(book.scan())
-    yield lambda: list(book.scan(["tokens", "reward", "uid"]))
+    yield lambda: list(book.where().scan())
+    yield lambda: list(book.where().scan(["tokens", "reward", "uid"]))
     yield lambda: book.sql("select * from experiences", seconds=20).rows()
     yield lambda: book.sql(f"select count(*), {', '.join(f'({each})' for each in COUNTED)}", seconds=20).rows()
     yield book.counts

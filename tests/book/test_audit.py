@@ -23,7 +23,11 @@ from rollbook.book import (
     MinSize,
     Proportional,
     QuotaExceededError,
+    export_records,
+    fork,
+    import_records,
     ledger,
+    snapshot,
 )
 
 
@@ -54,7 +58,7 @@ def test_a_book_stays_where_it_is_when_the_program_changes_its_folder(
     book.append(record())
     monkeypatch.chdir(tmp_path / "there")
     book.append(record(1))
-    assert len(book.snapshot(tmp_path / "copy")) == 2
+    assert len(snapshot(book, tmp_path / "copy")) == 2
     child = os.fork()
     if not child:
         code = 1
@@ -72,7 +76,7 @@ def test_a_tilde_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOME", str(tmp_path))
     with rollbook.open("~/demo") as book:
         book.append(record())
-        book.snapshot("~/copy").close()
+        snapshot(book, "~/copy").close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "demo"]
 
 
@@ -153,11 +157,11 @@ def test_evaluation_does_not_become_training_through_a_file(tmp_path: Path, form
     book.append([record(0), record(1)])
     seen = record(2)
     book.append(seen, evaluation=True)
-    assert book.export(tmp_path / "train", format=format) == 2
-    assert book.export(tmp_path / "eval", format=format, evaluation=True) == 1
-    assert other.import_(tmp_path / "train", format=format).admitted == 2
+    assert export_records(book, tmp_path / "train", format=format) == 2
+    assert export_records(book, tmp_path / "eval", format=format, evaluation=True) == 1
+    assert import_records(other, tmp_path / "train", format=format).admitted == 2
     assert seen.eid.uid not in other
-    assert other.import_(tmp_path / "eval", format=format, evaluation=True).admitted == 1
+    assert import_records(other, tmp_path / "eval", format=format, evaluation=True).admitted == 1
     assert (other.counts().waiting, other.counts().evaluation) == (2, 1)
 
 
@@ -310,10 +314,10 @@ def test_a_fork_of_what_was_leased_adds_up(url: str, tmp_path: Path) -> None:
     held, done = book.lease(1), book.lease(1)
     saved = book.checkpoint()
     done.ack()
-    twin = book.fork(saved, tmp_path / "twin")
+    twin = fork(book, saved, tmp_path / "twin")
     assert twin.check().ok
     assert twin.counts().waiting == 4
-    again = twin.fork(saved, "memory:")
+    again = fork(twin, saved, "memory:")
     assert again.check().ok
     assert held.ack() == 1
 

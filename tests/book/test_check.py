@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import rollbook
 from rollbook import Experience
-from rollbook.book import Book, BookError, NewerLayoutError, NotABookError, check
+from rollbook.book import Book, BookError, NewerLayoutError, NotABookError, check, trained_steps
 from rollbook.book.check import KINDS, Report
 from rollbook.book.recovery import repair
 from rollbook.book.segments.files import FileSegmentStore
@@ -359,7 +359,7 @@ def test_a_ruined_ledger_loses_no_record(damage: str, tmp_path: Path) -> None:
     before = alive(folder)
     with rollbook.open(folder, "r") as book:
         past = {key: book.history(key) for key in before}
-        trained = {consumer: book.trained(consumer).keys() for consumer in ("train", "groups")}
+        trained = {consumer: trained_steps(book, consumer).keys() for consumer in ("train", "groups")}
         were = {consumer: book.counts(consumer) for consumer in trained}
     broken = {
         "nothing but zeros": bytes(len(data)),

@@ -31,7 +31,9 @@ from rollbook.book import (
     ReadOnlyError,
     SamplesToInserts,
     Uniform,
+    forget_checkpoint,
     queue,
+    trained_steps,
 )
 from tests.book.conftest import DURABLE, fresh
 from tests.book.postgres import Server
@@ -115,7 +117,7 @@ def sound(book: Book) -> None:
             ready = tx.one("SELECT COUNT(*) FROM groups WHERE consumer = ? AND ready = 1", (id_,))[0]
         assert {row[:3] for row in counted} == {row[:3] for row in kept}
         assert {row[:2]: row[3] for row in counted} == {row[:2]: pytest.approx(row[3], abs=1e-9) for row in kept}
-        assert dict(uses) == {uid: len(steps) for uid, steps in book.trained(name).items()}
+        assert dict(uses) == {uid: len(steps) for uid, steps in trained_steps(book, name).items()}
         assert json.loads(state).get("ready", (0, 0))[0] == ready
         assert book.counts(name).adds_up
 
@@ -189,10 +191,10 @@ def test_only_so_many_are_kept(book: Book) -> None:
         book.append(some(range(step, step + 1)))
         book.checkpoint(f"step-{step}", keep=2)
     assert [p.name for p in book.checkpoints()] == ["step-3", "step-4"]
-    book.forget("step-4")
+    forget_checkpoint(book, "step-4")
     with pytest.raises(KeyError, match="'step-4', the book has 'step-3'"):
-        book.forget("step-4")
-    book.forget("step-3")
+        forget_checkpoint(book, "step-4")
+    forget_checkpoint(book, "step-3")
     with book.ledger.read() as tx:
         assert tx.one("SELECT (SELECT COUNT(*) FROM work_before) + (SELECT COUNT(*) FROM groups_before)") == (0,)
 
@@ -229,7 +231,7 @@ def test_a_reader_makes_and_rewinds_nothing(tmp_path: Any) -> None:
         book.checkpoint("a")
     with rollbook.open(tmp_path / "book", "r") as reader:
         assert [p.name for p in reader.checkpoints()] == ["a"]
-        for act in (reader.checkpoint, lambda: reader.forget("a"), lambda: reader.rewind("a")):
+        for act in (reader.checkpoint, lambda: forget_checkpoint(reader, "a"), lambda: reader.rewind("a")):
             with pytest.raises(ReadOnlyError):
                 act()
 
@@ -346,7 +348,7 @@ def test_what_was_acknowledged_is_void_and_stays_in_the_history(book: Book) -> N
     lease.ack(step=2)
     done = book.rewind("saved")
     assert (done.checkpoint, done.acks, done.leases, done.later, done.forgotten) == ("saved", 2, 0, 0, ())
-    assert list(book.trained().values()) == [[1], [1]]
+    assert list(trained_steps(book).values()) == [[1], [1]]
     [*_, trained, voided] = book.history(lease.uids[0])
     assert (trained.kind, voided.kind) == ("trained", "voided")
     assert (voided.reason, voided.step, voided.lease) == ("saved", 2, trained.lease)
@@ -354,7 +356,7 @@ def test_what_was_acknowledged_is_void_and_stays_in_the_history(book: Book) -> N
     again = book.lease(2)
     assert again.uids == lease.uids
     again.ack(step=7)
-    assert [book.trained()[uid] for uid in lease.uids] == [[7], [7]]
+    assert [trained_steps(book)[uid] for uid in lease.uids] == [[7], [7]]
     sound(book)
     # Once more: only what is not void yet is voided.
     assert book.rewind("saved").acks == 2
@@ -389,7 +391,7 @@ def test_a_lease_that_was_acknowledged_in_part_is_freed_by_its_parts(book: Book)
     book.checkpoint("saved")
     lease.ack(uids=lease.uids[1:2], step=2)
     book.rewind("saved")
-    assert book.trained() == {lease.uids[0]: [1]}
+    assert trained_steps(book) == {lease.uids[0]: [1]}
     counts = book.counts()
     assert (counts.waiting, counts.leased, counts.trained) == (3, 0, 1)
     sound(book)
@@ -544,7 +546,7 @@ def test_a_forgotten_checkpoint_leaves_what_older_ones_need(book: Book) -> None:
     book.checkpoint("new")
     book.append(some(range(4, 5)))
     book.lease(2).ack()
-    book.forget("new")
+    forget_checkpoint(book, "new")
     book.lease(1).ack()
     book.rewind("old", later="drop")
     assert [row for row in seen(book)["work"] if row[1] <= 8] == then["work"]
@@ -670,7 +672,7 @@ def test_what_feedback_returned_to_training_stays_returned(book: Book) -> None:
     book.lease(1).ack(step=2)
     book.rewind("saved")
     assert book.counts().waiting == 1
-    assert book.trained() == {uid: [1] for uid in lease.uids}
+    assert trained_steps(book) == {uid: [1] for uid in lease.uids}
     assert book.lease(2).uids == lease.uids[:1]
     book.rewind("saved")
     assert book.counts().waiting == 1
@@ -800,7 +802,7 @@ def test_any_history_after_a_checkpoint_is_undone(
         book.lease(1).nack()  # what time brings about has come
         moment = now[0]
         if "saved" in {p.name for p in book.checkpoints()}:
-            book.forget("saved")
+            forget_checkpoint(book, "saved")
         book.checkpoint("saved")
         then = seen(book)
         last = book.checkpoints()[-1].records

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbook
-from rollbook.book import compaction, failpoints
+from rollbook.book import compaction, failpoints, forget_checkpoint
 from rollbook.book.book import Book
 from rollbook.book.consumer import MaxSize
 from rollbook.book.errors import BookError, QuotaExceededError, ReadOnlyError
@@ -148,8 +148,8 @@ def test_many_small_segments_become_one(url: str) -> None:
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 def test_small_segments_are_merged_beside_appends(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "memory:" if kind == "memory" else str(tmp_path / "book")
-    monkeypatch.setattr(compaction, "TEND_EVERY", 4)
-    monkeypatch.setattr(compaction, "TEND_ABOVE", 8)
+    monkeypatch.setattr(compaction, "AUTO_MERGE_INTERVAL", 4)
+    monkeypatch.setattr(compaction, "AUTO_MERGE_SEGMENTS", 8)
     monkeypatch.setattr(compaction, "POINTED_AT_ONCE", 5)
     threads = []
     move = compaction._move
@@ -163,8 +163,8 @@ def test_small_segments_are_merged_beside_appends(kind: str, tmp_path: Path, mon
         given = {i: record(i) for i in range(40)}
         for each in given.values():
             spread(book, [each])
-            if book.tender is not None:
-                book.tender.join()
+            if book.compactor is not None:
+                book.compactor.join()
         assert len(book.store.segments()) <= 8 + 4 + 2
         assert threads and threading.get_ident() not in threads
         sound(book, given)
@@ -172,14 +172,14 @@ def test_small_segments_are_merged_beside_appends(kind: str, tmp_path: Path, mon
 
 
 def test_closing_waits_for_a_merge_and_a_fork_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "TEND_EVERY", 1)
+    monkeypatch.setattr(compaction, "AUTO_MERGE_INTERVAL", 1)
     begun, go_on = threading.Event(), threading.Event()
 
     def waiting(book: Book) -> None:
         begun.set()
         go_on.wait(60)
 
-    monkeypatch.setattr(compaction, "_tend", waiting)
+    monkeypatch.setattr(compaction, "_auto_merge", waiting)
     with rollbook.open(tmp_path / "book") as book:
         book.append(record(0))
         assert begun.wait(60)
@@ -195,14 +195,14 @@ def test_closing_waits_for_a_merge_and_a_fork_does_not(tmp_path: Path, monkeypat
         assert os.waitpid(child, 0)[1] == 0
         closing = threading.Thread(target=book.close)
         closing.start()
-        assert book.tender is not None and book.tender.is_alive()
+        assert book.compactor is not None and book.compactor.is_alive()
         go_on.set()
         closing.join(60)
-        assert not book.tender.is_alive()
+        assert not book.compactor.is_alive()
 
 
 def test_an_append_does_not_fail_for_a_merge(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "TEND_ABOVE", 8)
+    monkeypatch.setattr(compaction, "AUTO_MERGE_SEGMENTS", 8)
     with rollbook.open(url) as book:
         book.appends = count(1)
         spread(book, [record(i) for i in range(10)])
@@ -216,9 +216,9 @@ def test_an_append_does_not_fail_for_a_merge(url: str, monkeypatch: pytest.Monke
                 raise OSError(errno.ENOSPC, "No space left on device") from None
 
         book.store.put = full  # type: ignore[method-assign]
-        book.appends = count(compaction.TEND_EVERY)
-        tend = compaction._tend
-        monkeypatch.setattr(compaction, "_tend", lambda _: None)
+        book.appends = count(compaction.AUTO_MERGE_INTERVAL)
+        tend = compaction._auto_merge
+        monkeypatch.setattr(compaction, "_auto_merge", lambda _: None)
         assert book.append(record(10)).admitted == 1
         with pytest.warns(RuntimeWarning, match="No space left"):
             tend(book)
@@ -445,7 +445,7 @@ def test_what_the_oldest_checkpoint_needs_keeps_its_bytes(url: str) -> None:
         assert book.counts().dropped == {"max_size": 4}
         assert book.compact().purged == 2
         sound(book, {i: record(i) for i in range(2, 6)})
-        book.forget("old")
+        forget_checkpoint(book, "old")
         assert book.compact().purged == 2
         sound(book, {i: record(i) for i in range(4, 6)})
 

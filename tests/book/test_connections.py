@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 import rollbook
-from rollbook.book import LockTimeoutError, OutcomeUnknownError, failpoints, postgres
+from rollbook.book import LockTimeoutError, OutcomeUnknownError, failpoints, postgres, trained_steps
 from tests.book.records import check, records
 
 # --- a commit without an answer -------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_calls_take_effect_once_when_a_commit_gets_no_answer(proxy: Proxy, postg
         struck(lease.renew)
         assert struck(lambda: lease.ack(step=1, uids=lease.uids[:1])) == 1
         assert struck(lambda: lease.ack(step=1)) == 1
-        assert direct.trained() == {uid: [1] for uid in lease.uids}
+        assert trained_steps(direct) == {uid: [1] for uid in lease.uids}
         lease = book.lease(2)
         assert struck(lease.nack) == 2 and direct.counts().waiting == 2
         assert struck(lambda: book.checkpoint("saved")) == "saved"
@@ -138,7 +138,7 @@ def test_an_outcome_that_cannot_be_found_out_is_said_to_be_unknown(
         lease = book.lease(2)
         assert unknown_then_repeated(lambda: lease.ack(step=3)) == 2
         assert unknown_then_repeated(lambda: book.checkpoint("saved")) == "saved"
-        assert direct.trained() == {uid: [3] for uid in lease.uids} and len(direct.checkpoints()) == 1
+        assert trained_steps(direct) == {uid: [3] for uid in lease.uids} and len(direct.checkpoints()) == 1
 
 
 # --- a writer that pauses while it holds the ledger -----------------------------------------------------------------

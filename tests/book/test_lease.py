@@ -332,7 +332,7 @@ def test_async(url: str) -> None:
         async def run() -> None:
             waiting = asyncio.ensure_future(book.alease(2, timeout=60))
             await asyncio.sleep(0.02)
-            await book.aappend(records(3))
+            await asyncio.to_thread(book.append, records(3))
             async with await waiting as lease:
                 assert numbers(lease) == [0, 1]
                 assert await lease.arenew() > 0

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbook
-from rollbook.book import Book, ReadOnlyError, repair
+from rollbook.book import Book, ReadOnlyError, fork, repair, snapshot
 from rollbook.book.errors import CorruptBookError
 from rollbook.book.reports import finite_numbers, json_number
 from rollbook.inspect.following import Follower
@@ -117,13 +117,13 @@ def test_forks_and_snapshots_have_the_measurements_of_their_moment(url: str) -> 
         logged(book, 2, mark=0.5)
         book.checkpoint("two")
         logged(book, 3)
-        for name, copy in (("one", book.fork("one", "memory:")), ("two", book.fork("two", "memory:"))):
+        for name, copy in (("one", fork(book, "one", "memory:")), ("two", fork(book, "two", "memory:"))):
             with copy:
                 assert losses(copy) == [(1, 1.0), (2, 2.5)][: 1 if name == "one" else 2]
                 logged(copy, 9)
                 assert losses(copy)[-1] == (9, 9.0)
                 assert copy.check().ok
-        with book.snapshot("memory:") as copy:
+        with snapshot(book, "memory:") as copy:
             assert losses(copy) == losses(book) == [(1, 1.0), (2, 2.5), (3, 3.0)]
             copy.rewind("two")
             assert losses(copy) == [(1, 1.0), (2, 2.5)]

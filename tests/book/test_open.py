@@ -10,7 +10,17 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 
 import rollbook
-from rollbook.book import AppendResult, BookError, Last, NewerLayoutError, NotABookError, ReadOnlyError, disk, schema
+from rollbook.book import (
+    AppendResult,
+    BookError,
+    Last,
+    NewerLayoutError,
+    NotABookError,
+    ReadOnlyError,
+    disk,
+    schema,
+    snapshot,
+)
 from rollbook.book.book import LEDGER
 from rollbook.book.disk import Disk
 from rollbook.book.recovery import repair
@@ -362,7 +372,7 @@ def test_an_open_book_does_not_show_its_password(postgres_url: str, tmp_path: Pa
         assert "hunter2" not in everything(found.value)
         with pytest.raises(ValueError, match=r"data: got 's3://\*\*\*@bucket' with a secret in it.*storage_options"):
             rollbook.open(secret, data="s3://key:hunter2@bucket")
-        with book.snapshot(secret.replace("schema=demo", "schema=copy")) as other:
+        with snapshot(book, secret.replace("schema=demo", "schema=copy")) as other:
             assert other.counts().admitted == 1 and ":***@" in other.url
     assert repair(secret).ok and "hunter2" not in repair(secret).url
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rollbook
-from rollbook.book import AppendResult, BackPressureError, BookError, MaxUses, SamplesToInserts
+from rollbook.book import AppendResult, BackPressureError, BookError, MaxUses, SamplesToInserts, fork
 from tests.book.records import check, numbers, record, records, take
 
 
@@ -233,7 +233,7 @@ def test_records_name_the_lineage_that_sampled_them(url: str) -> None:
         check(book)
         # A fork has its own records from there on: none of them is of versions that this book abandoned.
         name = f"{url}&schema=twin" if url.startswith("postgresql") else f"{url}-twin" if url != "memory:" else url
-        with book.fork("second", name) as twin:
+        with fork(book, "second", name) as twin:
             assert (twin.policy_lineage, twin.policy_version) == (2, 6)
             assert twin.append(versioned(6, 7, 8)).stale == 0
 

@@ -11,12 +11,15 @@ from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.book.append import AppendResult as AppendResult
+    from rollbook.book.append import Writer as Writer
     from rollbook.book.book import Book as Book
     from rollbook.book.book import open as open
     from rollbook.book.check import Finding as Finding
     from rollbook.book.check import Report as Report
     from rollbook.book.checkpoint import Checkpoint as Checkpoint
     from rollbook.book.checkpoint import RewindResult as RewindResult
+    from rollbook.book.checkpoint import forget_checkpoint as forget_checkpoint
+    from rollbook.book.checkpoint import trained_steps as trained_steps
     from rollbook.book.compaction import CompactionResult as CompactionResult
     from rollbook.book.consumer import ConsumerConfig as ConsumerConfig
     from rollbook.book.consumer import MaxAge as MaxAge
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from rollbook.book.consumer import MaxUses as MaxUses
     from rollbook.book.consumer import MinSize as MinSize
     from rollbook.book.consumer import SamplesToInserts as SamplesToInserts
+    from rollbook.book.consumer import remove_consumer as remove_consumer
     from rollbook.book.errors import BackPressureError as BackPressureError
     from rollbook.book.errors import BookError as BookError
     from rollbook.book.errors import ConflictError as ConflictError
@@ -43,8 +47,10 @@ if TYPE_CHECKING:
     from rollbook.book.mix import Part as Part
     from rollbook.book.query import QueryError as QueryError
     from rollbook.book.query import QueryTimeoutError as QueryTimeoutError
+    from rollbook.book.read import Selection as Selection
     from rollbook.book.recovery import repair as repair
     from rollbook.book.reports import Counts as Counts
+    from rollbook.book.reports import keep_rates as keep_rates
     from rollbook.book.sampler import Balanced as Balanced
     from rollbook.book.sampler import EasyToHard as EasyToHard
     from rollbook.book.sampler import First as First
@@ -53,8 +59,22 @@ if TYPE_CHECKING:
     from rollbook.book.sampler import Priority as Priority
     from rollbook.book.sampler import Proportional as Proportional
     from rollbook.book.sampler import Uniform as Uniform
+    from rollbook.book.transfer import export_records as export_records
+    from rollbook.book.transfer import fork as fork
+    from rollbook.book.transfer import import_records as import_records
+    from rollbook.book.transfer import snapshot as snapshot
 
 _HOMES = {
+    "Selection": "rollbook.book.read",
+    "Writer": "rollbook.book.append",
+    "remove_consumer": "rollbook.book.consumer",
+    "keep_rates": "rollbook.book.reports",
+    "trained_steps": "rollbook.book.checkpoint",
+    "forget_checkpoint": "rollbook.book.checkpoint",
+    "import_records": "rollbook.book.transfer",
+    "export_records": "rollbook.book.transfer",
+    "snapshot": "rollbook.book.transfer",
+    "fork": "rollbook.book.transfer",
     "AppendResult": "rollbook.book.append",
     "BackPressureError": "rollbook.book.errors",
     "Balanced": "rollbook.book.sampler",

@@ -1,7 +1,10 @@
-"""Admission: how records come into a book.
+"""Appending records: preparation, transaction, group commit and the streaming writer.
 
-Invariant: bytes are in the store before the ledger speaks of them, and the ledger speaks of all records of an append or
-of none. The same record again changes nothing; another one under its id is refused before anything is written.
+Appends of several threads are written together, with one sync of the segment and one commit of the ledger: the first
+thread writes its append; threads that come meanwhile wait, and the first of them then writes all that wait.
+
+Invariant: bytes are in the store before the ledger refers to them, and the ledger has all records of an append or none.
+Appending a record again changes nothing; a different record under its id is rejected before anything is written.
 """
 
 from __future__ import annotations
@@ -22,13 +25,10 @@ from rollbook.book import compaction, content_hash, queue, reports, revision
 from rollbook.book.consumer import (
     SELECT_CONSUMERS,
     Consumer,
-    ConsumerConfig,
     all_consumers,
     find_consumer,
-    get_consumer,
     parse_consumers,
     save_consumer,
-    save_settings,
 )
 from rollbook.book.content_hash import ContentHashes, content_hashes
 from rollbook.book.errors import (
@@ -44,7 +44,6 @@ from rollbook.book.errors import (
 from rollbook.book.index_columns import IndexColumns, column_types, index_columns, number_column
 from rollbook.book.ledger import BUSY_SECONDS, RETRY_SECONDS, ConcurrentChangeError, Transaction, took_effect
 from rollbook.book.media import Blob, extract, may_hold_media
-from rollbook.book.read import read_numbers
 from rollbook.book.segments.files import Place
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import WireError
@@ -227,11 +226,11 @@ def append_records(
         result = AppendResult(known=known + doubled, revised=len(fates))
         if admit is None or admit.stale is None:
             return result, fates
-        from rollbook.book.compaction import after_append
 
-        book.known_kinds |= admit.columns
-        book.untold = None
-        after_append(book)
+        book.known_column_types |= admit.columns
+        book.pending_tokenizer = None
+        if not book.store.transactional and next(book.appends) % compaction.AUTO_MERGE_INTERVAL == 0:
+            compaction.start_auto_merge(book)
         fates |= {tag.uid: "stale" if i in admit.stale else "admitted" for i, tag in enumerate(new.tags)}
         return result + AppendResult(admitted=len(fresh), stale=len(admit.stale)), fates
 
@@ -401,7 +400,7 @@ class AppendTransaction:
     def __init__(self, book: Book, coming: PendingAppend) -> None:
         self.book = book
         self.coming = coming
-        self.columns = column_types(coming.many) - book.known_kinds
+        self.columns = column_types(coming.many) - book.known_column_types
         self.encoded = Encoded.of(coming)
         self.stored: Stored | None = None
         self.placed: Stored | None = None
@@ -421,7 +420,7 @@ class AppendTransaction:
 
     def keep_vocabulary(self) -> None:
         """Prepare the tokenizer's vocabulary for the ledger, if that does not have it."""
-        if self.book.untold is not None and self.vocabulary is None:
+        if self.book.pending_tokenizer is not None and self.vocabulary is None:
             self.vocabulary = encode_vocabulary(self.book)
 
     def is_there(self, tx: Transaction) -> bool:
@@ -645,70 +644,6 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
             )
             save_consumer(tx, consumer)
     return len(fresh)
-
-
-def configure_consumer(
-    tx: Transaction, book: Book, name: str, settings: dict[str, Any], *, create: bool, change: bool
-) -> ConsumerConfig:
-    """See `Book.consumer`."""
-    if create and find_consumer(tx, name) is None:
-        return book.make_consumer(tx, name, settings).settings
-    current = get_consumer(tx, name)
-    new = current.settings.changed(settings)
-    if new != current.settings and not change:
-        names = [key for key in settings if getattr(new, key) != getattr(current.settings, key)]
-        raise BookError(
-            f"consumer {name!r}: {names[0]}: got {getattr(new, names[0])!r}, the book has "
-            f"{getattr(current.settings, names[0])!r}; change=True changes it for everybody"
-        )
-    if new != current.settings:
-        save_settings(tx, current, new)
-        # All that waits is ranked anew, piece by piece, before the next lease.
-        current.state["unranked"] = current.state["oversized"] = 1
-        save_consumer(tx, current)
-        tx.run("UPDATE inbox SET numbers = NULL WHERE consumer = ?", (current.id,))  # those of the former key
-        # Whoever waits for a lease looks again when there is an event.
-        detail = {"settings": json.loads(new.to_json())}
-        queue.record_events(tx, [queue.Event("configured", consumer=current.id, detail=detail)])
-    return new
-
-
-def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
-    """Rank waiting records anew, for a sampler or a seed that has changed, and hold a new bound on their number; return
-    whether that is done."""
-    start = consumer.state.get("unranked")
-    if start is None:
-        if "oversized" not in consumer.state or not queue.drop_over_size(tx, consumer, most):
-            return "oversized" not in consumer.state
-        del consumer.state["oversized"]
-        return True
-    sampler = consumer.settings.sampler
-    # What is done with may have no bytes any more to read its number from, and needs no rank.
-    rows = queue.select_rows(
-        tx,
-        "consumer = ? AND seq >= ? AND state IN ('waiting', 'cooling', 'leased') ORDER BY seq LIMIT ?",
-        (consumer.id, start, most),
-    )
-    seqs = [row.seq for row in rows]
-    values = [None] * len(seqs) if sampler.key is None else read_numbers(book, tx, seqs, sampler.key)
-    moves = []
-    for row, value in zip(rows, values, strict=True):
-        item = consumer.item(row.seq, row.uses, row.version, value)
-        rank = sampler.rank(item, consumer.state)
-        moves.append((row, row._replace(value=value, weight=sampler.weight(item), rank=rank)))
-    # Groups are made anew from their members when all of those have their ranks.
-    grouped, consumer.grouped = consumer.grouped, False
-    queue.change_rows(tx, consumer, moves, [])
-    consumer.grouped = grouped
-    if len(rows) == most:
-        consumer.state["unranked"] = seqs[-1] + 1
-        return False
-    del consumer.state["unranked"]
-    if consumer.settings.max_staleness is not None:
-        queue.drop_abandoned_rows(tx, consumer)
-    if consumer.grouped:
-        queue.begin_groups(tx, consumer)
-    return False
 
 
 MAX_APPENDS = 64
@@ -989,19 +924,19 @@ def encode_vocabulary(book: Book) -> str | None:
 
     with book.ledger.read() as tx:
         if tx.one("SELECT 1 FROM meta WHERE key = 'vocabulary'"):
-            book.untold = None
+            book.pending_tokenizer = None
             return None
     try:
-        made = Vocabulary.of(book.untold)
+        made = Vocabulary.of(book.pending_tokenizer)
     except Exception as error:  # A user's tokenizer may raise anything; records are admitted without its vocabulary.
         advise(f"tokenizer: its vocabulary is not kept, texts will show as ids: {type(error).__name__}: {error}")
-        book.untold = None
+        book.pending_tokenizer = None
         return None
     return base64.b64encode(made.to_bytes()).decode("ascii")
 
 
 def read_vocabulary(book: Book) -> Vocabulary | None:
-    """See `Book.vocabulary`."""
+    """Return the vocabulary that the ledger has, or `None`."""
     from rollbook.core.vocabulary import Vocabulary
 
     with book.ledger.read() as tx:

@@ -1,12 +1,11 @@
-"""`Book`: records between those who make them and those who train on them.
+"""`Book`, the durable store between rollouts and training, and `open`.
 
-Invariant: nothing is lost, acknowledged twice or dropped without a reason: what a method returned is in the ledger, and
-what it raised changed nothing.
+Invariant: no record is lost, acknowledged twice or dropped without a reason. When a method returns, its effect is in
+the ledger; when it raises, nothing changed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import threading
@@ -21,33 +20,28 @@ from rollbook.book import compaction, queue, reports, revision, schema
 from rollbook.book.append import (
     AppendResult,
     GroupCommit,
+    Writer,
     append_records,
     append_tombstones,
     check_tokenizer,
-    configure_consumer,
+    read_vocabulary,
 )
 from rollbook.book.checkpoint import (
     Checkpoint,
     RewindResult,
-    forget_checkpoint,
     list_checkpoints,
     make_checkpoint,
     rewind_book,
-    trained_steps,
 )
 from rollbook.book.compaction import CompactionResult
 from rollbook.book.consumer import (
-    Consumer,
     ConsumerConfig,
     all_consumers,
-    create_consumer,
-    delete_removed_consumers,
     find_consumer,
     get_consumer,
-    remove_consumer,
 )
 from rollbook.book.disk import Disk
-from rollbook.book.errors import BookError, CorruptBookError, NotABookError, ReadOnlyError
+from rollbook.book.errors import BookError, CorruptBookError, NotABookError, ReadOnlyError, check_writable
 from rollbook.book.lease import (
     Lease,
     alease_records,
@@ -56,18 +50,13 @@ from rollbook.book.lease import (
     lease_records,
     refresh_consumer,
 )
-from rollbook.book.ledger import Ledger, SQLiteLedger, Transaction, check_files, check_text, let_others
+from rollbook.book.ledger import Ledger, SQLiteLedger, check_files, check_text, let_others
 from rollbook.book.read import Selection, fetch, parse_conditions, seqs_of, uid_of, uids_of
-from rollbook.book.reports import log_metrics, read_metrics
 from rollbook.book.segments.files import FileSegmentStore, MemorySegmentStore, SegmentStore
-from rollbook.book.transfer import copy_book
 from rollbook.core.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
-from rollbook.core.checks import check_bool, check_choice, check_float, check_int
+from rollbook.core.checks import check_choice, check_float, check_int
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from rollbook.book.append import Writer
     from rollbook.book.check import Report
     from rollbook.book.query import Result
     from rollbook.core.experience import Experience
@@ -77,11 +66,11 @@ if TYPE_CHECKING:
 
 
 TRAIN = "train"
-"""The consumer group that is meant where none is named."""
+"""The default consumer group."""
 
 
 class Book:
-    """A durable, replayable, queryable store of experience; made by `rollbook.open`.
+    """A durable, replayable, queryable store of experience; opened by `rollbook.open`.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -112,40 +101,28 @@ class Book:
         quota: int | None = None,
     ) -> None:
         self.url = redacted(url)
-        """Where the book is, without secrets."""
+        """Address of the book, without secrets."""
         self.ledger = ledger
         self.store = store
         self.read_only = read_only
         self.tokenizer = tokenizer
         self.quota = quota
         self.appends = itertools.count(os.urandom(1)[0])
-        """Counts appends, from anywhere on: programs that append once and end merge small segments now and then too."""
-        self.tender: threading.Thread | None = None
-        """Merges small segments beside appends, for a moment now and then."""
+        """Counts appends. It starts at a random number, so that programs that append once and end also compact."""
+        self.compactor: threading.Thread | None = None
+        """Merges small segments in the background."""
         self.closed = False
         self.opened_with: dict[str, Any] = {}
         """Arguments of `rollbook.open` that open this book again."""
         self.group_commit = GroupCommit()
-        self.known_kinds: set[tuple[str, str]] = set()
-        """Columns and their types that the ledger is known to have noted."""
+        self.known_column_types: set[tuple[str, str]] = set()
+        """Columns and their types that the ledger is known to have."""
         self.unsettled_checkpoints: dict[str | None, str] = {}
-        """Tokens of checkpoints whose outcome is unknown, by the name that was asked for."""
-        self.untold: Any = None
-        """The tokenizer itself, until the ledger is known to have its vocabulary."""
+        """Tokens of checkpoints whose outcome is unknown, by the requested name."""
+        self.pending_tokenizer: Any = None
+        """The tokenizer, until the ledger is known to have its vocabulary."""
 
-    def start(self, settings: Mapping[str, Any]) -> None:
-        """Have the consumer group "train" there, with these settings."""
-        if self.read_only:
-            if settings:
-                raise ReadOnlyError(f"{self.url}: opened for reading, and got settings ({', '.join(settings)})")
-            return
-        self.consumer(TRAIN, create=True, **settings)
-
-    def _writable(self, what: str) -> None:
-        if self.read_only:
-            raise ReadOnlyError(f"{what}: {self.url} was opened for reading (mode 'r')")
-
-    # --- bringing ---------------------------------------------------------------------------------------------
+    # --- writing ------------------------------------------------------------------------------------------------
 
     def append(
         self,
@@ -155,115 +132,121 @@ class Book:
         author: str = "",
         timeout: float | None = None,
     ) -> AppendResult:
-        """Admit records; durable when it returns, all of them or none.
+        """Append records atomically; they are durable when it returns.
 
-        The same record again changes nothing, whatever was revised since. A known id with fields that were missing
-        (advantages, returns, a reward, new keys of `info`) is a revision by `author`; with anything else different it
-        is a `ConflictError`. `evaluation=True`: stored for evaluation, never leased. While a rate limiter holds inserts
-        back, this waits at most `timeout` seconds, and then raises `BackPressureError`.
+        Idempotent: records already in the book are skipped, whatever was revised since. A known id with fields that
+        were missing (advantages, returns, a reward, new keys of `info`) is a revision by `author`.
+
+        Args:
+            experiences: One record, several, or `Experiences`.
+            evaluation: Store the records for evaluation; they are never leased.
+            author: Author of revisions.
+            timeout: Seconds to wait while a rate limiter holds inserts back; `None` waits without limit.
+
+        Returns:
+            How many records are new, known, revised, and stale for some consumer.
+
+        Raises:
+            ConflictError: A different record has the same id.
+            BackPressureError: A rate limiter still held inserts back at the timeout.
+            QuotaExceededError: The book would exceed its quota.
         """
-        self._writable("append")
+        check_writable(self, "append")
         check_text("author", author, 0)
         if timeout is not None:
             check_float("timeout", timeout, 0.0)
         return append_records(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
 
-    async def aappend(self, experiences: Experience | Iterable[Experience], **options: Any) -> AppendResult:
-        """`append` without blocking the event loop."""
-        return await asyncio.to_thread(lambda: self.append(experiences, **options))
-
     def writer(
         self, *, delay: float = 0.05, batch: int = 256, most: int = 4096, evaluation: bool = False, author: str = ""
     ) -> Writer:
-        """A streaming writer: small appends are gathered for at most `delay` seconds, or until `batch` records are
-        together, and admitted as one."""
-        self._writable("writer")
-        check_text("author", author, 0)
-        from rollbook.book.append import Writer
+        """Return a streaming writer, which collects small appends and commits them together.
 
+        Args:
+            delay: Seconds that a record waits at most for others.
+            batch: Number of records that are committed without waiting longer.
+            most: Number of records that may be pending; `Writer.add` blocks above it.
+            evaluation: As for `append`.
+            author: As for `append`.
+        """
+        check_writable(self, "writer")
+        check_text("author", author, 0)
         return Writer(self, delay=delay, batch=batch, most=most, evaluation=evaluation, author=author)
 
     def fail(self, eids: EID | Sequence[EID], reason: str = "failed", *, group_size: int | None = None) -> int:
-        """Tombstones: runs that gave no record (a crash, a filter) and count for their group; how many are new.
+        """Record runs that produced no record (a crash, a filter), so that they count for their group.
 
-        They are dropped from the start, for this reason. Fail runs before the others of their group are appended: then
-        a crash in between leaves no group that waits for ever.
+        Fail runs before the others of their group are appended: then a crash in between leaves no group that waits
+        forever.
+
+        Args:
+            eids: The ids of the runs.
+            reason: Why they are dropped.
+            group_size: Number of runs in their group.
+
+        Returns:
+            How many of them are new.
         """
-        self._writable("fail")
+        check_writable(self, "fail")
         check_text("reason", reason)
         listed = [eids] if hasattr(eids, "uid") or isinstance(eids, (str, Mapping)) else list(eids)
         return append_tombstones(self, listed, reason, group_size) if listed else 0
 
     def drop(self, uids: Any, reason: str = "filtered", *, consumer: str | None = None) -> int:
-        """Give up records that wait or rest, for one consumer or for all; they still count for their groups. How many
-        were given up, by all these consumers together."""
-        self._writable("drop")
+        """Drop records that are waiting or cooling down; they still count for their groups.
+
+        Args:
+            uids: One id or record, or several.
+            reason: Why they are dropped.
+            consumer: The consumer group that drops them; `None` for all groups.
+
+        Returns:
+            How many rows were dropped, over all these groups.
+        """
+        check_writable(self, "drop")
         check_text("reason", reason)
         seqs = seqs_of(self, uids_of(uids))
         count = 0
         for start in range(0, len(seqs), queue.CHUNK):
             with queue.write_drained(self) as tx:
                 groups = all_consumers(tx) if consumer is None else [get_consumer(tx, consumer)]
-                piece = seqs[start : start + queue.CHUNK]
-                count += sum(queue.drop_by_seq(tx, group, piece, reason) for group in groups)
+                chunk = seqs[start : start + queue.CHUNK]
+                count += sum(queue.drop_by_seq(tx, group, chunk, reason) for group in groups)
             let_others(self.ledger)
         return count
 
-    # --- taking -----------------------------------------------------------------------------------------------
+    # --- leasing ------------------------------------------------------------------------------------------------
 
     def consumer(
         self, name: str = TRAIN, *, create: bool = False, change: bool = False, **settings: Any
     ) -> ConsumerConfig:
-        """Return a consumer group's settings (see `ConsumerConfig`).
+        """Return a consumer group's configuration, or create or change the group.
 
         Args:
+            name: The consumer group.
             create: Create the group, with these settings, if the book does not have it.
-            change: Change the settings of a group that exists, for everybody; all that waits is ranked anew. Without
-                it, other settings than those of the group are refused.
+            change: Change the settings of an existing group, for all its users; all waiting records are ranked again.
+                Without it, settings that differ from those of the group raise an error.
+            settings: Fields of `ConsumerConfig`.
 
         Raises:
             UnknownConsumerError: The book has no such group, and `create` is false.
         """
         with self.ledger.read() as tx:
-            found = find_consumer(tx, name) if create else get_consumer(tx, name)
-        if found is not None and found.settings.changed(settings) == found.settings:
-            return found.settings
-        self._writable("consumer")
+            group = find_consumer(tx, name) if create else get_consumer(tx, name)
+        if group is not None and group.settings.changed(settings) == group.settings:
+            return group.settings
+        check_writable(self, "consumer")
         with self.ledger.write() as tx:
-            configured = configure_consumer(tx, self, name, settings, create=create, change=change)
-        if found is not None:
+            config = queue.configure_consumer(tx, name, settings, create=create, change=change)
+        if group is not None:
             refresh_consumer(self, name)
-        return configured
-
-    def remove_consumer(self, name: str) -> None:
-        """Remove a consumer group: its leases end, and no record is kept for its sake any more.
-
-        Events keep what it did, without its name. The group "train" cannot be removed.
-
-        >>> import rollbook
-        >>> book = rollbook.open("memory:")
-        >>> _ = book.consumer("replay", create=True)
-        >>> book.remove_consumer("replay")
-        >>> list(book.consumers())
-        ['train']
-        """
-        self._writable("remove_consumer")
-        if name == TRAIN:
-            raise ValueError(f"remove_consumer: got {name!r}, which every book has")
-        with self.ledger.write() as tx:
-            remove_consumer(tx, name)
-        delete_removed_consumers(self.ledger)
+        return config
 
     def consumers(self) -> dict[str, ConsumerConfig]:
-        """The consumer groups there are, in the order they were made, and their settings."""
+        """Return the consumer groups, in the order of their creation, and their configurations."""
         with self.ledger.read() as tx:
-            return {each.name: each.settings for each in all_consumers(tx)}
-
-    def make_consumer(self, tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
-        """A new consumer group, offered all that is in the book for training."""
-        consumer = create_consumer(tx, name, ConsumerConfig().changed(dict(settings or {})))
-        queue.backfill_consumer(tx, consumer.id)
-        return consumer
+            return {group.name: group.settings for group in all_consumers(tx)}
 
     def lease(
         self,
@@ -277,24 +260,26 @@ class Book:
         max_staleness: int | None = None,
         seconds: float | None = None,
     ) -> Lease:
-        """Claim `n` records, or (`by="group"`) `n` whole groups with all that waits of them.
+        """Claim `n` records, or with `by="group"` all waiting records of `n` groups.
 
         Args:
+            n: Number of records or groups.
+            by: `"experience"` or `"group"`.
             consumer: The consumer group that the records are for.
             create: Create the group, with default settings, if the book does not have it.
-            timeout: How many seconds to wait until all are there, other writers' turns included; `None`: without limit.
-                After that the lease has what there is, and `lease.short` says why it is less.
+            timeout: Seconds to wait until all are there, including waits for other writers; `None` waits without
+                limit. After that the lease has what there is, and `lease.short` says why it is less.
             exact: Claim all `n` or none.
-            max_staleness: Overrides the group's bound; what is older is dropped as stale, for good.
-            seconds: How long the lease lives without progress; by default the group's `lease_seconds`.
+            max_staleness: Overrides the group's bound; older records are dropped as stale.
+            seconds: Lease duration without progress; by default the group's `lease_seconds`.
 
         Raises:
             UnknownConsumerError: The book has no such group, and `create` is false.
             LockTimeoutError: With `timeout=None`: another writer held the ledger for 30 s.
         """
-        self._writable("lease")
-        wanted = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
-        return lease_records(self, wanted, timeout)
+        check_writable(self, "lease")
+        request = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
+        return lease_records(self, request, timeout)
 
     async def alease(
         self,
@@ -308,16 +293,16 @@ class Book:
         max_staleness: int | None = None,
         seconds: float | None = None,
     ) -> Lease:
-        """`lease` without blocking the event loop; a wait that is cancelled has claimed nothing."""
-        self._writable("lease")
-        wanted = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
-        return await alease_records(self, wanted, timeout)
+        """Lease without blocking the event loop, with the arguments of `lease`; a cancelled wait claims nothing."""
+        check_writable(self, "lease")
+        request = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
+        return await alease_records(self, request, timeout)
 
-    # --- the policy's version -----------------------------------------------------------------------------------
+    # --- policy versions ----------------------------------------------------------------------------------------
 
     def announce(self, version: int) -> None:
-        """Say which policy version is trained now: what consumers' staleness bounds count from. It never falls."""
-        self._writable("announce")
+        """Set the current policy version, from which staleness is counted. It never decreases."""
+        check_writable(self, "announce")
         version = check_int("version", version)
         with self.ledger.write() as tx:
             is_new = queue.announce_version(tx, version)
@@ -327,24 +312,24 @@ class Book:
 
     @property
     def policy_version(self) -> int | None:
-        """The version that was announced last."""
+        """The policy version that was announced last."""
         with self.ledger.read() as tx:
             return queue.announced_version(tx)
 
     @property
     def policy_lineage(self) -> int:
-        """The number of the policy's lineage, which every rewind raises.
+        """The number of the policy's lineage, which every rewind increases.
 
-        Whoever samples reads it with `policy_version` and puts it into `info["policy_lineage"]` of the records: then a
-        record of a version that a rewind abandoned is known as such, whenever it is appended.
+        A sampler that reads it with `policy_version` and writes it to `info["policy_lineage"]` of its records lets the
+        book detect records of a version that a rewind abandoned, whenever they are appended.
         """
         with self.ledger.read() as tx:
             return queue.read_lineage(tx).number
 
-    # --- measuring -----------------------------------------------------------------------------------------------
+    # --- metrics ------------------------------------------------------------------------------------------------
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep numbers of a training step, by name; SQL sees them in `events`, as the JSON of `detail`.
+        """Store metrics of a training step; SQL sees them in `events`, as the JSON of `detail`.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -352,15 +337,14 @@ class Book:
         >>> book.metrics()
         [(1, {'loss': 0.5, 'grad_norm': inf})]
         """
-        self._writable("log")
-        log_metrics(self, step, metrics)
+        check_writable(self, "log")
+        reports.log_metrics(self, step, metrics)
 
     def metrics(self) -> list[tuple[int, dict[str, float]]]:
-        """What was logged, step by step, of one name the last; without what came after a checkpoint that was rewound
-        to."""
-        return read_metrics(self)
+        """Return the logged metrics by step (the last value of each name), without those that a rewind undid."""
+        return reports.read_metrics(self)
 
-    # --- changing -----------------------------------------------------------------------------------------------
+    # --- revisions ----------------------------------------------------------------------------------------------
 
     def revise(
         self,
@@ -371,11 +355,18 @@ class Book:
         retrain: bool | str = False,
         **fields: Any,
     ) -> int:
-        """Change what comes late (reward, advantages, `info` ...) of a record, or of many: `{uid: {field: value}}`.
+        """Change late fields (reward, advantages, `info` ...) of a record, or of several: `{uid: {field: value}}`.
 
-        Who did it and when stands in the ledger. Dicts are merged. `retrain=True`: records that were trained or dropped
-        wait again; `retrain="group"`: and so do the other records of their groups, for estimators that compare within a
-        group. Returns how many records changed.
+        Args:
+            uid: The record, or a mapping from ids to fields.
+            author: Who revises; stored in the ledger.
+            reason: Why; stored in the ledger.
+            retrain: `True` offers trained and dropped records again; `"group"` also the rest of their groups, for
+                estimators that compare within a group.
+            fields: New values; dicts are merged.
+
+        Returns:
+            How many records changed.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -386,12 +377,12 @@ class Book:
         >>> book[record.eid.uid].reward, book.history(record.eid.uid)[-1].detail["author"]
         (1.0, 'ana')
         """
-        self._writable("revise")
+        check_writable(self, "revise")
         revision.check_signature(author, reason)
         if isinstance(uid, Mapping):
             if fields:
                 raise ValueError(f"revise: got {', '.join(fields)} beside a mapping, expected one of the two")
-            changes = {uid_of(key): dict(value) for key, value in uid.items()}
+            changes = {uid_of(key): dict(values) for key, values in uid.items()}
         else:
             changes = {uid_of(uid): fields}
         if not retrain and not all(changes.values()):
@@ -402,54 +393,73 @@ class Book:
     def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
         """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
 
-        Many records are worked through in pieces: a call that fails in the middle leaves the rest as it was, and
-        repeating it finishes.
+        Records are redacted in chunks: a call that fails leaves the rest unchanged, and repeating it finishes.
+
+        Args:
+            uids: One id or record, or several.
+            fields: Fields, or keys of `info` as `info.NAME`.
+            author: Who redacts; stored in the ledger.
+            reason: Why; stored in the ledger.
+
+        Returns:
+            How many records changed.
         """
-        self._writable("redact")
+        check_writable(self, "redact")
         revision.check_signature(author, reason)
         return revision.redact_records(self, uids_of(uids), list(fields), author=author, reason=reason)
 
     def delete(self, uids: Any, *, author: str, reason: str | None = None) -> int:
-        """Remove records; the ledger keeps their ids, so that they are not admitted again. The next compaction removes
-        the bytes.
+        """Delete records; the next compaction removes their bytes.
 
-        Many records are worked through in pieces: a call that fails in the middle leaves the rest as it was, and
-        repeating it finishes.
+        The ledger keeps their ids, so that they are not admitted again. Records are deleted in chunks: a call that
+        fails leaves the rest unchanged, and repeating it finishes.
+
+        Args:
+            uids: One id or record, or several.
+            author: Who deletes; stored in the ledger.
+            reason: Why; stored in the ledger.
+
+        Returns:
+            How many records were deleted.
         """
-        self._writable("delete")
+        check_writable(self, "delete")
         revision.check_signature(author, reason)
         return revision.delete_records(self, uids_of(uids), author=author, reason=reason)
 
-    # --- points to go back to ------------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------------------------
 
     def checkpoint(self, name: str | None = None, *, keep: int | None = None) -> str:
-        """Name this point, for a trainer to save with its weights; the name.
+        """Create a checkpoint, for a trainer to save with its weights. Idempotent.
 
-        A name that another point has is refused; the same point again changes nothing. `keep`: forget all checkpoints
-        but the newest so many. What the oldest one needs is not removed.
+        Args:
+            name: Its name; by default a new one.
+            keep: Forget all checkpoints but the newest `keep`. Bytes that the oldest one needs are not removed.
+
+        Returns:
+            Its name.
+
+        Raises:
+            ConflictError: A checkpoint of another state has this name.
         """
-        self._writable("checkpoint")
+        check_writable(self, "checkpoint")
         return make_checkpoint(self, name, keep)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The checkpoints that are kept, oldest first."""
+        """Return the checkpoints, oldest first."""
         return list_checkpoints(self)
 
-    def forget(self, name: str) -> None:
-        """Forget a checkpoint; nothing is kept for its sake any more."""
-        self._writable("forget")
-        forget_checkpoint(self, name)
-
     def rewind(self, name: str, *, later: str = "keep") -> RewindResult:
-        """Go back to a checkpoint: acknowledgements that came after it are void, and their records are offered again.
+        """Go back to a checkpoint: later acknowledgements are void, and their records are offered again.
 
-        Every consumer is as it was (its settings, its counters, each record's uses and place), and so is the announced
-        version. The next leases are those that followed the checkpoint the first time. Living leases end, and what they
-        held waits.
-        Records that came later wait (`later="keep"`) or are dropped as "rewound" and their ids are free again
-        (`later="drop"`); for consumers with `max_staleness` those that were sampled by versions after the checkpoint's,
-        which are abandoned, are stale. Consumers made later begin anew; later checkpoints are forgotten. Revisions
-        stay, and what was deleted stays deleted.
+        Every consumer is as it was (its settings, its counters, each record's uses and rank), and so is the announced
+        version. The next leases are those that followed the checkpoint the first time. Active leases end, and their
+        records wait. For consumers with `max_staleness`, records sampled by versions after the checkpoint's, which are
+        abandoned, are stale. Consumers created later start over; later checkpoints are forgotten. Revisions and
+        deletions stay.
+
+        Args:
+            name: The checkpoint.
+            later: `"keep"` leaves later records waiting; `"drop"` drops them as "rewound" and frees their ids.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -457,51 +467,24 @@ class Book:
         >>> saved = book.checkpoint()
         >>> book.lease(1).ack(step=1)
         1
-        >>> book.rewind(saved).acks, book.counts().waiting, book.trained()
+        >>> book.rewind(saved).acks, book.counts().waiting, rollbook.book.trained_steps(book)
         (1, 1, {})
         """
-        self._writable("rewind")
+        check_writable(self, "rewind")
         return rewind_book(self, name, later)
 
-    def trained(self, consumer: str = TRAIN) -> dict[str, list[int | None]]:
-        """The optimizer steps in which each record was trained on, by id: acknowledgements that no rewind voided."""
-        return trained_steps(self, consumer)
-
-    def fork(self, name: str, url: str | os.PathLike[str], **options: Any) -> Book:
-        """Start another run from a checkpoint: a new book at `url` with all as it was then; this one stays as it is.
-
-        What came after the checkpoint is not in it, except revisions and deletions of what came before.
-        `options`: those of `rollbook.open` that say how the new book is kept.
-        """
-        return copy_book(self, url, name, options)
-
-    def snapshot(self, url: str | os.PathLike[str], **options: Any) -> Book:
-        """Copy the book as it is at one moment to an empty `url`, of any kind, while others go on writing; the copy.
-
-        Leases that live now are void in the copy. `options`: those of `rollbook.open` that say how the copy is kept.
-
-        >>> import rollbook
-        >>> book = rollbook.open("memory:")
-        >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3])])
-        >>> copy = book.snapshot("memory:")
-        >>> _ = book.append([rollbook.Experience(tokens=[4, 5, 6])])
-        >>> len(book), len(copy)
-        (2, 1)
-        """
-        return copy_book(self, url, None, options)
-
-    # --- looking ------------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------
 
     def __getitem__(self, uid: str | EID) -> Experience:
-        """The record as it is now."""
+        """Return the record as it is now."""
         return fetch(self, seqs_of(self, [uid_of(uid)]))[0]
 
     def __iter__(self) -> Iterator[Experience]:
-        """Every record as it is now, in the order of admission; those whose bytes are gone are left out."""
+        """Iterate over the records as they are now, in the order of admission, without those that have no bytes."""
         return iter(self.where())
 
     def get(self, uids: Any) -> Experiences:
-        """Records by id, in this order."""
+        """Return records by id, in this order."""
         return fetch(self, seqs_of(self, uids_of(uids)))
 
     def __contains__(self, uid: object) -> bool:
@@ -509,7 +492,7 @@ class Book:
             return bool(tx.one("SELECT 1 FROM records WHERE uid = ?", (uid_of(uid),)))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        """How many records were admitted, for training and evaluation, failed runs among them."""
+        """Return how many records were admitted, for training and evaluation, including failed runs."""
         with self.ledger.read() as tx:
             return int(tx.one("SELECT CAST(COALESCE(SUM(n), 0) AS BIGINT) FROM tallies WHERE consumer = 0")[0])
 
@@ -517,22 +500,12 @@ class Book:
         return True
 
     def where(self, *conditions: tuple[str, str, Any], **equal: Any) -> Selection:
-        """The records that meet all conditions: `("reward", ">", 0.5)`, `("info.level", "in", [1, 2])`, `task="a"`.
+        """Select records by conditions: `("reward", ">", 0.5)`, `("info.level", "in", [1, 2])`, `task="a"`.
 
         Columns are those of the ledger (`rollbook.book.read.LEDGER_COLUMNS`), texts and numbers of a record, and
-        entries of `info` and `metrics` as `info.NAME`.
+        entries of `info` and `metrics` as `info.NAME`. `book.where(...).scan(columns)` returns Arrow batches.
         """
         return Selection(self, parse_conditions(conditions, equal))
-
-    def scan(
-        self, columns: Sequence[str] | None = None, *conditions: tuple[str, str, Any], rows: int = 1024, **equal: Any
-    ) -> Iterator[pa.RecordBatch]:
-        """Arrow batches of some columns (all, if none are named) of the records that meet all conditions.
-
-        Memory is that of a batch, of at most `rows` rows; columns that are not named are not touched, and those of
-        mapped segments are not copied. They are checked as far as it is needed to be safe; `book.get` checks all.
-        """
-        return self.where(*conditions, **equal).scan(columns, rows)
 
     def sql(
         self,
@@ -542,8 +515,17 @@ class Book:
         memory: str | int = "1GB",
         seconds: float = 60.0,
     ) -> Result:
-        """DuckDB's answer to one reading statement over the tables `experiences`, `events` (also called `ledger`),
-        `work`, `leases`, `revisions`, `checkpoints` and `media`; `.arrow()`, `.pandas()`, `.polars()` or `.rows()`.
+        """Run a read-only DuckDB query.
+
+        Args:
+            query: One statement over the tables `experiences`, `events` (also called `ledger`), `work`, `leases`,
+                `revisions`, `checkpoints` and `media`.
+            parameters: Parameters of the statement.
+            memory: Memory limit.
+            seconds: Time limit.
+
+        Returns:
+            The result: `.arrow()`, `.pandas()`, `.polars()` or `.rows()`.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -559,44 +541,34 @@ class Book:
         return run_sql(self, query, parameters, memory, seconds)
 
     def counts(self, consumer: str = TRAIN) -> reports.Counts:
-        """How far a consumer is: admitted = waiting + leased + trained + dropped, by reason."""
+        """Return a consumer's counts: admitted = waiting + leased + trained + dropped, by reason."""
         return reports.counts(self, consumer)
 
     def history(self, uid: str | EID | Experience) -> list[reports.Entry]:
-        """Every event of one record, in order."""
+        """Return the events of a record, in order."""
         return reports.history(self, uid_of(uid))
 
-    def keep_rates(
-        self, by: str = "length", edges: Sequence[float] | None = None, consumer: str = TRAIN
-    ) -> list[reports.KeepRate]:
-        """How many of the records of each response length (`by="length"`, in tokens), or reward, were trained on, and
-        how many were dropped; without runs that failed, which have neither."""
-        return reports.keep_rates(self, consumer, by, edges)
-
-    def now(self) -> float:
-        """The database's clock, in seconds since 1970."""
-        with self.ledger.read() as tx:
-            return float(tx.now)
-
+    @property
     def vocabulary(self) -> Vocabulary | None:
-        """The bytes of each token id, from the tokenizer that the book was first written with; `None` if it was opened
-        without one, or with a fingerprint alone."""
-        from rollbook.book.append import read_vocabulary
-
+        """The bytes of each token id, from the tokenizer that the book was first written with, or `None`."""
         return read_vocabulary(self)
 
-    # --- keeping house --------------------------------------------------------------------------------------------
+    # --- maintenance --------------------------------------------------------------------------------------------
 
     def compact(
         self, *, garbage: float = 0.5, small: int = compaction.SMALL, grace: float = 3600.0
     ) -> CompactionResult:
-        """Remove bytes that nobody needs and merge small segments, beside readers and writers.
+        """Remove unneeded bytes and merge small segments, concurrently with readers and writers.
 
-        Written anew are segments of which more than the share `garbage` is not needed, those that hold deleted or
-        redacted bytes, and those below `small` bytes where there are many. Segments that nothing points to, as a crash
-        leaves them, are removed when they are met again `grace` seconds after they were noticed. Records that every
-        consumer dropped, too old or too many, lose their bytes, unless a checkpoint needs them or `keep_stale` keeps
-        them; trained ones keep theirs until a quota asks for room.
+        Records that every consumer dropped as too old or too many lose their bytes, unless a checkpoint needs them or
+        `keep_stale` keeps them. Trained records keep theirs until a quota needs the space.
+
+        Args:
+            garbage: Rewrite segments of which more than this share is not needed. Those with deleted or redacted bytes
+                are always rewritten.
+            small: Merge segments below this size where there are many.
+            grace: Remove segments that nothing points to, as a crash leaves them, this many seconds after they were
+                first noticed.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -607,14 +579,17 @@ class Book:
         >>> done.records, done.removed, done.after < done.before
         (1, 1, True)
         """
-        self._writable("compact")
+        check_writable(self, "compact")
         return compaction.compact(self, garbage=garbage, small=small, grace=grace)
 
     def check(self, *, deep: bool = True) -> Report:
-        """Whether all that the book promises is true: tables, places, bytes, counts, leases, groups, events, files.
+        """Check tables, places, bytes, counts, leases, groups, events and files of the book.
 
-        Changes nothing, beside readers and writers, in little memory. `deep=False` does not look at every byte of the
-        data. `rollbook.book.repair` mends what is found.
+        Changes nothing, runs concurrently with readers and writers, and uses little memory. `rollbook.book.repair`
+        repairs what it reports.
+
+        Args:
+            deep: Read every byte of the data.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -626,65 +601,11 @@ class Book:
 
         return check(self, deep=deep)
 
-    # --- other formats ------------------------------------------------------------------------------------------
-
-    def export(
-        self,
-        path: str | os.PathLike[str],
-        *conditions: tuple[str, str, Any],
-        format: str | None = None,
-        evaluation: bool = False,
-        overwrite: bool = False,
-        **options: Any,
-    ) -> int:
-        """Write the records that meet all conditions (all, if there are none) as Parquet, a HF dataset, JSONL, frames
-        or TRXP (see `rollbook.io.transfer.FORMATS`); how many. The format follows from the path unless it is given.
-
-        Files do not say what a record is for: those for training are written, or (`evaluation=True`) those that are
-        kept beside, for `import_(..., evaluation=True)`.
-        """
-        from rollbook.io import transfer
-
-        kept = self.where(*conditions, evaluation=int(check_bool("evaluation", evaluation)))
-        return transfer.write(kept.batches(), path, format, overwrite=overwrite, **options)
-
-    def import_(
-        self,
-        path: str | os.PathLike[str],
-        format: str | None = None,
-        *,
-        evaluation: bool = False,
-        author: str = "",
-        on_error: str = "raise",
-        **options: Any,
-    ) -> AppendResult:
-        """Append what a file, folder or database of any of `rollbook.io.transfer.FORMATS` holds, batch by batch.
-
-        Again is nothing: records that are there already stay. `on_error="skip"` leaves out rows that cannot be read,
-        and warns how many.
-        """
-        from rollbook.core.metrics import advise
-        from rollbook.io import transfer
-
-        self._writable("import_")
-        done = AppendResult()
-        with transfer.read(path, format, on_error=on_error, **options) as reading_:
-            for batch in reading_:
-                done += self.append(batch, evaluation=evaluation, author=author)
-        if reading_.report.count:
-            advise(
-                f"import_: {reading_.report.count} rows of {os.fspath(path)} could not be read; the first: "
-                f"{reading_.report.skipped[0].why}"
-            )
-        return done
-
-    # --- ending -------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
-        """End writing and let go of files; what was returned is safe in any case."""
+        """Stop writing and close files; whatever a method returned is durable in any case."""
         self.closed = True
-        if self.tender is not None:
-            self.tender.join()
+        if self.compactor is not None:
+            self.compactor.join()
         self.store.close()
         self.ledger.close()
 
@@ -803,12 +724,15 @@ def open(
         "segment_bytes": segment_bytes,
     }
     if not isinstance(tokenizer, str):
-        book.untold = tokenizer
+        book.pending_tokenizer = tokenizer
     try:
         if book.tokenizer is not None:
             with ledger.read() as tx:
                 check_tokenizer(tx, book)
-        book.start(settings)
+        if not read_only:
+            book.consumer(TRAIN, create=True, **settings)
+        elif settings:
+            raise ReadOnlyError(f"{book.url}: opened for reading, and got settings ({', '.join(settings)})")
     except BaseException:
         book.close()
         raise

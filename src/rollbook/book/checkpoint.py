@@ -23,7 +23,7 @@ from rollbook.book.consumer import (
     save_settings,
     shift_state,
 )
-from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError
+from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError, check_writable
 from rollbook.book.failpoints import hit
 from rollbook.book.ledger import Transaction, check_text, chunks, parsed, write_once
 from rollbook.book.read import read_numbers
@@ -221,7 +221,13 @@ def list_checkpoints(book: Book) -> list[Checkpoint]:
 
 
 def forget_checkpoint(book: Book, name: str) -> None:
-    """See `Book.forget`."""
+    """Forget a checkpoint; nothing is kept for it any more.
+
+    Args:
+        book: The book.
+        name: The checkpoint.
+    """
+    check_writable(book, "forget_checkpoint")
     with book.ledger.write() as tx:
         _forget(tx, find_checkpoint(tx, name))
 
@@ -502,14 +508,22 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
 # --- proof --------------------------------------------------------------------------------------------------------
 
 
-def trained_steps(book: Book, name: str) -> dict[str, list[int | None]]:
-    """See `Book.trained`."""
+def trained_steps(book: Book, consumer: str = "train") -> dict[str, list[int | None]]:
+    """Return the optimizer steps in which each record was trained on, without those that a rewind voided.
+
+    Args:
+        book: The book.
+        consumer: The consumer group.
+
+    Returns:
+        The steps by id.
+    """
     with book.ledger.read() as tx:
-        consumer = get_consumer(tx, name)
+        group = get_consumer(tx, consumer)
         found = tx.all(
             "SELECT records.uid, done.step FROM events AS done JOIN records ON records.seq = done.seq "
             f"WHERE done.kind = 'trained' AND done.consumer = ? AND {_UNVOIDED} ORDER BY done.id",
-            (consumer.id,),
+            (group.id,),
         )
     steps: dict[str, list[int | None]] = {}
     for uid, step in found:

@@ -274,12 +274,12 @@ POINTED_AT_ONCE = 2000
 MERGE = 8
 """So many small segments of about one size become one: each byte is then copied once for each step in size."""
 SMALL = 32 << 20
-TEND_EVERY = 64
-"""How many appends lie between two looks whether small segments should be merged."""
-TEND_ABOVE = 64
-TEND_BYTES = 8 << 20
-"""What is merged at once beside appends, and only if there are more than `TEND_ABOVE` segments smaller than this."""
-_TEND_SECONDS = 60.0
+AUTO_MERGE_INTERVAL = 64
+"""Check every this many appends whether small segments should be merged."""
+AUTO_MERGE_SEGMENTS = 64
+AUTO_MERGE_BYTES = 8 << 20
+"""Bytes merged at once in the background, if more than `AUTO_MERGE_SEGMENTS` segments are smaller than this."""
+_AUTO_MERGE_SECONDS = 60.0
 _REMOVE_AT_ONCE = 16
 _POINT = "during compaction"
 
@@ -682,42 +682,40 @@ def make_room(book: Book, size: int) -> bool:
 
 # --- beside appends -----------------------------------------------------------------------------------------------
 
-_tenders: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_compactors: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
-def _wait_for_tenders() -> None:
+def _join_compactors() -> None:
     """A daemon thread that the interpreter stops inside Arrow's code would abort the process."""
-    for thread in list(_tenders):
+    for thread in list(_compactors):
         thread.join(10.0)
 
 
-def after_append(book: Book) -> None:
-    """Now and then, start a thread that merges small segments if there are many; an append never waits for it.
+def start_auto_merge(book: Book) -> None:
+    """Start a thread that merges small segments if there are many; an append never waits for it.
 
     The thread does one bounded step and ends. `Book.close` waits for it, and a forked child does not have it. Rows of
     a database need no merging: they are read many at once.
     """
-    if book.store.transactional:
+    if book.compactor is not None and book.compactor.is_alive():
         return
-    if next(book.appends) % TEND_EVERY or (book.tender is not None and book.tender.is_alive()):
-        return
-    book.tender = threading.Thread(target=_tend, args=(book,), name="rollbook-merge", daemon=True)
-    _tenders.add(book.tender)
-    book.tender.start()
+    book.compactor = threading.Thread(target=_auto_merge, args=(book,), name="rollbook-merge", daemon=True)
+    _compactors.add(book.compactor)
+    book.compactor.start()
 
 
-def _tend(book: Book) -> None:
-    """Merge small segments if there are many, unless somebody else does: at most `TEND_BYTES`. Errors are warnings."""
+def _auto_merge(book: Book) -> None:
+    """Merge up to `AUTO_MERGE_BYTES` of small segments, unless another process does; warn of errors."""
     try:
-        sizes = {name: size for name, size in book.store.segments().items() if size < TEND_BYTES}
-        if len(sizes) <= TEND_ABOVE:
+        sizes = {name: size for name, size in book.store.segments().items() if size < AUTO_MERGE_BYTES}
+        if len(sizes) <= AUTO_MERGE_SEGMENTS:
             return
         names: list[str] = []
-        room = TEND_BYTES
+        room = AUTO_MERGE_BYTES
         for name in _mergeable(book, max(_tiers(sizes).values(), key=len)):
             room -= sizes[name]
-            if room < 0 or len(names) == 4 * TEND_ABOVE:
+            if room < 0 or len(names) == 4 * AUTO_MERGE_SEGMENTS:
                 break
             names.append(name)
         with book.ledger.write() as tx:
@@ -728,7 +726,7 @@ def _tend(book: Book) -> None:
             tx.run(
                 "INSERT INTO meta (key, value) VALUES ('tending', ?) "
                 "ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-                (repr(tx.now + _TEND_SECONDS),),
+                (repr(tx.now + _AUTO_MERGE_SECONDS),),
             )
         _move(book, names, CompactionResult())
         with book.ledger.write() as tx:

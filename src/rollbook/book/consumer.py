@@ -1,6 +1,6 @@
-"""Removers and limiters: what leaves a consumer's waiting room unused, and when it may take or others may bring.
+"""Consumer groups: their configuration (sampler, removers, rate limiters) and their state in the ledger.
 
-Invariant: parts that could wait for each other for ever are refused when a consumer is built, not found out at night.
+Invariant: combinations of limits that could deadlock are rejected when the consumer is created.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollbook.book.errors import CorruptBookError, UnknownConsumerError
+from rollbook.book.errors import CorruptBookError, UnknownConsumerError, check_writable
 from rollbook.book.ledger import Ledger, Transaction, check_text, chunks, parsed
 from rollbook.book.sampler import SAMPLERS, First, Item, Priority, Sampler, State, built, described
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
 
 
 @lru_cache(maxsize=64)
@@ -467,22 +470,22 @@ def unknown_consumer(name: str, names: list[str]) -> UnknownConsumerError:
 
 def create_consumer(tx: Transaction, name: str, settings: ConsumerConfig) -> Consumer:
     """A new consumer; its waiting room is empty until `work.enrol` fills it."""
-    number_ = 1 + _last_number(tx)
+    number = 1 + _last_number(tx)
     tx.run(
         f"INSERT INTO consumers (made, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, 0, 0, NULL, 0, NULL)",
-        (tx.now, number_, name, settings.to_json(), "{}"),
+        (tx.now, number, name, settings.to_json(), "{}"),
     )
-    return Consumer(number_, name, settings, {}, False, 0, 0, None, 0)
+    return Consumer(number, name, settings, {}, False, 0, 0, None, 0)
 
 
 def _last_number(tx: Transaction) -> int:
     """The largest number that a consumer has or had: events of one that was removed keep its number."""
     last = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM consumers")[0])
     row = tx.one("SELECT value FROM meta WHERE key = 'last_consumer'")
-    return last if row is None else max(last, _number_of("last_consumer", row[0]))
+    return last if row is None else max(last, _numberof("last_consumer", row[0]))
 
 
-def _number_of(key: str, text: Any) -> int:
+def _numberof(key: str, text: Any) -> int:
     """A consumer's number from a ledger that anybody may have written."""
     if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 18:
         raise CorruptBookError(f"meta: {key[:40]}: got {str(text)[:40]!r}, expected a whole number")
@@ -496,17 +499,36 @@ _REMOVED_CHUNK = 2000
 _KEYS = {"work": "seq", "groups": "gid", "work_before": "seq", "groups_before": "gid"}
 
 
-def remove_consumer(tx: Transaction, name: str) -> None:
-    """Take a consumer out of the book and end its leases; `delete_removed_consumers` deletes its rows."""
-    consumer = get_consumer(tx, name)
-    last = _last_number(tx)
-    tx.run("UPDATE leases SET state = 'voided' WHERE consumer = ? AND state = 'active'", (consumer.id,))
-    tx.run("DELETE FROM work WHERE consumer = ? AND lease IS NOT NULL", (consumer.id,))
-    for table, column in (("tallies", "consumer"), ("inbox", "consumer"), ("consumers", "id")):
-        tx.run(f"DELETE FROM {table} WHERE {column} = ?", (consumer.id,))
-    tx.run("DELETE FROM meta WHERE key = 'last_consumer'")
-    notes = [("last_consumer", str(last)), (f"{_REMOVED}{consumer.id}", name)]
-    tx.many("INSERT INTO meta (key, value) VALUES (?, ?)", notes)
+def remove_consumer(book: Book, name: str) -> None:
+    """Remove a consumer group: its leases end, and no record is kept for it any more.
+
+    Events keep what it did, without its name. The group "train" cannot be removed.
+
+    Args:
+        book: The book.
+        name: The consumer group.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.consumer("replay", create=True)
+    >>> remove_consumer(book, "replay")
+    >>> list(book.consumers())
+    ['train']
+    """
+    check_writable(book, "remove_consumer")
+    if name == "train":
+        raise ValueError(f"remove_consumer: got {name!r}, which every book has")
+    with book.ledger.write() as tx:
+        consumer = get_consumer(tx, name)
+        last = _last_number(tx)
+        tx.run("UPDATE leases SET state = 'voided' WHERE consumer = ? AND state = 'active'", (consumer.id,))
+        tx.run("DELETE FROM work WHERE consumer = ? AND lease IS NOT NULL", (consumer.id,))
+        for table, column in (("tallies", "consumer"), ("inbox", "consumer"), ("consumers", "id")):
+            tx.run(f"DELETE FROM {table} WHERE {column} = ?", (consumer.id,))
+        tx.run("DELETE FROM meta WHERE key = 'last_consumer'")
+        notes = [("last_consumer", str(last)), (f"{_REMOVED}{consumer.id}", name)]
+        tx.many("INSERT INTO meta (key, value) VALUES (?, ?)", notes)
+    delete_removed_consumers(book.ledger)
 
 
 def delete_removed_consumers(ledger: Ledger) -> None:
@@ -514,11 +536,11 @@ def delete_removed_consumers(ledger: Ledger) -> None:
     with ledger.read() as tx:
         # Without a value all its rows are deleted; the key stays, since events keep the number.
         keys = [key for (key,) in tx.all("SELECT key FROM meta WHERE key LIKE ? AND value <> ''", (f"{_REMOVED}%",))]
-        living = {number_ for (number_,) in tx.all("SELECT id FROM consumers")} if keys else set()
+        living = {number for (number,) in tx.all("SELECT id FROM consumers")} if keys else set()
     for key in keys:
-        number_ = _number_of(key, key.removeprefix(_REMOVED))
+        number = _numberof(key, key.removeprefix(_REMOVED))
         for table, column in _KEYS.items():
-            while number_ not in living and _delete_some(ledger, table, column, number_):
+            while number not in living and _delete_some(ledger, table, column, number):
                 pass
         with ledger.write() as tx:
             tx.run("UPDATE meta SET value = '' WHERE key = ?", (key,))

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.book import queue
-from rollbook.book.append import rerank_queue
 from rollbook.book.consumer import (
     SELECT_CONSUMER,
     Consumer,
@@ -38,7 +37,7 @@ from rollbook.book.errors import (
 )
 from rollbook.book.failpoints import hit
 from rollbook.book.ledger import RETRY_SECONDS, Transaction, check_text, let_others, write_once
-from rollbook.book.read import fetch, uids_of
+from rollbook.book.read import fetch, read_numbers, uids_of
 from rollbook.book.sampler import First, Proportional
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.metrics import advise
@@ -175,8 +174,11 @@ class Lease:
         if self._book.ledger.clock is None and time.monotonic() - self._renewed < self._seconds * 0.05:
             return
         # More time than there ever was is left if the database's clock was put back.
-        if self._claim.id and not self._seconds * 0.75 <= self.expires - self._book.now() <= self._seconds:
-            self.renew()
+        if self._claim.id:
+            with self._book.ledger.read() as tx:
+                left = self.expires - tx.now
+            if not self._seconds * 0.75 <= left <= self._seconds:
+                self.renew()
 
     def renew(self, seconds: float | None = None) -> float:
         """Start the time anew, from now on with `seconds` if they are given; when it ends."""
@@ -545,6 +547,44 @@ def refresh_queue(tx: Transaction, book: Book, name: str, wanted: LeaseRequest |
     return consumer, done
 
 
+def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
+    """Rank waiting records anew, for a sampler or a seed that has changed, and hold a new bound on their number; return
+    whether that is done."""
+    start = consumer.state.get("unranked")
+    if start is None:
+        if "oversized" not in consumer.state or not queue.drop_over_size(tx, consumer, most):
+            return "oversized" not in consumer.state
+        del consumer.state["oversized"]
+        return True
+    sampler = consumer.settings.sampler
+    # What is done with may have no bytes any more to read its number from, and needs no rank.
+    rows = queue.select_rows(
+        tx,
+        "consumer = ? AND seq >= ? AND state IN ('waiting', 'cooling', 'leased') ORDER BY seq LIMIT ?",
+        (consumer.id, start, most),
+    )
+    seqs = [row.seq for row in rows]
+    values = [None] * len(seqs) if sampler.key is None else read_numbers(book, tx, seqs, sampler.key)
+    moves = []
+    for row, value in zip(rows, values, strict=True):
+        item = consumer.item(row.seq, row.uses, row.version, value)
+        rank = sampler.rank(item, consumer.state)
+        moves.append((row, row._replace(value=value, weight=sampler.weight(item), rank=rank)))
+    # Groups are made anew from their members when all of those have their ranks.
+    grouped, consumer.grouped = consumer.grouped, False
+    queue.change_rows(tx, consumer, moves, [])
+    consumer.grouped = grouped
+    if len(rows) == most:
+        consumer.state["unranked"] = seqs[-1] + 1
+        return False
+    del consumer.state["unranked"]
+    if consumer.settings.max_staleness is not None:
+        queue.drop_abandoned_rows(tx, consumer)
+    if consumer.grouped:
+        queue.begin_groups(tx, consumer)
+    return False
+
+
 def drop_stale_records(book: Book, name: str) -> None:
     """Drop what is too old for a consumer by the announced version, in short transactions."""
     done = False
@@ -620,7 +660,7 @@ def try_claim(book: Book, wanted: LeaseRequest, last: bool, timeout: float | Non
                 raise
             with book.ledger.write() as tx:
                 if find_consumer(tx, wanted.consumer) is None:
-                    book.make_consumer(tx, wanted.consumer)
+                    queue.add_consumer(tx, wanted.consumer)
         except LockTimeoutError as error:
             if timeout is None:
                 raise

@@ -1,7 +1,20 @@
-"""What rows were before they changed, since the last checkpoint: what going back needs, and no more.
+"""The queue of each consumer: inbox, rows of `work`, groups, their undo log, quarantine and policy lineage.
 
-Invariant: for every kept checkpoint, a row of `work` or `groups` that was there then is now as it was, or the first
-value that it had after that checkpoint, or after a later one, stands here. Without a checkpoint nothing is kept.
+The state of a record for a consumer is one row of `work`. An append only adds the range of its record numbers to
+`inbox`, one row per consumer, so that concurrent appends change no common row. Whoever leases for a consumer, or
+changes its queue, first drains its inbox: each record gets a row of `work`, ranked by the sampler.
+
+Invariants:
+
+- Rows of `work` change only through `enter_rows` and `change_rows`, which update `tallies` in the same transaction and
+  write an event for each: for every consumer, admitted = waiting + cooling + leased + trained + dropped.
+- For every consumer, a training record is in exactly one of `work` and `inbox`. A transaction that drains holds the
+  consumer's row, or is exclusive.
+- A group's size counts runs, not rows, and every admitted run counts: failed, filtered and stale ones are tombstones. A
+  group is ready when it is complete (or due), some of it waits and none of it is leased.
+- For every checkpoint, a row of `work` or `groups` that existed then is unchanged, or its first value after that
+  checkpoint (or a later one) is in the undo log. Without a checkpoint nothing is logged.
+- A quarantined record can be read and queried, and is leased to no consumer until it is released.
 """
 
 from __future__ import annotations
@@ -19,11 +32,14 @@ from rollbook.book import index_columns
 from rollbook.book.consumer import (
     SELECT_CONSUMERS,
     Consumer,
+    ConsumerConfig,
     all_consumers,
+    create_consumer,
     find_consumer,
     get_consumer,
     parse_consumers,
     save_consumer,
+    save_settings,
 )
 from rollbook.book.errors import BookError, CorruptBookError
 from rollbook.book.ledger import Transaction, chunks, let_others, parsed
@@ -33,7 +49,6 @@ from rollbook.core.columns import texts
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
-    from rollbook.book.consumer import Consumer
     from rollbook.book.sampler import Item
     from rollbook.core.experiences import Experiences
     from rollbook.core.row_layout import RowLayout
@@ -832,6 +847,39 @@ def backfill_consumer(tx: Transaction, consumer: int) -> None:
     last, count = tx.one("SELECT MAX(seq), COUNT(*) FROM records WHERE evaluation = 0")
     if count:
         tx.insert("inbox", _INBOX_COLUMNS, [(consumer, 1, last, count, None)])
+
+
+def add_consumer(tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
+    """Create a consumer group and offer it all training records of the book, within an exclusive transaction."""
+    consumer = create_consumer(tx, name, ConsumerConfig().changed(dict(settings or {})))
+    backfill_consumer(tx, consumer.id)
+    return consumer
+
+
+def configure_consumer(
+    tx: Transaction, name: str, settings: dict[str, Any], *, create: bool, change: bool
+) -> ConsumerConfig:
+    """See `Book.consumer`."""
+    if create and find_consumer(tx, name) is None:
+        return add_consumer(tx, name, settings).settings
+    current = get_consumer(tx, name)
+    new = current.settings.changed(settings)
+    if new != current.settings and not change:
+        names = [key for key in settings if getattr(new, key) != getattr(current.settings, key)]
+        raise BookError(
+            f"consumer {name!r}: {names[0]}: got {getattr(new, names[0])!r}, the book has "
+            f"{getattr(current.settings, names[0])!r}; change=True changes it for everybody"
+        )
+    if new != current.settings:
+        save_settings(tx, current, new)
+        # All that waits is ranked anew, piece by piece, before the next lease.
+        current.state["unranked"] = current.state["oversized"] = 1
+        save_consumer(tx, current)
+        tx.run("UPDATE inbox SET numbers = NULL WHERE consumer = ?", (current.id,))  # those of the former key
+        # Whoever waits for a lease looks again when there is an event.
+        detail = {"settings": json.loads(new.to_json())}
+        record_events(tx, [Event("configured", consumer=current.id, detail=detail)])
+    return new
 
 
 def inbox_size(tx: Transaction, consumer: int) -> int:

@@ -741,7 +741,15 @@ class Selection:
             yield from fetch_rows(self._book, _locations(piece))
 
     def scan(self, columns: Sequence[str] | None = None, rows: int = PIECE) -> Iterator[pa.RecordBatch]:
-        """Arrow batches of some columns; see `Book.scan`."""
+        """Return Arrow batches of some columns of the records.
+
+        Memory is that of one batch. Columns that are not named are not read, and those of mapped segments are not
+        copied. Bytes are checked as far as memory safety needs; `Book.get` checks them all.
+
+        Args:
+            columns: Names of columns; all if `None`.
+            rows: Rows per batch at most.
+        """
         check_int("rows", rows, 1)
         return scan(self._book, self, columns, rows)
 

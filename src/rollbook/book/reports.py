@@ -134,13 +134,25 @@ class KeepRate:
         return self.trained / done if done else math.nan
 
 
-def keep_rates(book: Book, name: str, by: str, edges: Sequence[float] | None) -> list[KeepRate]:
-    """See `Book.keep_rates`."""
+def keep_rates(
+    book: Book, by: str = "length", edges: Sequence[float] | None = None, consumer: str = "train"
+) -> list[KeepRate]:
+    """Return how many records of each response length or reward were trained on, and how many were dropped.
+
+    Args:
+        book: The book.
+        by: `"length"` (response tokens) or `"reward"`.
+        edges: Edges of the ranges; by default eight ranges of equal width.
+        consumer: The consumer group.
+
+    Returns:
+        One entry per range. Failed runs, which have neither length nor reward, are left out.
+    """
     check_choice("by", by, ("length", "reward"))
     column = "response_tokens" if by == "length" else "reward"
     queue.drain_inboxes(book)
     with book.ledger.read() as tx:
-        mine = (get_consumer(tx, name).id,)
+        mine = (get_consumer(tx, consumer).id,)
         found = tx.all(
             f"SELECT records.{column}, work.state, work.uses, COUNT(*) FROM work "
             "JOIN records ON records.seq = work.seq "

@@ -1,7 +1,7 @@
-"""Snapshots and forks: a book copied to another place, of whatever kind, while it is written.
+"""Copies of a book: snapshots, forks, exports and imports.
 
-Invariant: a copy holds one state of the book, or it is not there: it is made under another name, and gets its own when
-it is complete. Bytes that the ledger does not speak of any more (deleted, redacted, rewound) are not copied.
+Invariant: a snapshot or fork holds one state of the book, or it does not exist: it is written under another name and
+renamed when it is complete. Bytes that the ledger no longer refers to (deleted, redacted, rewound) are not copied.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book import queue
+from rollbook.book.append import AppendResult
 from rollbook.book.checkpoint import find_checkpoint, free_leased, undo_work, void_leases
 from rollbook.book.consumer import all_consumers, delete_removed_consumers, save_consumer
 from rollbook.book.disk import Disk
-from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
+from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError, check_writable
 from rollbook.book.failpoints import hit
 from rollbook.book.ledger import Ledger, SQLiteLedger, Transaction, chunks
 from rollbook.book.read import check_slots
 from rollbook.book.schema import TABLES
 from rollbook.book.segments.files import Place
 from rollbook.core.addresses import POSTGRES, PostgresAddress, redacted
-from rollbook.core.checks import suggest
+from rollbook.core.checks import check_bool, suggest
 from rollbook.core.errors import WireError
+from rollbook.core.metrics import advise
 from rollbook.core.wire import decode, encode
 
 if TYPE_CHECKING:
@@ -51,8 +53,113 @@ class _SourceChangedError(Exception):
     """A record changed and its old bytes went while they were copied."""
 
 
-def copy_book(book: Book, url: str | os.PathLike[str], name: str | None, options: Mapping[str, Any]) -> Book:
-    """See `Book.snapshot` and, with a checkpoint's name, `Book.fork`."""
+def snapshot(book: Book, url: str | os.PathLike[str], **options: Any) -> Book:
+    """Copy the book, in its current state, to an empty address of any kind, while others go on writing.
+
+    Active leases are void in the copy.
+
+    Args:
+        book: The book.
+        url: Where to write the copy.
+        options: Options of `rollbook.open` that say how the copy is stored.
+
+    Returns:
+        The copy, open.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3])])
+    >>> copy = snapshot(book, "memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[4, 5, 6])])
+    >>> len(book), len(copy)
+    (2, 1)
+    """
+    return _copy_book(book, url, None, options)
+
+
+def fork(book: Book, name: str, url: str | os.PathLike[str], **options: Any) -> Book:
+    """Start another run from a checkpoint: copy the book as it was then to `url`.
+
+    The copy has nothing that came after the checkpoint, except revisions and deletions of older records.
+
+    Args:
+        book: The book, which does not change.
+        name: The checkpoint.
+        url: Where to write the copy.
+        options: Options of `rollbook.open` that say how the copy is stored.
+
+    Returns:
+        The copy, open.
+    """
+    return _copy_book(book, url, name, options)
+
+
+def export_records(
+    book: Book,
+    path: str | os.PathLike[str],
+    *conditions: tuple[str, str, Any],
+    format: str | None = None,
+    evaluation: bool = False,
+    overwrite: bool = False,
+    **options: Any,
+) -> int:
+    """Write the records that meet all conditions as Parquet, a HF dataset, JSONL, frames or TRXP.
+
+    Args:
+        book: The book.
+        path: File or folder to write.
+        conditions: As for `Book.where`; without any, all records are written.
+        format: A key of `rollbook.io.transfer.FORMATS`; by default it follows from the path.
+        evaluation: Write the records for evaluation instead of those for training. Files do not say which they hold.
+        overwrite: Replace what is at `path`.
+        options: Options of the format.
+
+    Returns:
+        How many records were written.
+    """
+    from rollbook.io import transfer
+
+    records = book.where(*conditions, evaluation=int(check_bool("evaluation", evaluation)))
+    return transfer.write(records.batches(), path, format, overwrite=overwrite, **options)
+
+
+def import_records(
+    book: Book,
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    evaluation: bool = False,
+    author: str = "",
+    on_error: str = "raise",
+    **options: Any,
+) -> AppendResult:
+    """Append the records of a file, folder or database. Idempotent: records already in the book are skipped.
+
+    Args:
+        book: The book.
+        path: What to read.
+        format: A key of `rollbook.io.transfer.FORMATS`; by default it follows from the path.
+        evaluation: As for `Book.append`.
+        author: As for `Book.append`.
+        on_error: `"skip"` leaves out rows that cannot be read, and warns.
+        options: Options of the format.
+    """
+    from rollbook.io import transfer
+
+    check_writable(book, "import_records")
+    total = AppendResult()
+    with transfer.read(path, format, on_error=on_error, **options) as reader:
+        for batch in reader:
+            total += book.append(batch, evaluation=evaluation, author=author)
+    if reader.report.count:
+        advise(
+            f"import_records: {reader.report.count} rows of {os.fspath(path)} could not be read; the first: "
+            f"{reader.report.skipped[0].why}"
+        )
+    return total
+
+
+def _copy_book(book: Book, url: str | os.PathLike[str], name: str | None, options: Mapping[str, Any]) -> Book:
     address = os.fspath(url)
     if not isinstance(address, str) or not address or ("://" in address and not address.startswith(POSTGRES)):
         raise ValueError(f"url: got {redacted(url)!r}, expected a folder, 'memory:' or 'postgresql://...'")

@@ -73,10 +73,11 @@ def export(options: argparse.Namespace) -> int:
     if given:
         raise ValueError(f"{', '.join(given)}: for HTML pages alone, expected OUT to end in .html, or --format html")
     import rollbook
+    from rollbook.book import export_records
 
     with rollbook.open(book_at(options.path), "r") as book:
-        count = book.export(
-            options.out, format=options.format, evaluation=options.evaluation, overwrite=options.overwrite
+        count = export_records(
+            book, options.out, format=options.format, evaluation=options.evaluation, overwrite=options.overwrite
         )
     if options.json:
         print_json({"exported": count})
@@ -159,11 +160,13 @@ def _import_as(folder: str, options: argparse.Namespace) -> Any:
 
 def _import_into(path: str, options: argparse.Namespace) -> Any:
     import rollbook
+    from rollbook.book import import_records
 
     more = {name: getattr(options, name) for name in ("table", "tokenizer") if getattr(options, name) is not None}
     with rollbook.open(path) as book:
         try:
-            return book.import_(
+            return import_records(
+                book,
                 options.source,
                 format=options.format,
                 evaluation=options.evaluation,

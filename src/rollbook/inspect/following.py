@@ -299,8 +299,8 @@ class Follower:
             return found
         for _, run in groupby(enumerate(ns), key=lambda pair: pair[1] - pair[0]):
             numbers = [n for _, n in run]
-            for batch in self.book.scan(
-                ("seq", *READ), ("seq", ">=", numbers[0]), ("seq", "<=", numbers[-1]), rows=PIECE
+            for batch in self.book.where(("seq", ">=", numbers[0]), ("seq", "<=", numbers[-1])).scan(
+                ("seq", *READ), rows=PIECE
             ):
                 columns = columns_of(batch)
                 seqs = columns.pop("seq").to_pylist()

@@ -70,7 +70,7 @@ class Reader:
     def vocabulary(self) -> Vocabulary | None:
         """What ids mean; a book that is written for the first time may have it later."""
         if self._vocabulary is None:
-            self._vocabulary = self.book.vocabulary()
+            self._vocabulary = self.book.vocabulary
         return self._vocabulary
 
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:

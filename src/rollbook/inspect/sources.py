@@ -223,7 +223,7 @@ class BookSource:
         vocabulary = self.reader.vocabulary
         wanted = sorted(set(seqs))
         for at in range(0, len(wanted), 500):
-            for batch in self.book.scan(("seq", *_TEXTS), ("seq", "in", wanted[at : at + 500])):
+            for batch in self.book.where(("seq", "in", wanted[at : at + 500])).scan(("seq", *_TEXTS)):
                 columns = columns_of(batch)
                 numbers = columns["seq"].to_pylist()
                 nothing: list[Any] = [None] * len(numbers)

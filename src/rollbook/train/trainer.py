@@ -21,6 +21,7 @@ from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.inputs import row_rewards
 from rollbook.algorithms.kl import token_kl
 from rollbook.book.book import Book
+from rollbook.book.checkpoint import forget_checkpoint
 from rollbook.book.errors import ConnectionLostError, OutcomeUnknownError
 from rollbook.book.failpoints import hit
 from rollbook.book.lease import Lease
@@ -494,7 +495,7 @@ class Trainer:
         held = {one.told()["book"] for one in found if one.step == self.done}
         name = f"{name}+" if name in held else name
         if any(point.name == name for point in self.book.checkpoints()):
-            self.book.forget(name)
+            forget_checkpoint(self.book, name)
         self.book.checkpoint(name)
         hit("book's checkpoint")
         told: dict[str, Any] = {
@@ -525,7 +526,7 @@ class Trainer:
             # Also what a process would have forgotten that was killed before it came to this.
             own = point.name.removesuffix("+")
             if saving.is_name(own) and (own not in there or point.name in held):
-                self.book.forget(point.name)
+                forget_checkpoint(self.book, point.name)
         return made.path
 
     def resume(self) -> bool:
