@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import compaction, content_hash, queue, reports, revision
+from rollbook.book import compaction, content_hash, queue, revision
 from rollbook.book.consumer import (
     SELECT_CONSUMERS,
     Consumer,
@@ -43,9 +43,10 @@ from rollbook.book.errors import (
 )
 from rollbook.book.index_columns import IndexColumns, column_types, index_columns, number_column
 from rollbook.book.ledger import BUSY_SECONDS, RETRY_SECONDS, ConcurrentChangeError, Transaction, took_effect
-from rollbook.book.media import Blob, extract, may_hold_media
+from rollbook.book.media import MIN_BASE64, Blob, extract, may_hold_media
 from rollbook.book.segments.files import Place
 from rollbook.core.checks import check_float, check_int
+from rollbook.core.columns import Values
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences, from_rows, uncollected
 from rollbook.core.metrics import advise
@@ -152,12 +153,21 @@ def _prepare(records: Experiences | list[Any], evaluation: bool) -> PendingAppen
     # by this thread's next append: columns that the caller holds stay out of it.
     with uncollected():
         layout = None if isinstance(records, Experiences) else RowLayout.of(records)
-        if layout is not None and not evaluation and not may_hold_media(layout):
+        if layout is not None and not evaluation and not (_has_long_text(layout) and may_hold_media(layout)):
             return _describe(layout, evaluation, encode(layout, out=_scratch.of), {}, ())
         columns = as_experiences(records)
         lifted = extract(columns, evaluation=[evaluation] * len(columns))
         frame = encode(lifted.stripped, out=_scratch.of, settle=columns is not records)
         return _describe(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
+
+
+def _has_long_text(layout: RowLayout) -> bool:
+    """Return whether a free-form value is long enough to hold media."""
+    return any(
+        max(map(len, filter(None, column.data)), default=0) >= MIN_BASE64
+        for column in layout.columns.values()
+        if isinstance(column, Values) and column.flat is not None and column.data is not None
+    )
 
 
 def _describe(records: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> PendingAppend:
@@ -446,7 +456,11 @@ class AppendTransaction:
         if book.tokenizer is not None and meta.get("tokenizer", book.tokenizer) != book.tokenizer:
             raise _ConcurrentAppendError
         self.placed = stored = self._placed(tx)
-        compaction.seal_purged(tx, book, stored.frame.segment)
+        # If bytes in the open segment must be removed, seal it, so that the next compaction can rewrite it. Stores in
+        # PostgreSQL and fsspec have no open segments.
+        segment = stored.frame.segment
+        if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
+            book.store.seal()
         listening = [] if coming.evaluation else parse_consumers(consumer_rows)
         # Where an append depends on how many records there are, or the other way round, appends come one by one.
         limited = []
@@ -596,7 +610,7 @@ def insert_records(
         tx.insert("media_uses", ("hash", "seq"), uses)
     detail = {"evaluation": True} if coming.evaluation else None
     queue.record_events(tx, [queue.Event("admitted", base + i, detail=detail) for i in range(count)])
-    reports.admitted(tx, coming.evaluation, count)
+    queue.add_counts(tx, [(0, "evaluation" if coming.evaluation else "admitted", "", count, 0.0)])
 
 
 def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | None) -> int:

@@ -41,7 +41,7 @@ from rollbook.book.consumer import (
     get_consumer,
 )
 from rollbook.book.disk import Disk
-from rollbook.book.errors import BookError, CorruptBookError, NotABookError, ReadOnlyError, check_writable
+from rollbook.book.errors import BookError, CorruptBookError, NotABookError, ReadOnlyError
 from rollbook.book.lease import (
     Lease,
     alease_records,
@@ -50,7 +50,7 @@ from rollbook.book.lease import (
     lease_records,
     refresh_consumer,
 )
-from rollbook.book.ledger import Ledger, SQLiteLedger, check_files, check_text, let_others
+from rollbook.book.ledger import Ledger, SQLiteLedger, check_files, check_text, check_writable, let_others
 from rollbook.book.read import Selection, fetch, parse_conditions, seqs_of, uid_of, uids_of
 from rollbook.book.segments.files import FileSegmentStore, MemorySegmentStore, SegmentStore
 from rollbook.core.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets

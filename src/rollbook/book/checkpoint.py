@@ -23,9 +23,9 @@ from rollbook.book.consumer import (
     save_settings,
     shift_state,
 )
-from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError, check_writable
+from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError
 from rollbook.book.failpoints import hit
-from rollbook.book.ledger import Transaction, check_text, chunks, parsed, write_once
+from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, parsed, write_once
 from rollbook.book.read import read_numbers
 from rollbook.core.checks import check_choice, check_int
 

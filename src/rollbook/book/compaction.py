@@ -179,13 +179,6 @@ def take_finished(book: Book, least: int, most: int) -> int:
 # --- bytes that must go ---------------------------------------------------------------------------------------------
 
 
-def seal_purged(tx: Transaction, book: Book, segment: str) -> None:
-    """End this writer's open segment if bytes in it must go, so that the next compaction, of any process, can write it
-    anew. Other stores than a folder's and memory's have no open segments."""
-    if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)) is not None:
-        book.store.seal()
-
-
 def pending_purges(book: Book) -> dict[str, str]:
     """Segments that hold deleted or redacted bytes, and what the removal of these waits for."""
     with book.ledger.read() as tx:

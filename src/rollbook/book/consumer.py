@@ -13,8 +13,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book.errors import CorruptBookError, UnknownConsumerError, check_writable
-from rollbook.book.ledger import Ledger, Transaction, check_text, chunks, parsed
+from rollbook.book.errors import CorruptBookError, UnknownConsumerError
+from rollbook.book.ledger import Ledger, Transaction, check_text, check_writable, chunks, parsed
 from rollbook.book.sampler import SAMPLERS, First, Item, Priority, Sampler, State, built, described
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 
@@ -402,8 +402,11 @@ class Consumer:
         state = json.dumps(self.state)
         return state, int(self.grouped), self.inserts, self.samples, self.floor, self.generation
 
-    def item(self, seq: int, uses: int, version: int | None, value: float | None) -> Item:
-        return Item(seq - shift_state(self.state, seq), self.settings.seed, uses, version, value)
+    def item(self, seq: int, uses: int, version: int | None, value: float | None, *, group: bool = False) -> Item:
+        """Return what the sampler sees of a record or a group."""
+        if "shifts" in self.state:
+            seq -= shift_state(self.state, seq)
+        return Item(seq, self.settings.seed, uses, version, value, group)
 
 
 def shift_state(state: State, seq: int) -> int:
@@ -439,7 +442,7 @@ SELECT_CONSUMER = f"SELECT {_COLUMNS} FROM consumers WHERE name = ?"
 
 def parse_consumers(rows: Iterable[Any]) -> list[Consumer]:
     """Consumers from rows of the ledger."""
-    return [_consumer(row) for row in rows]
+    return list(map(_consumer, rows))
 
 
 def all_consumers(tx: Transaction) -> list[Consumer]:

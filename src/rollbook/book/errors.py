@@ -7,12 +7,8 @@ was expected.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from rollbook.core.errors import RollbookError, WireError
-
-if TYPE_CHECKING:
-    from rollbook.book.book import Book
 
 
 class BookError(RollbookError, ValueError):
@@ -91,9 +87,3 @@ class CorruptBookError(BookError, WireError):
 def moved(path: str | os.PathLike[str]) -> BookError:
     """Return the exception for a file or folder that is no longer the one that was opened."""
     return BookError(f"{os.fspath(path)}: the book was moved, removed or replaced while it was open; reopen it")
-
-
-def check_writable(book: Book, operation: str) -> None:
-    """Raise `ReadOnlyError` if the book was opened for reading."""
-    if book.read_only:
-        raise ReadOnlyError(f"{operation}: {book.url} was opened for reading (mode 'r')")

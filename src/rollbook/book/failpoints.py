@@ -1,17 +1,20 @@
-"""Named points between the steps of a write, at which a trial can stop the process.
+"""Named points between the steps of a write, at which a test can stop the process.
 
-Invariant: nothing happens at a point unless somebody watches; the points are where a crash would leave another state.
+Points are where a crash would leave another state. Hot paths check the flag themselves:
+`if failpoints.active: failpoints.hit("after write")`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-_watcher: Callable[[str], None] | None = None
+active = False
+"""Whether a callback is set."""
+_callback: Callable[[str], None] | None = None
 
 
 def watch(callback: Callable[[str], None] | None) -> None:
-    """Have `callback` called with the name of every point that is reached in this process; `None` ends it.
+    """Call `callback` with the name of every point that this process reaches; `None` ends it.
 
     >>> watch(print)
     >>> hit("after write")
@@ -19,11 +22,12 @@ def watch(callback: Callable[[str], None] | None) -> None:
     >>> watch(None)
     >>> hit("after write")
     """
-    global _watcher
-    _watcher = callback
+    global active, _callback
+    _callback = callback
+    active = callback is not None
 
 
 def hit(name: str) -> None:
-    """Say that the point `name` is reached ("after write", "after sync", "after commit", ...)."""
-    if _watcher is not None:
-        _watcher(name)
+    """Report that the point `name` is reached ("after write", "after sync", "after commit", ...)."""
+    if _callback is not None:
+        _callback(name)

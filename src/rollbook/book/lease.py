@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.book import queue
+from rollbook.book import failpoints, queue
 from rollbook.book.consumer import (
     SELECT_CONSUMER,
     Consumer,
@@ -35,7 +35,6 @@ from rollbook.book.errors import (
     LockTimeoutError,
     UnknownConsumerError,
 )
-from rollbook.book.failpoints import hit
 from rollbook.book.ledger import RETRY_SECONDS, Transaction, check_text, let_others, write_once
 from rollbook.book.read import fetch, read_numbers, uids_of
 from rollbook.book.sampler import First, Proportional
@@ -274,7 +273,8 @@ class Lease:
             if chosen.keys() >= self._left.keys():
                 queue.end_lease(tx, self._claim.id, "acked")
             save_consumer(tx, consumer)
-            hit("during ack")
+            if failpoints.active:
+                failpoints.hit("during ack")
             return count
 
         def committed(tx: Transaction, count: int) -> bool:
@@ -859,39 +859,38 @@ def empty_lease(book: Book, consumer: str) -> Lease:
     return Lease(book, LeaseRequest(consumer, 0, "experience", None, None, ""), Claim(0, [], [], None, 0.0, 0.0, ""))
 
 
-def lease_records(book: Book, asked: LeaseRequest, timeout: float | None, stop: threading.Event | None = None) -> Lease:
-    """See `Book.lease`; with `stop` set it ends early, with nothing."""
+def lease_records(
+    book: Book, request: LeaseRequest, timeout: float | None, stop: threading.Event | None = None
+) -> Lease:
+    """Lease records as `Book.lease` does; with `stop` set it returns early, with nothing."""
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    stop = stop or threading.Event()
+    lost = math.inf
     try:
-        return _lease(book, asked, timeout, stop or threading.Event())
+        claim = try_claim(book, request, timeout == 0, timeout, end)
+        while claim is None and time.monotonic() < end and not stop.is_set():
+            try:
+                number = forecast(book, request).consumer
+                with book.ledger.turn(number, end - time.monotonic(), stop) as waiter:
+                    while claim is None and waiter is not None and time.monotonic() < end and not stop.is_set():
+                        waiter.mark()
+                        _, seconds, enough = forecast(book, request)
+                        if enough or not seconds:
+                            claim = try_claim(book, request, False, timeout, end)
+                        lost = math.inf
+                        if claim is None:
+                            waiter.wait(max(0.001, min(seconds, end - time.monotonic())))
+            except ConnectionLostError:  # The server may be restarting: keep waiting.
+                lost = min(lost, time.monotonic())
+                if time.monotonic() > lost + RETRY_SECONDS:
+                    raise
+        if claim is None and not stop.is_set():
+            claim = try_claim(book, request, True, timeout, end)
     except LockTimeoutError as error:
         if timeout is None:
             raise
-        return Lease(book, asked, _empty(f"asked for {asked.most}, got 0: {error}"))
-
-
-def _lease(book: Book, asked: LeaseRequest, timeout: float | None, stop: threading.Event) -> Lease:
-    end = math.inf if timeout is None else time.monotonic() + timeout
-    claim = try_claim(book, asked, timeout == 0, timeout, end)
-    lost = math.inf
-    while claim is None and time.monotonic() < end and not stop.is_set():
-        try:
-            number = forecast(book, asked).consumer
-            with book.ledger.turn(number, end - time.monotonic(), stop) as waiter:
-                while claim is None and waiter is not None and time.monotonic() < end and not stop.is_set():
-                    waiter.mark()
-                    _, seconds, enough = forecast(book, asked)
-                    if enough or not seconds:
-                        claim = try_claim(book, asked, False, timeout, end)
-                    lost = math.inf
-                    if claim is None:
-                        waiter.wait(max(0.001, min(seconds, end - time.monotonic())))
-        except ConnectionLostError:  # The server restarts, say: a wait goes on.
-            lost = min(lost, time.monotonic())
-            if time.monotonic() > lost + RETRY_SECONDS:
-                raise
-    if claim is None and not stop.is_set():
-        claim = try_claim(book, asked, True, timeout, end)
-    return Lease(book, asked, claim or _empty(""))
+        claim = _empty(f"asked for {request.most}, got 0: {error}")
+    return Lease(book, request, claim or _empty(""))
 
 
 async def alease_records(book: Book, asked: LeaseRequest, timeout: float | None) -> Lease:

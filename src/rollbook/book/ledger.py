@@ -21,8 +21,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from rollbook.book import failpoints
 from rollbook.book.disk import folder_lock, identity
 from rollbook.book.errors import (
     BookError,
@@ -31,11 +32,14 @@ from rollbook.book.errors import (
     LockTimeoutError,
     NotABookError,
     OutcomeUnknownError,
+    ReadOnlyError,
     moved,
 )
-from rollbook.book.failpoints import hit
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import FILE
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
 
 LAYOUT = 2
 """The number of the tables' layout (see `rollbook.book.schema`)."""
@@ -314,10 +318,9 @@ class _SQLiteTransaction:
         return self.connection.execute(sql, values).fetchone()
 
     def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
-        return [self.all(sql, values) for sql, values in queries]
+        return [self.connection.execute(sql, values).fetchall() for sql, values in queries]
 
-    def array(self, values: Sequence[Any]) -> str:
-        return _array(values)
+    array = staticmethod(_array)
 
     def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
         key = {"records": "seq", "leases": "id"}[table]
@@ -639,8 +642,8 @@ class SQLiteLedger:
                     if self.path is not None and identity(self.path) != self._identity:
                         raise moved(self.path)
                     yield _SQLiteTransaction(connection, self.clock())
-                    if begin != "BEGIN":
-                        hit("before commit")
+                    if begin != "BEGIN" and failpoints.active:
+                        failpoints.hit("before commit")
                     connection.execute("COMMIT")
                 except BaseException:
                     if connection.in_transaction:
@@ -653,17 +656,15 @@ class SQLiteLedger:
                 raise explained from error
             except OverflowError as error:
                 raise CorruptBookError(f"{self.path}: a number out of range ({error}); see `rollbook check`") from error
-        if begin != "BEGIN":
-            hit("after commit")
+        if begin != "BEGIN" and failpoints.active:
+            failpoints.hit("after commit")
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return every row of one query."""
         with self.read() as tx:
             return tx.all(sql, values)
 
-    def array(self, values: Sequence[Any]) -> str:
-        """The parameter of `in_ints`."""
-        return _array(values)
+    array = staticmethod(_array)
 
     def changes(self) -> tuple[int, int]:
         """Return numbers that change when another connection, or this one, has written."""
@@ -723,3 +724,9 @@ def check_text(name: str, given: object, least: int = 1, most: int = 1 << 20) ->
     if "\0" in given or any("\ud800" <= letter <= "\udfff" for letter in given):
         raise ValueError(f"{name}: got {given!r}, expected no NUL and no lone surrogate, which a database cannot keep")
     return given
+
+
+def check_writable(book: Book, operation: str) -> None:
+    """Raise `ReadOnlyError` if the book was opened for reading."""
+    if book.read_only:
+        raise ReadOnlyError(f"{operation}: {book.url} was opened for reading (mode 'r')")

@@ -77,6 +77,8 @@ REFERENCES = pa.large_list(
     pa.struct([("column", pa.large_string()), ("at", pa.int64()), ("hash", pa.large_string())]),
 )
 LEAST = 1024
+MIN_BASE64 = -(-4 * LEAST // 3)
+"""Length of the base64 of `LEAST` bytes."""
 
 _HEADER = struct.Struct("<8sHHIQ32sQ")
 _UNIT = 64
@@ -374,12 +376,11 @@ def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tupl
 
 def may_hold_media(layout: RowLayout) -> bool:
     """Whether plain rows may have base64 that `extract` would take out: long texts are looked at, not parsed."""
-    shortest = -(-4 * LEAST // 3)
     for column in layout.columns.values():
         if isinstance(column, Values) and column.flat is not None and column.data is not None:
-            texts = [text for text in column.data if text is not None and len(text) >= shortest]
+            texts = [text for text in column.data if text is not None and len(text) >= MIN_BASE64]
             memory = np.frombuffer(b"".join(texts), dtype=np.uint8)
-            if texts and _rows_with_runs(memory, offsets_of(list(map(len, texts))), shortest):
+            if texts and _rows_with_runs(memory, offsets_of(list(map(len, texts))), MIN_BASE64):
                 return True
     return False
 

@@ -24,7 +24,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,7 +49,6 @@ from rollbook.core.columns import texts
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
-    from rollbook.book.sampler import Item
     from rollbook.core.experiences import Experiences
     from rollbook.core.row_layout import RowLayout
 
@@ -182,7 +181,15 @@ def _refresh_group(
         rank = UNRANKED
     if ready and first is not None:
         sampler = settings.sampler
-        item = _group_item(consumer, first, waiting)
+        versions = [row[2] for row in waiting if row[2] is not None]
+        values = [row[3] for row in waiting if row[3] is not None]
+        item = consumer.item(
+            first,
+            min(row[4] for row in waiting),
+            max(versions, default=None),
+            sum(values) / len(values) if values else None,
+            group=True,
+        )
         weight = sampler.weight(item)
         # A place that chance or turns gave is kept, by what was given back too; other ranks follow from the members.
         if not sampler.keeps or rank == UNRANKED or weight != had:
@@ -194,18 +201,6 @@ def _refresh_group(
     if first is None:
         return None
     return consumer.id, gid, first, size, runs, int(ready), rank, weight, None if complete else due
-
-
-def _group_item(consumer: Consumer, first: int, waiting: list[tuple[str, int, int | None, float | None, int]]) -> Item:
-    versions = [row[2] for row in waiting if row[2] is not None]
-    values = [row[3] for row in waiting if row[3] is not None]
-    made = consumer.item(
-        first,
-        min(row[4] for row in waiting),
-        max(versions, default=None),
-        sum(values) / len(values) if values else None,
-    )
-    return replace(made, group=True)
 
 
 def release_due_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
@@ -497,10 +492,6 @@ def select_rows_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int])
     return found
 
 
-def _tally(tx: Transaction, consumer: Consumer, changes: dict[tuple[str, str], list[float]]) -> None:
-    add_counts(tx, [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight])
-
-
 def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, float]]) -> None:
     """Add to counts (consumer, state, reason, number, weight)."""
     # In one order, so that two transactions with the same shard never wait for each other.
@@ -535,7 +526,7 @@ def enter_rows(
         entry[0] += 1
         entry[1] += row.weight
     tx.insert("work", ("consumer", *Row._fields), [(consumer.id, *row) for row in made])
-    _tally(tx, consumer, changes)
+    add_counts(tx, [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight])
     consumer.inserts += sum(row.state != DROPPED for row in made)
     about = details or {}
     record_events(
@@ -568,7 +559,7 @@ def change_rows(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, 
             consumer.samples += sign * (old.uses if sign < 0 else new.uses)
     save_undo(tx, WORK_TABLE, consumer.id, "seq", [new.seq for _, new in moves])
     tx.update("work", ("consumer", "seq"), Row._fields[2:], [(*new[2:], consumer.id, new.seq) for _, new in moves])
-    _tally(tx, consumer, changes)
+    add_counts(tx, [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight])
     record_events(tx, events)
     if consumer.grouped:
         other = {new.gid for old, new in moves if (old.uses, old.value) != (new.uses, new.value)}
@@ -910,13 +901,39 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
             break
         seqs.extend(range(first, last + 1))
         done.append(first)
-    records = _enter_from_inbox(tx, book, consumer, seqs, values)
+    key = consumer.settings.sampler.key
+    bounded = consumer.settings.max_staleness is not None
+    lineage = read_lineage(tx)
+    floor = version_floor(lineage.announced, consumer.settings.max_staleness)
+    column = f", {key}" if key in index_columns.IndexColumns._fields else ""
+    # Numbers of a range that are not in `records` are of evaluation records.
+    records = tx.all(
+        f"SELECT seq, gid, version_min, gone, version_max{column} FROM records "
+        f"WHERE evaluation = 0 AND seq {tx.in_ints} ORDER BY seq",
+        (tx.array(seqs),),
+    )
+    if column:
+        values = {row[0]: None if row[5] is None else float(row[5]) for row in records}
+    elif key is not None:
+        unknown = [row[0] for row in records if row[0] not in values and row[3] is None]
+        values.update(zip(unknown, read_numbers(book, tx, unknown, key), strict=True))
+    quarantined = find_quarantined(tx, [row[0] for row in records])
+    rows = []
+    details = {}
+    for seq, gid, version, gone, newest, *_ in records:
+        stale = floor is not None and version is not None and version < floor
+        if bounded and lineage.is_abandoned(seq, newest):
+            stale, details[seq] = True, abandoned_detail(newest)
+        dropped = gone or (QUARANTINED if seq in quarantined else "stale" if stale else None)
+        rows.append(new_row(consumer, seq, gid, version, values.get(seq), dropped))
+    enter_rows(tx, consumer, rows, details)
+    drop_over_size(tx, consumer, CHUNK)
     if done:
         tx.later("inbox", f"DELETE FROM inbox WHERE consumer = ? AND first {tx.in_ints}", (consumer.id, tx.array(done)))
     if cut is not None:
         tx.run(
             "UPDATE inbox SET first = ?, count = count - ? WHERE consumer = ? AND first = ?",
-            (cut[1], sum(seq >= cut[0] for seq in records), consumer.id, cut[0]),
+            (cut[1], sum(row.seq >= cut[0] for row in rows), consumer.id, cut[0]),
         )
     return len(done) == len(ranges)
 
@@ -930,39 +947,6 @@ def _parse_numbers(numbers: Any, count: int) -> list[float | None]:
     if not isinstance(values, list) or len(values) != count or {type(n) for n in values} - {int, float, type(None)}:
         raise CorruptBookError(f"inbox: numbers: got {str(numbers)[:100]!r}, expected {count} numbers")
     return values
-
-
-def _enter_from_inbox(
-    tx: Transaction, book: Book, consumer: Consumer, seqs: Sequence[int], values: dict[int, float | None]
-) -> list[int]:
-    """Make rows for those of these numbers that are training records; return them."""
-    key = consumer.settings.sampler.key
-    bounded = consumer.settings.max_staleness is not None
-    lineage = read_lineage(tx)
-    floor = version_floor(lineage.announced, consumer.settings.max_staleness)
-    column = f", {key}" if key in index_columns.IndexColumns._fields else ""
-    records = tx.all(
-        f"SELECT seq, gid, version_min, gone, version_max{column} FROM records "
-        f"WHERE evaluation = 0 AND seq {tx.in_ints} ORDER BY seq",
-        (tx.array(seqs),),
-    )
-    if column:
-        values = {row[0]: None if row[5] is None else float(row[5]) for row in records}
-    elif key is not None:
-        unknown = [row[0] for row in records if row[0] not in values and row[3] is None]
-        values.update(zip(unknown, read_numbers(book, tx, unknown, key), strict=True))
-    rows = []
-    quarantined = find_quarantined(tx, [row[0] for row in records])
-    details = {}
-    for seq, gid, version, gone, newest, *_ in records:
-        stale = floor is not None and version is not None and version < floor
-        if bounded and lineage.is_abandoned(seq, newest):
-            stale, details[seq] = True, abandoned_detail(newest)
-        dropped = gone or (QUARANTINED if seq in quarantined else "stale" if stale else None)
-        rows.append(new_row(consumer, seq, gid, version, values.get(seq), dropped))
-    enter_rows(tx, consumer, rows, details)
-    drop_over_size(tx, consumer, CHUNK)
-    return [row.seq for row in rows]
 
 
 def new_row(

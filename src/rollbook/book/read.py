@@ -22,7 +22,7 @@ from rollbook.book import index_columns
 from rollbook.book.content_hash import content_hashes
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
 from rollbook.book.ledger import Ledger, Transaction, check_text, chunks
-from rollbook.book.media import COLUMN, references, restore
+from rollbook.book.media import COLUMN, OWN, references, restore
 from rollbook.book.segments.files import Place, check_place
 from rollbook.core import arrow
 from rollbook.core.checks import check_float, check_int, suggest
@@ -125,18 +125,19 @@ def _stack(memory: memoryview, run: Sequence[Place], verify: bool) -> Stack | No
 
 def read_frame(book: Book, place: Place, verify: bool = True) -> Experiences:
     """A frame as it lies there, media still references; `MissingSegmentError` if compaction moved it."""
-    return _decoded(book, place, book.store.get(place), verify)
-
-
-def _decoded(book: Book, place: Place, view: memoryview, verify: bool) -> Experiences:
+    view = book.store.get(place)
     try:
-        head = read_header(view)
-        if head.compression is not None or head.stop != len(view):
-            # Books write none that are compressed, and a few bytes of such a one could be any number.
-            raise WireError(f"a frame of {head.stop} bytes, compression {head.compression}; expected {len(view)}, None")
+        _check_frame(view)
         return decode(view, verify=verify, private=book.store.private)
     except WireError as error:
         raise CorruptBookError(f"segment {place.segment}, byte {place.offset}: {error}") from None
+
+
+def _check_frame(view: memoryview) -> None:
+    """Raise unless the bytes are one uncompressed frame; a few bytes of a compressed one could be any number."""
+    head = read_header(view)
+    if head.compression is not None or head.stop != len(view):
+        raise WireError(f"a frame of {head.stop} bytes, compression {head.compression}; expected {len(view)}, None")
 
 
 def whole_arrays(
@@ -224,7 +225,16 @@ def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool =
     nothing about them, so that with `verify` they are compared with the digests in the ledger, and where one differs
     the frame is read whole.
     """
-    return _fetched(book, seqs, verify, media, False)[1]
+    if not seqs:
+        return Experiences()
+    for _ in range(_ATTEMPTS):
+        where = locate(book.ledger, seqs)
+        check_present(book, seqs, where)
+        try:
+            return _read_records(book, [where[seq] for seq in seqs], verify, media)
+        except MissingSegmentError as error:  # Compaction moved it.
+            missing = error
+    raise CorruptBookError(f"{missing}: a segment that the ledger refers to; see `rollbook check`") from None
 
 
 def fetch_present(
@@ -240,37 +250,27 @@ def fetch_present(
     Returns:
         Their numbers, and the records.
     """
-    return _fetched(book, seqs, verify, media, True, located)
 
-
-def _fetched(
-    book: Book,
-    seqs: Sequence[int],
-    verify: bool,
-    media: bool,
-    skip: bool,
-    located: Mapping[int, Location] | None = None,
-) -> tuple[list[int], Experiences]:
     def read(places: list[Location]) -> tuple[list[int], Experiences]:
-        numbers = [place[0] for place in places]
-        if not places:
-            return [], Experiences()
-        if media or not verify:
-            parts = _parts(book, places, verify, sparse=True)
-            records = _joined(parts)
-            records = restore_media(book, records) if media else records
-            if not verify or _match(book, records, places, parts.sparse):
-                return numbers, records
-        records = gather(book, places, verify)
-        return numbers, restore_media(book, records) if media else records
+        return [place[0] for place in places], _read_records(book, places, verify, media)
 
-    return retried(book, seqs, read, skip=skip, located=located) if seqs else ([], Experiences())
+    return retried(book, seqs, read, skip=True, located=located) if seqs else ([], Experiences())
+
+
+def _read_records(book: Book, places: Sequence[Location], verify: bool, media: bool) -> Experiences:
+    if not places:
+        return Experiences()
+    if media or not verify:
+        parts = _parts(book, places, verify, sparse=True)
+        records = restore_media(book, _joined(parts)) if media else _joined(parts)
+        if not verify or not parts.sparse or _match(book, records, places, parts.sparse):
+            return records
+    records = gather(book, places, verify)
+    return restore_media(book, records) if media else records
 
 
 def _match(book: Book, many: Experiences, where: Sequence[Location], rows: Sequence[int]) -> bool:
     """Whether some rows of `many` have the digests that the ledger has for their records."""
-    if not rows:
-        return True
     found = book.ledger.all(
         "SELECT seq, CASE WHEN revision = 0 THEN whole ELSE (SELECT revisions.whole FROM revisions "
         "WHERE revisions.seq = records.seq AND revisions.n = records.revision) END "
@@ -369,7 +369,11 @@ def _parts(
             continue
         for place in run:
             view = memory[place.offset - run[0].offset : place.stop - run[0].offset]
-            many = _decoded(book, place, view, verify)
+            try:
+                _check_frame(view)
+                many = decode(view, verify=verify, private=book.store.private)
+            except WireError as error:
+                raise CorruptBookError(f"segment {place.segment}, byte {place.offset}: {error}") from None
             if only is not None:
                 many = only_fields(many, only)
             check_slots(place, slots[place], len(many))
@@ -513,7 +517,9 @@ def _joined(parts: _Parts) -> Experiences:
 
 
 def restore_media(book: Book, many: Experiences) -> Experiences:
-    """Media in the place of their references."""
+    """Replace references by media."""
+    if not any(name.startswith(OWN) for name in many.columns):
+        return many
     wanted = {key for keys in references(many) for key in keys}
     if not wanted:
         return restore(many, dict[str, Any]().__getitem__)

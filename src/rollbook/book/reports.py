@@ -19,7 +19,7 @@ import numpy as np
 from rollbook.book import queue
 from rollbook.book.consumer import get_consumer
 from rollbook.book.errors import CorruptBookError
-from rollbook.book.ledger import Transaction, parsed
+from rollbook.book.ledger import parsed
 from rollbook.core.checks import check_choice, check_int
 
 if TYPE_CHECKING:
@@ -66,11 +66,6 @@ class Counts:
     def adds_up(self) -> bool:
         """Whether every record that was admitted is somewhere."""
         return self.admitted == self.waiting + self.leased + self.trained + sum(self.dropped.values())
-
-
-def admitted(tx: Transaction, evaluation: bool, count: int) -> None:
-    """Count records as they come in, apart from what consumers do with them."""
-    queue.add_counts(tx, [(0, "evaluation" if evaluation else "admitted", "", count, 0.0)])
 
 
 _TALLY = "SELECT CAST(state AS TEXT), CAST(reason AS TEXT), CAST(SUM(CAST(n AS BIGINT)) AS BIGINT) FROM tallies"

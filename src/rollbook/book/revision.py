@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 import xxhash
 
-from rollbook.book import compaction, content_hash, index_columns, queue
+from rollbook.book import content_hash, index_columns, queue
 from rollbook.book.consumer import Consumer, all_consumers, save_consumer
 from rollbook.book.content_hash import is_late
 from rollbook.book.disk import Disk
@@ -290,7 +290,9 @@ def rewrite_records(
             if kind == "redacted":
                 to_purge(tx, [seq for _, seq, *_ in made])
                 _scrub(tx, seqs)
-            compaction.seal_purged(tx, book, places[0].segment)
+            segment = places[0].segment
+            if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
+                book.store.seal()  # As in an append.
             share = -(-places[0].length // len(made))
             columns = (*index_columns.IndexColumns._fields, "revision", "segment", "start", "size", "slot", "bytes")
             place = (places[0].segment, places[0].offset, places[0].length)

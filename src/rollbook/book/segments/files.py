@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import xxhash
 
+from rollbook.book import failpoints
 from rollbook.book.disk import Disk, File, identity, read_private
 from rollbook.book.errors import (
     CorruptBookError,
@@ -40,7 +41,6 @@ from rollbook.book.errors import (
     WriterStoppedError,
     moved,
 )
-from rollbook.book.failpoints import hit
 from rollbook.core.checks import check_int
 
 if TYPE_CHECKING:
@@ -323,7 +323,8 @@ class FileSegmentStore:
             file, fresh, base = self._file, not self._size, self._size or ALIGN
             try:
                 size = self._size + self.disk.append(file, [header(), *pieces] if fresh else pieces)
-                hit("after write")
+                if failpoints.active:
+                    failpoints.hit("after write")
                 self.disk.sync(file)
                 if fresh:
                     self.disk.sync_folder(self.folder)
@@ -339,7 +340,8 @@ class FileSegmentStore:
                 with suppress(OSError):
                     self._end()
                 raise
-        hit("after sync")
+        if failpoints.active:
+            failpoints.hit("after sync")
         segment = os.path.basename(file.path)
         return [Place(segment, base + at, length) for at, length in places]
 
