@@ -17,7 +17,9 @@ from rollbook.algorithms import estimate
 from rollbook.algorithms.losses import ppo
 from rollbook.batch.plan import plan
 from rollbook.book import export_records
-from rollbook.core.experience import EID, Experience, Experiences
+from rollbook.core.experience import Experience
+from rollbook.core.experiences import Experiences
+from rollbook.core.ids import EID
 
 LETTERS = "abcdefghij"
 VOCABULARY = {letter: i for i, letter in enumerate(LETTERS + ">.")}

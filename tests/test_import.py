@@ -200,7 +200,7 @@ with Server("book") as server:
 assert main(["import", "copy", "verl.jsonl", "--format", "verl"]) == main(["train"]) == 2
 import rollbook
 assert rollbook.train.__name__ == "rollbook.train" and rollbook.inspect.doctor.ILLNESSES
-for name in ("rollbook.Experience", "rollbook.compat.lightrft.saver", "rollbook.train.Trainer"):
+for name in ("rollbook.Experience", "rollbook.trajectory_saver", "rollbook.train.Trainer"):
     try:
         eval(name)
     except ModuleNotFoundError as error:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.core.recycle import RECYCLER, Recycler, empty
+from rollbook.core.rows import RECYCLER, Recycler, empty
 
 MB = 1 << 20
 

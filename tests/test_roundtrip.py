@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from rollbook import EID, CustomField, Experience, Experiences
 from rollbook.compat.trinity import from_hf_datasets, to_hf_datasets
-from rollbook.core import freeform, sparse, wire
+from rollbook.core import frame_reader, freeform, wire
 from rollbook.core.fields import FIELDS
 from tests.attacks import corpus
 from tests.attacks.outcome import stacked
@@ -64,11 +64,11 @@ def test_rows_read_alone_are_those_of_the_frame(rows: Rows, unknown: bool, data:
         return [frame[start:stop] for start, stop in spans]
 
     expected = wire.decode(frame).take(slots)
-    found = sparse.drive(sparse.read_rows(len(frame), slots), fetch)
+    found = frame_reader.drive(frame_reader.read_rows(len(frame), slots), fetch)
     assert exact_rows(found.rows()) == exact_rows(expected.rows())
     assert sum(sizes[1:]) <= len(frame)
     fields = data.draw(st.sets(st.sampled_from(sorted(FIELDS)), max_size=3))
-    some = sparse.drive(sparse.read_rows(len(frame), slots, fields), fetch)
+    some = frame_reader.drive(frame_reader.read_rows(len(frame), slots, fields), fetch)
     for name in fields:
         assert exact(some.values(name)) == exact(expected.values(name))
 

@@ -27,8 +27,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.core import unpickle
-from rollbook.core.unpickle import Record, UnpickleError, load
+from rollbook.core import trxp
+from rollbook.core.trxp import Record, UnpickleError, load
 
 PROTOCOLS = range(6)
 
@@ -441,7 +441,7 @@ def test_numpy_lies() -> None:
 
 # --- torch.
 
-TORCH_TYPES = sorted(unpickle._WIDTHS)
+TORCH_TYPES = sorted(trxp._WIDTHS)
 
 
 def torch_tensor(name: str) -> torch.Tensor:
@@ -476,9 +476,9 @@ def test_torch_tensors(name: str) -> None:
 
 
 def test_torch_widths_are_those_of_torch() -> None:
-    for name, width in unpickle._WIDTHS.items():
+    for name, width in trxp._WIDTHS.items():
         assert getattr(torch, name).itemsize == width
-    for (_, name), dtype in unpickle._STORAGES.items():
+    for (_, name), dtype in trxp._STORAGES.items():
         if name != "UntypedStorage":
             assert getattr(torch, name)._dtype == getattr(torch, dtype)
 
@@ -704,7 +704,7 @@ def test_refused_opcodes(canaries: None) -> None:
         refused(code + b".", "Python 2 string")
     refused(b"\x80\x06N.", "protocol above 5")
     for number in range(256):
-        if unpickle._OPS[number] is unpickle._OPS[0]:
+        if trxp._OPS[number] is trxp._OPS[0]:
             refused(bytes([number]), "unknown opcode" if number != 0x2E else "not exactly one")
 
 
@@ -740,13 +740,13 @@ def test_structure_errors() -> None:
 
 def test_prefixes() -> None:
     data = pickle.dumps([1, 2]) + pickle.dumps("x") + b"tail"
-    value, end = unpickle._load_prefix(data, 0, (), 64, None)
+    value, end = trxp._load_prefix(data, 0, (), 64, None)
     assert value == [1, 2]
-    value, end = unpickle._load_prefix(data, end, (), 64, None)
+    value, end = trxp._load_prefix(data, end, (), 64, None)
     assert value == "x" and data[end:] == b"tail"
     framed = b"\x80\x04\x95\x04\x00\x00\x00\x00\x00\x00\x00N.N."
     with pytest.raises(UnpickleError, match="frame runs past STOP"):
-        unpickle._load_prefix(framed, 0, (), 64, None)
+        trxp._load_prefix(framed, 0, (), 64, None)
 
 
 def test_lengths_and_indices_allocate_nothing() -> None:
@@ -943,7 +943,7 @@ FRAGMENTS = [
     *(bytes([code]) for code in range(256)),
     *(b"K\x01", b"X\x01\x00\x00\x00a", b"h\x00", b"q\x00", b"(K\x01K\x02t", b"I01\n", b"C\x04abcd"),
     *(HOSTILE[name][:-1] for name in ("posix.getpid", "os.system")),
-    *(ref(".".join(pair)) for pair in unpickle._CALLS),
+    *(ref(".".join(pair)) for pair in trxp._CALLS),
     *(ref("torch.float32"), ref("made.Thing"), b")R", b"\x85R", b"\x86R", b"\x87R", b")\x81", b"}b"),
 ]
 
@@ -967,7 +967,7 @@ def test_spliced_payloads(name: str, data: st.DataObject) -> None:
 
 
 def run_python(code: str, *flags: str) -> str:
-    command = [sys.executable, *flags, "-c", code, unpickle.__file__]
+    command = [sys.executable, *flags, "-c", code, trxp.__file__]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 

@@ -15,7 +15,7 @@ import torch
 
 from rollbook import Experience, Experiences, WireError
 from rollbook.core import freeform, wire
-from rollbook.core.arrow import to_arrays
+from rollbook.core.columns import to_arrays
 from rollbook.core.fields import DTYPES, FIELDS, SIDES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "wire.md").read_text()

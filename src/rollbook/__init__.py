@@ -16,8 +16,8 @@ from rollbook.core.lazy import lazily
 if TYPE_CHECKING:
     from rollbook.book.book import open as open
     from rollbook.compat.lightrft.batch import ExperienceBatch as ExperienceBatch
-    from rollbook.core.custom_field import CustomField as CustomField
     from rollbook.core.errors import WireError as WireError
+    from rollbook.core.experience import CustomField
     from rollbook.core.experience import Experience as Experience
     from rollbook.core.experiences import Experiences as Experiences
     from rollbook.core.ids import EID as EID
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "EID": "rollbook.core.ids",
-    "CustomField": "rollbook.core.custom_field",
+    "CustomField": "rollbook.core.experience",
     "Experience": "rollbook.core.experience",
     "ExperienceBatch": "rollbook.compat.lightrft.batch",
     "Experiences": "rollbook.core.experiences",

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.algorithms.advantages import grouped, stepwise
-from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.groups import Grouped
+from rollbook.algorithms.registry import ESTIMATORS
 
 REWARDS = st.one_of(
     st.floats(-100, 100, allow_nan=False, width=32),

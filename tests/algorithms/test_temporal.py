@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.algorithms.advantages import temporal
-from rollbook.algorithms.advantages.registry import ESTIMATORS
+from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.core.process_group import Ranks
 from rollbook.core.rows import Rows
 from tests.algorithms.test_scan import naive_gae, naive_part, naive_returns

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from rollbook import Experience, Experiences, WireError
-from rollbook.core import sparse, wire
+from rollbook.core import frame_reader, wire
 from rollbook.core.fields import FIELDS
-from rollbook.core.stack import read_stack
+from rollbook.core.frame_reader import read_stack
 from tests.strategies import exact_rows
 
 SPARE = 64 << 20
@@ -66,7 +66,9 @@ def decoded(data: Any, **options: Any) -> bool:
     if not options.get("verify", True):
         slots = range(0, min(wire.HEADER.unpack_from(data)[6], 8), 2) if len(data) >= wire.HEADER_BYTES else [0]
         ranges = judged(
-            lambda: sparse.drive(sparse.read_rows(len(data), slots), lambda all: [data[a:b] for a, b in all])
+            lambda: frame_reader.drive(
+                frame_reader.read_rows(len(data), slots), lambda all: [data[a:b] for a, b in all]
+            )
         )
         if ranges is not None:
             judged(ranges.rows)

@@ -10,7 +10,7 @@ import torch
 
 from rollbook import Experience, Experiences
 from rollbook.algorithms.advantages import grouped, stepwise, tokenwise
-from rollbook.algorithms.advantages.registry import ESTIMATORS
+from rollbook.algorithms.registry import ESTIMATORS
 from tests.conformance.algorithms import LIGHTRFT, TRINITY, call_of, decoded
 
 CLOSE = {"rel": 1e-5, "abs": 1e-6}

@@ -9,7 +9,7 @@ import torch
 
 from rollbook.algorithms import moments
 from rollbook.algorithms.advantages import temporal
-from rollbook.algorithms.advantages.registry import ESTIMATORS
+from rollbook.algorithms.registry import ESTIMATORS
 from tests.conformance.algorithms import LIGHTRFT, TRINITY, call_of, decoded
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}

@@ -28,7 +28,9 @@ from rollbook.compat.trinity import (
     split_dpo_experience_to_single_turn,
     to_hf_datasets,
 )
-from rollbook.core.experience import EID, Experience, Experiences
+from rollbook.core.experience import Experience
+from rollbook.core.experiences import Experiences
+from rollbook.core.ids import EID
 from rollbook.core.wire import to_trxp
 
 DATA = json.loads((Path(__file__).parent / "trinity.json").read_text())

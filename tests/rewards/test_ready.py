@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollbook.algorithms.penalties import length_penalty, repetition_penalty
+from rollbook.algorithms.shaping import length_penalty, repetition_penalty
 from rollbook.rewards import READY, as_reward, json_errors, json_match, json_schema, length, math_match, repetition
 from tests.rewards.helpers import sample
 

@@ -79,8 +79,8 @@ CITES = {
     "shaping.overlong_penalty": "DAPO (Yu et al., 2025, arXiv 2503.14476), equation 13",
     "corrections.importance_weights": "truncated importance sampling (Yao et al., 2025): min(exp(log-ratio), cap)",
     "corrections.diagnostics": "k1, k3 of KL(behaviour || policy); chi2 = mean(w^2) - 1, ESS = (sum w)^2 / (N sum w^2)",
-    "tokens.from_logits": "log softmax(x / T)[label] and the entropy of softmax(x / T)",
-    "tokens.entropy_from_logits": "-sum p log p with p = softmax(x / T)",
+    "logprobs.from_logits": "log softmax(x / T)[label] and the entropy of softmax(x / T)",
+    "logprobs.entropy_from_logits": "-sum p log p with p = softmax(x / T)",
 }
 
 TRINITY, LIGHTRFT = "after Trinity-RFT's case {}", "after LightRFT's case {}"
@@ -777,15 +777,15 @@ case(
     {**BEHAVIOUR, "policy_log_probs": [[-1.0, -1.0, None], [-2.0, -1.0], []]},
 )
 LOGITS = {"logits": [[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0], [0.5, None, 1.0, 0.0]], "labels": [2, 3, 0]}
-case("from_logits", "tokens.from_logits", LOGITS, LIGHTRFT.format("entropy_from_logits"))
-case("from_logits-temperature", "tokens.from_logits", LOGITS, temperature=0.7)
+case("from_logits", "logprobs.from_logits", LOGITS, LIGHTRFT.format("entropy_from_logits"))
+case("from_logits-temperature", "logprobs.from_logits", LOGITS, temperature=0.7)
 case(
     "entropy_from_logits",
-    "tokens.entropy_from_logits",
+    "logprobs.entropy_from_logits",
     {"logits": LOGITS["logits"]},
     LIGHTRFT.format("entropy_from_logits"),
 )
-case("entropy_from_logits-temperature", "tokens.entropy_from_logits", {"logits": LOGITS["logits"]}, temperature=2.0)
+case("entropy_from_logits-temperature", "logprobs.entropy_from_logits", {"logits": LOGITS["logits"]}, temperature=2.0)
 
 
 def rounded(value: Any, digits: int = 10) -> Any:

@@ -315,8 +315,8 @@ VERL_CALLS = {
     "losses.value": ("compute_value_loss", _verl_value),
     "aggregate.aggregate": ("agg_loss", _verl_aggregate),
     "moments.whiten": ("masked_whiten", _verl_whiten),
-    "tokens.from_logits": ("logprobs_from_logits_naive, entropy_from_logits", _verl_from_logits),
-    "tokens.entropy_from_logits": ("entropy_from_logits", _verl_entropy),
+    "logprobs.from_logits": ("logprobs_from_logits_naive, entropy_from_logits", _verl_from_logits),
+    "logprobs.entropy_from_logits": ("entropy_from_logits", _verl_entropy),
 }
 
 
@@ -679,8 +679,8 @@ def _trl_high_entropy(sample: Sample) -> Outputs:
 
 
 TRL_CALLS: dict[str, tuple[str, Callable[[Sample], Outputs]]] = {
-    "tokens.from_logits": ("selective_log_softmax, entropy_from_logits", _trl_from_logits),
-    "tokens.entropy_from_logits": ("entropy_from_logits", _trl_entropy),
+    "logprobs.from_logits": ("selective_log_softmax, entropy_from_logits", _trl_from_logits),
+    "logprobs.entropy_from_logits": ("entropy_from_logits", _trl_entropy),
     "masks.high_entropy_mask": ("GRPOTrainer.get_high_entropy_mask", _trl_high_entropy),
 }
 CALLS = {VERL: VERL_CALLS, TRINITY: TRINITY_CALLS, TRL: TRL_CALLS}

@@ -31,8 +31,8 @@ BESIDE = {
     "masks.high_entropy_mask",
     "moments.whiten",
     "shaping.overlong_penalty",
-    "tokens.entropy_from_logits",
-    "tokens.from_logits",
+    "logprobs.entropy_from_logits",
+    "logprobs.from_logits",
 }
 """Functions that are in no registry and have vectors all the same."""
 TOKENS = {
@@ -92,7 +92,7 @@ def ours(vector: dict[str, Any], layout: str, dtype: torch.dtype) -> dict[str, A
     """What Rollbook gives for a vector, in the form of its outputs."""
     room, name = vector["function"].split(".")
     inputs, options = dict(vector["inputs"]), dict(vector["options"])
-    if room in ("tokens", "filters", "shaping"):
+    if room in ("logprobs", "filters", "shaping"):
         return _plain(room, name, inputs, options, dtype)
     nested = {key: value for key, value in inputs.items() if key in TOKENS and _nested(value)}
     lengths = [len(row) for row in next(iter(nested.values()))] if nested else []
@@ -138,7 +138,8 @@ def _nested(value: Any) -> bool:
 
 def _plain(room: str, name: str, inputs: Any, options: Any, dtype: torch.dtype) -> dict[str, Any]:
     """Functions that know no layout."""
-    function = getattr(importlib.import_module(f"rollbook.algorithms.{room}"), name)
+    package = "models" if room == "logprobs" else "algorithms"
+    function = getattr(importlib.import_module(f"rollbook.{package}.{room}"), name)
     if room == "filters":
         return {"weights": function(torch.tensor(inputs.pop("rewards"), dtype=dtype), **inputs, **options).tolist()}
     if room == "shaping":

@@ -56,7 +56,6 @@ _MODULES = (
     "losses",
     "masks",
     "moments",
-    "penalties",
     "registry",
     "results",
     "scan",

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.algorithms.arguments import is_per_row
 from rollbook.algorithms.kl import k3
-from rollbook.algorithms.layout import Layout, PerToken, as_tensor
+from rollbook.algorithms.layout import Layout, PerToken, as_tensor, is_per_row
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import ALONE, Ranks

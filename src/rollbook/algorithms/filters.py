@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms.arguments import state_of
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, numbered
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor, state_of
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_choice, check_float, check_int
 from rollbook.core.process_group import ALONE, Ranks

@@ -14,8 +14,17 @@ from typing import Any, NamedTuple
 import torch
 
 from rollbook.algorithms.aggregate import reduce, token_share
-from rollbook.algorithms.arguments import constant, is_per_row, on_tokens, row_numbers, state_of
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, alike
+from rollbook.algorithms.layout import (
+    Layout,
+    PerRow,
+    PerToken,
+    alike,
+    constant,
+    is_per_row,
+    on_tokens,
+    row_numbers,
+    state_of,
+)
 from rollbook.algorithms.registry import Registry
 from rollbook.algorithms.results import Loss, Report, rows_where
 from rollbook.algorithms.scan import Places

@@ -13,11 +13,12 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from rollbook.core.checks import suggest
+from rollbook.core.errors import RollbookError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class UnknownName(ValueError, KeyError):
+class UnknownNameError(RollbookError, ValueError, KeyError):
     """A name that is in no registry: bad input to whoever gave it, a key that is not there to a mapping."""
 
     __str__ = ValueError.__str__  # a KeyError would show its text in quotes
@@ -150,7 +151,9 @@ class Registry(Mapping[str, Entry]):
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._entries:
-            raise UnknownName(f"{self.kind}: got {name!r}, expected one of its names{suggest(name, self._entries)}")
+            raise UnknownNameError(
+                f"{self.kind}: got {name!r}, expected one of its names{suggest(name, self._entries)}"
+            )
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
@@ -161,3 +164,11 @@ class Registry(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+ESTIMATORS = Registry("advantage estimator")
+"""Every estimator by name: `ESTIMATORS["grpo"].options` are its options and defaults."""
+
+
+LOSSES = Registry("loss")
+"""Every loss by name: `LOSSES["ppo"].options` are its options and defaults; `LOSSES.call("ppo", data)` calls it."""

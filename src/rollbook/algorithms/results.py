@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from rollbook.core.ragged import Ragged
-from rollbook.core.recycle import empty
-from rollbook.core.rows import Rows
+from rollbook.core.rows import Rows, empty
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from rollbook.core.checks import check_choice, check_float
 from rollbook.core.ragged import offsets_of
-from rollbook.core.recycle import empty
+from rollbook.core.rows import empty
 
 OBSERVATIONS = ("skip", "through", "zeroed")
 LARGE = 1 << 15

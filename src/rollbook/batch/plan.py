@@ -25,21 +25,593 @@ What a plan promises, whatever the lengths, groups, modalities, caps and ranks:
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import fsum
-from typing import Any
+from numbers import Integral
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.batch.costs import Cost
-from rollbook.batch.packing import Bins, Ints, Limits, fewest, lower_bound, spread
-from rollbook.batch.plans import Denominators, MicroBatch, Plan, PlanError, PlanReport
-from rollbook.batch.request import Empty, KeepGroups, Layout, Oversize, Request
+from rollbook.batch.packing import Atoms, Bins, Floats, Ints, Limits, fewest, lower_bound, spread
+from rollbook.core.errors import RollbookError
 
-__all__ = ["Cost", "Denominators", "MicroBatch", "Plan", "PlanError", "PlanReport", "plan"]
+__all__ = [*["Cost", "Denominators", "MicroBatch", "Plan", "PlanError", "PlanReport", "plan"]]
+
+_RANKS_SHOWN = 16
+
+
+class PlanError(RollbookError, ValueError):
+    """A request that cannot be met: `constraint` is the argument that stands in the way, `sample` the sample.
+
+    >>> from rollbook.batch.plan import plan
+    >>> plan([3, 9], token_cap=8)
+    Traceback (most recent call last):
+        ...
+    rollbook.batch.plan.PlanError: token_cap: sample 1 takes 9 tokens, over the cap of 8; oversize='alone' gives it a
+    micro-batch of its own
+    """
+
+    def __init__(self, constraint: str, message: str, sample: int | None = None) -> None:
+        super().__init__(f"{constraint}: {message}")
+        self.constraint = constraint
+        self.message = message
+        self.sample = sample
+
+    def __reduce__(self) -> tuple[type[PlanError], tuple[str, str, int | None]]:
+        return PlanError, (self.constraint, self.message, self.sample)
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What a loss over the whole batch, every rank and micro-batch of it, is divided by."""
+
+    tokens: int
+    """Tokens that count in the loss."""
+    sequences: int
+    """Samples that have such a token."""
+    samples: int
+    """All samples."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """The samples that go through the model together."""
+
+    rank: int
+    step: int
+    """Micro-batches of one step run at the same time, one on each rank."""
+    indices: NDArray[np.int64]
+    """[B] The samples, ascending."""
+    tokens: int
+    """The sum of their lengths."""
+    size: int
+    """What they occupy: `tokens` if packed, samples times the longest if padded."""
+    loss_tokens: int
+    sequences: int
+    """Samples with a token in the loss."""
+    images: int
+    cost: float
+    modality: Hashable
+    """The label that all samples share, else `None`; an empty micro-batch of a uniform step has that step's."""
+    oversize: bool
+    """Whether it holds one sample that alone exceeds a cap."""
+    token_weight: float
+    """Its share of all tokens in the loss: what to multiply its mean over tokens by."""
+    sequence_weight: float
+    """Its share of all sequences: what to multiply its mean over sequences by."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Where every sample goes: `plan[rank][step]` is a `MicroBatch`.
+
+    **The loss.** Over all micro-batches of all ranks, the sum of `token_weight * (mean over its tokens)`, or of
+    `(sum over its tokens) / denominators.tokens`, is the mean over all tokens; the sum of `sequence_weight * (mean over
+    its sequences)` is the mean over all sequences. Sequences are those that have a token in the loss. Gradients of one
+    rank's micro-batches add up, but DDP and FSDP *average* over ranks: multiply the loss by `ranks` there. An empty
+    micro-batch weighs 0: its mean would be 0/0, so take 0 in its place (and still run the model, if others wait).
+
+    >>> from rollbook.batch.plan import plan
+    >>> found = plan([5, 8, 3, 2, 6], token_cap=8, ranks=3)
+    >>> [[batch.indices.tolist() for batch in rank] for rank in found]
+    [[[1]], [[3, 4]], [[0, 2]]]
+    >>> found.order.tolist(), found.inverse.tolist()
+    ([1, 3, 4, 0, 2], [3, 0, 4, 1, 2])
+    >>> losses = np.array([0.5, 0.25, 1.0, 2.0, 1.5])  # the mean over each sample's tokens
+    >>> lengths = np.array([5, 8, 3, 2, 6])
+    >>> float((losses * lengths).sum() / lengths.sum())
+    0.8541666666666666
+    >>> sum(batch.token_weight * np.average(losses[batch.indices], weights=lengths[batch.indices]).item()
+    ...     for batch in found.micro_batches)
+    0.8541666666666666
+    """
+
+    ranks: int
+    steps: int
+    """How many micro-batches each rank has."""
+    micro_batches: tuple[MicroBatch, ...]
+    """All of them, rank by rank."""
+    denominators: Denominators
+    order: NDArray[np.int64]
+    """[N] All samples as planned: rank by rank, step by step."""
+    inverse: NDArray[np.int64]
+    """[N] Undoes the order: `x[order][inverse]` is `x`."""
+    layout: str
+    token_cap: int | None
+    image_cap: int | None
+    needed: int | None
+    """How many micro-batches the caps took, before ranks were given equally many; `None` without caps."""
+    lower_bound: int | None
+    """No plan under these caps has fewer; `None` without caps."""
+    oversize: tuple[int, ...]
+    """Samples that alone exceed a cap."""
+    longest: int | None
+    """The sample with the most tokens; `None` if there is none."""
+    longest_tokens: int
+    groups: int | None
+    """How many groups there are; `None` if none were given. So is `split_groups`."""
+    split_groups: int | None
+    """How many groups have samples on several ranks."""
+    modalities: Mapping[Hashable, tuple[int, int]]
+    """Samples and tokens of each modality."""
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __getitem__(self, rank: int) -> tuple[MicroBatch, ...]:
+        if not -self.ranks <= rank < self.ranks:
+            raise IndexError(f"rank {rank}: the plan has {self.ranks}")
+        start = rank % self.ranks * self.steps
+        return self.micro_batches[start : start + self.steps]
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, ...]]:
+        return (self[rank] for rank in range(self.ranks))
+
+    def step(self, step: int) -> tuple[MicroBatch, ...]:
+        """The micro-batches that run at the same time, one of each rank."""
+        if not -self.steps <= step < self.steps:
+            raise IndexError(f"step {step}: the plan has {self.steps}")
+        return self.micro_batches[step % self.steps :: self.steps]
+
+    def report(self) -> PlanReport:
+        """What the plan wastes and how even it is; print it for a table."""
+        return PlanReport.of(self)
+
+    def __repr__(self) -> str:
+        cap = "" if self.token_cap is None else f", at most {self.token_cap} tokens each"
+        return f"Plan({len(self.order)} samples, {self.ranks} ranks x {self.steps} micro-batches{cap})"
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a plan wastes, and how even it is. Shares are between 0 and 1; an imbalance is max/mean, 1 if perfect.
+
+    >>> from rollbook.batch.plan import plan
+    >>> print(plan([5, 3, 8, 2, 6], token_cap=8, ranks=3).report())
+    5 samples, 24 tokens (24 in the loss), packed, on 3 ranks x 1 micro-batches
+    micro-batches  3: the cap of 8 tokens takes 3, lower bound 3; 0 empty, 0 over the cap
+    filled         100.00 % of the cap (largest 8 tokens); longest sample 2 with 8 tokens
+    padding        0.00 % of what is occupied
+    waiting        0.00 % of the ranks' time; imbalance 1.0000 in the worst step (0), 1.0000 in all
+    rank  samples  tokens  cost  of mean
+       0        1       8     8    1.000
+       1        2       8     8    1.000
+       2        2       8     8    1.000
+    """
+
+    samples: int
+    tokens: int
+    loss_tokens: int
+    images: int
+    layout: str
+    ranks: int
+    steps: int
+    micro_batches: int
+    empty: int
+    needed: int | None
+    lower_bound: int | None
+    token_cap: int | None
+    largest: int
+    """Tokens that the largest micro-batch occupies."""
+    most_images: int
+    """Images in the micro-batch that has the most."""
+    filled: float | None
+    """Share of the cap that samples fill, over the micro-batches that are not empty; `None` without a cap."""
+    padding: float
+    """Share of the occupied tokens that is padding."""
+    waiting: float
+    """Share of the ranks' time spent waiting for the slowest one, if they meet after each step and cost is time."""
+    step_imbalance: tuple[float, ...]
+    """Cost, max/mean over ranks, in each step."""
+    rank_imbalance: float
+    """Cost, max/mean over ranks, of all steps together."""
+    rank_samples: tuple[int, ...]
+    rank_tokens: tuple[int, ...]
+    rank_cost: tuple[float, ...]
+    oversize: tuple[int, ...]
+    longest: int | None
+    longest_tokens: int
+    groups: int | None
+    split_groups: int | None
+    modalities: Mapping[Hashable, tuple[int, int]]
+    """Samples and tokens of each modality."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanReport:
+        """The report on a plan."""
+        shape = (plan.ranks, plan.steps)
+        batches = plan.micro_batches
+        cost = np.array([batch.cost for batch in batches]).reshape(shape)
+        tokens = np.array([batch.tokens for batch in batches], dtype=np.int64).reshape(shape)
+        sizes = np.array([batch.size for batch in batches], dtype=np.int64).reshape(shape)
+        counts = np.array([len(batch) for batch in batches], dtype=np.int64).reshape(shape)
+        used = int((counts > 0).sum())
+        time = plan.ranks * float(cost.max(axis=0).sum())
+        capacity = None if plan.token_cap is None else plan.token_cap * used
+        return cls(
+            samples=len(plan.order),
+            tokens=int(tokens.sum()),
+            loss_tokens=plan.denominators.tokens,
+            images=sum(batch.images for batch in batches),
+            layout=plan.layout,
+            ranks=plan.ranks,
+            steps=plan.steps,
+            micro_batches=len(batches),
+            empty=len(batches) - used,
+            needed=plan.needed,
+            lower_bound=plan.lower_bound,
+            token_cap=plan.token_cap,
+            largest=int(sizes.max()),
+            most_images=max(batch.images for batch in batches),
+            filled=None if capacity is None else int(tokens.sum()) / max(capacity, 1),
+            padding=1 - int(tokens.sum()) / max(int(sizes.sum()), 1) if sizes.any() else 0.0,
+            waiting=1 - float(cost.sum()) / time if time else 0.0,
+            step_imbalance=tuple(_imbalance(column) for column in cost.T),
+            rank_imbalance=_imbalance(cost.sum(axis=1)),
+            rank_samples=tuple(counts.sum(axis=1).tolist()),
+            rank_tokens=tuple(tokens.sum(axis=1).tolist()),
+            rank_cost=tuple(cost.sum(axis=1).tolist()),
+            oversize=plan.oversize,
+            longest=plan.longest,
+            longest_tokens=plan.longest_tokens,
+            groups=plan.groups,
+            split_groups=plan.split_groups,
+            modalities=plan.modalities,
+        )
+
+    def __str__(self) -> str:
+        worst = max(range(self.steps), key=self.step_imbalance.__getitem__)
+        if self.token_cap is not None:
+            took = f"the cap of {self.token_cap:,} tokens takes {self.needed}, lower bound {self.lower_bound}; "
+        else:
+            took = "" if self.needed is None else f"the cap on images takes {self.needed}; "
+        filled = "no cap" if self.filled is None else f"{self.filled:.2%} of the cap".replace("%", " %")
+        lines = [
+            f"{self.samples:,} samples, {self.tokens:,} tokens ({self.loss_tokens:,} in the loss), {self.layout}, on "
+            f"{self.ranks} ranks x {self.steps} micro-batches",
+            f"micro-batches  {self.micro_batches}: {took}{self.empty} empty, {len(self.oversize)} over the cap",
+            f"filled         {filled} (largest {self.largest:,} tokens)"
+            + ("" if self.longest is None else f"; longest sample {self.longest} with {self.longest_tokens:,} tokens"),
+            f"padding        {100 * self.padding:.2f} % of what is occupied",
+            f"waiting        {100 * self.waiting:.2f} % of the ranks' time; imbalance "
+            f"{self.step_imbalance[worst]:.4f} in the worst step ({worst}), {self.rank_imbalance:.4f} in all",
+        ]
+        if self.oversize:
+            lines.append(f"over the cap   samples {_some(self.oversize)}")
+        if self.images:
+            lines.append(f"images         {self.images:,}, at most {self.most_images:,} in a micro-batch")
+        if self.groups is not None:
+            lines.append(f"groups         {self.groups:,}, {self.split_groups:,} of them on several ranks")
+        for label, (samples, tokens) in self.modalities.items():
+            lines.append(f"modality       {label}: {samples:,} samples, {tokens:,} tokens")
+        mean = sum(self.rank_cost) / self.ranks
+        columns = zip(self.rank_samples, self.rank_tokens, self.rank_cost, strict=True)
+        rows = [("rank", "samples", "tokens", "cost", "of mean")]
+        for rank, (samples, tokens, cost) in enumerate(columns):
+            rows.append((str(rank), f"{samples:,}", f"{tokens:,}", f"{cost:.4g}", f"{cost / mean if mean else 1:.3f}"))
+        del rows[_RANKS_SHOWN + 1 :]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        if self.ranks > _RANKS_SHOWN:
+            lines.append(f"... {self.ranks - _RANKS_SHOWN} more ranks")
+        return "\n".join(lines)
+
+
+def _imbalance(costs: NDArray[np.float64]) -> float:
+    mean = float(costs.mean())
+    return float(costs.max()) / mean if mean else 1.0
+
+
+def _some(numbers: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
+
+
+KeepGroups = Literal["none", "micro_batch", "rank"]
+Layout = Literal["packed", "padded"]
+Oversize = Literal["error", "alone"]
+Empty = Literal["error", "allow"]
+
+_MOST_MICRO_BATCHES = 1 << 22  # gigabytes of them; more is a mistake that would only show when memory is full
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for. N samples; A atoms: samples, or groups that stay in one micro-batch."""
+
+    ranks: int
+    micro_batches: int | None
+    token_cap: int | None
+    image_cap: int | None
+    limits: Limits
+    """The caps, or what all samples take together where that is less: so that any whole number may be a cap."""
+    lengths: Ints
+    images: Ints
+    costs: Floats
+    loss_tokens: Ints
+    group_of: Ints | None
+    group_keys: list[Hashable]
+    keep_groups: KeepGroups
+    modality: tuple[Ints, list[Hashable]] | None
+    """[N] Each sample's label by number, and the labels, in the order of their alphabet."""
+    uniform_modality: bool
+    equal_counts: bool
+    alone: bool
+    may_be_empty: bool
+    whole: Ints | None
+    """[N] Each sample's atom, where atoms are groups."""
+    kinds: Ints
+    """[N] Samples of which everything but the group is the same have the same number."""
+    atoms: Atoms
+
+    @classmethod
+    def read(
+        cls,
+        lengths: Any,
+        *,
+        token_cap: Any,
+        ranks: Any,
+        micro_batches: Any,
+        groups: Any,
+        keep_groups: KeepGroups,
+        modality: Any,
+        uniform_modality: bool,
+        images: Any,
+        image_cap: Any,
+        cost: Any,
+        loss_tokens: Any,
+        layout: Layout,
+        equal_counts: bool,
+        oversize: Oversize,
+        empty: Empty,
+    ) -> Request:
+        """The arguments of `planner.plan`, checked."""
+        for name, option, kind in (
+            ("keep_groups", keep_groups, KeepGroups),
+            ("layout", layout, Layout),
+            ("oversize", oversize, Oversize),
+            ("empty", empty, Empty),
+        ):
+            if not isinstance(option, str) or option not in get_args(kind):
+                raise ValueError(f"{name}: got {option!r}, expected one of {', '.join(map(repr, get_args(kind)))}")
+        for name, flag in (("uniform_modality", uniform_modality), ("equal_counts", equal_counts)):
+            if not isinstance(flag, (bool, np.bool_)):
+                raise ValueError(f"{name}: got {flag!r}, expected True or False")
+        for name, asked, values in (
+            (f"groups: got None with keep_groups={keep_groups!r}", keep_groups != "none", groups),
+            ("modality: got None with uniform_modality=True", uniform_modality, modality),
+            (f"images: got None with image_cap={image_cap!r}", image_cap is not None, images),
+        ):
+            if asked and values is None:
+                raise ValueError(f"{name}, expected a value for each sample")
+        token_cap = None if token_cap is None else _positive("token_cap", token_cap)
+        image_cap = None if image_cap is None else _positive("image_cap", image_cap)
+        ranks = _positive("ranks", ranks, _MOST_MICRO_BATCHES)
+        if micro_batches is not None:
+            micro_batches = _positive("micro_batches", micro_batches, _MOST_MICRO_BATCHES // ranks)
+        if equal_counts and (token_cap is not None or image_cap is not None):
+            raise ValueError("equal_counts: got True with token_cap or image_cap, expected one without the other")
+        records = callable(getattr(lengths, "token_lengths", None))
+        tokens = _whole_numbers("lengths", lengths.token_lengths() if records else lengths)
+        count = len(tokens)
+        if loss_tokens is None and records:
+            loss_tokens = _loss_tokens(lengths, tokens)
+        counted = tokens if loss_tokens is None else _whole_numbers("loss_tokens", loss_tokens, count)
+        if (counted > tokens).any():
+            i = int(np.flatnonzero(counted > tokens)[0])
+            raise ValueError(f"loss_tokens[{i}]: got {counted[i]}, expected at most {tokens[i]}, the sample's length")
+        found = np.zeros(count, np.int64) if images is None else _whole_numbers("images", images, count)
+        costs = _costs(cost, tokens)
+        group_of, group_keys = (None, []) if groups is None else _keys("groups", groups, count)
+        whole = group_of if keep_groups == "micro_batch" else None
+        labels = None if modality is None else _sorted_keys(*_keys("modality", modality, count))
+        # What was not given follows from the lengths.
+        columns: list[Ints | Floats] = [tokens]
+        columns += [] if cost is None or isinstance(cost, Cost) else [costs]
+        columns += [] if images is None else [found]
+        columns += [] if counted is tokens else [counted]
+        columns += [] if labels is None else [labels[0]]
+        kinds = _kinds(columns)
+        # What all samples take together, padded to the longest; packed it is less.
+        room = count * max(int(tokens.max(initial=0)), 1)
+        limits = Limits(
+            None if token_cap is None else min(token_cap, max(room, 1)),
+            None if image_cap is None else min(image_cap, max(int(found.sum()), 1)),
+            layout == "padded",
+        )
+        request = cls(
+            ranks=ranks,
+            micro_batches=micro_batches,
+            token_cap=token_cap,
+            image_cap=image_cap,
+            limits=limits,
+            lengths=tokens,
+            images=found,
+            costs=costs,
+            loss_tokens=counted,
+            group_of=group_of,
+            group_keys=group_keys,
+            keep_groups=keep_groups,
+            modality=labels,
+            uniform_modality=bool(uniform_modality),
+            equal_counts=bool(equal_counts),
+            alone=oversize == "alone",
+            may_be_empty=empty == "allow",
+            whole=whole,
+            kinds=kinds,
+            atoms=Atoms.of(whole, tokens, found, costs, kinds),
+        )
+        if not count and not request.may_be_empty:
+            raise PlanError("lengths", "there are no samples; empty='allow' gives every rank an empty micro-batch")
+        return request
+
+    def atoms_of(self, codes: Ints | None) -> Atoms:
+        """One atom for each sample, or for each group that `codes` [N] numbers."""
+        return Atoms.of(codes, self.lengths, self.images, self.costs, self.kinds)
+
+    def samples(self, atom: int) -> Ints:
+        """The samples of an atom."""
+        return np.array([atom]) if self.whole is None else np.flatnonzero(self.whole == atom)
+
+    def describe(self, atom: int) -> str:
+        """An atom in words."""
+        if self.whole is None:
+            return f"sample {atom}"
+        samples = self.samples(atom)
+        shown = ", ".join(map(str, samples[:4])) + (", ..." if len(samples) > 4 else "")
+        return f"group {self.group_keys[atom]!r} (samples {shown})"
+
+    @property
+    def noun(self) -> str:
+        """What atoms are."""
+        return "samples" if self.whole is None else "groups"
+
+
+def _positive(name: str, value: Any, most: int | None = None) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name}: got {value!r}, expected a whole number, 1 or more")
+    number = int(value)
+    if most is not None and number > most:
+        raise ValueError(
+            f"{name}: got {number}, expected at most {most}: a plan has at most {_MOST_MICRO_BATCHES} micro-batches"
+        )
+    return number
+
+
+def _list(name: str, values: Any, count: int | None) -> Any:
+    """The values as an array or a list, once there are `count` of them."""
+    if isinstance(values, Mapping) or not isinstance(values, Iterable):
+        raise ValueError(f"{name}: got {type(values).__name__}, expected a value for each sample")
+    shape = getattr(values, "shape", None)
+    if shape is not None and len(shape) != 1 and not isinstance(values, str):  # numpy's strings have a shape, []
+        raise ValueError(f"{name}: got shape {list(shape)}, expected one dimension")
+    if not isinstance(values, np.ndarray):
+        # A tensor, on whatever device, becomes a list; so nothing of torch is needed here.
+        values = values.tolist() if hasattr(values, "tolist") and not isinstance(values, str) else list(values)
+    if count is not None and len(values) != count:
+        raise ValueError(f"{name}: got {len(values)} values, expected {count}, one for each sample")
+    return values
+
+
+def _whole_numbers(name: str, values: Any, count: int | None = None) -> Ints:
+    values = _list(name, values, count)
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
+        for i, value in enumerate(values):
+            if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
+                raise ValueError(f"{name}[{i}]: got {value!r}, expected a whole number, 0 or more")
+    numbers: Ints = np.array([min(int(v), 2**62) for v in values] if isinstance(values, list) else values, np.int64)
+    if len(numbers) and (numbers.min() < 0 or numbers.max() >= 2**40):
+        i = int(np.flatnonzero((numbers < 0) | (numbers >= 2**40))[0])
+        raise ValueError(f"{name}[{i}]: got {values[i]}, expected a whole number, 0 or more and below 2**40")
+    return numbers
+
+
+def _keys(name: str, values: Any, count: int) -> tuple[Ints, list[Hashable]]:
+    """[N] Numbers in place of the keys, and the keys by number, as they first appear."""
+    numbers: dict[Hashable, int] = {}
+    codes = []
+    values = _list(name, values, count)
+    for i, given in enumerate(values.tolist() if isinstance(values, np.ndarray) else values):
+        key = _plain(given)
+        if key is None:
+            raise ValueError(f"{name}[{i}]: got {given!r}, expected a key, such as a string or a number")
+        codes.append(numbers.setdefault(key, len(numbers)))
+    return np.array(codes, dtype=np.int64), list(numbers)
+
+
+def _plain(key: Any) -> Hashable:
+    """The key, with plain values for scalars of numpy and torch; `None` for what does not equal itself or has no hash.
+
+    A tensor hashes by identity, so that two tensors of the same number would be two keys.
+    """
+    if type(key) is str or type(key) is int:
+        return key
+    if isinstance(key, tuple):
+        parts = [(part, _plain(part)) for part in key]
+        if all(part is plain for part, plain in parts):
+            return key
+        return None if any(plain is None for part, plain in parts if part is not None) else tuple(p for _, p in parts)
+    if hasattr(key, "ndim") and hasattr(key, "item"):
+        if key.ndim:
+            return None
+        key = key.item()
+    if not isinstance(key, Hashable) or (isinstance(key, (float, complex)) and key != key):
+        return None
+    return key
+
+
+def _sorted_keys(codes: Ints, keys: list[Hashable]) -> tuple[Ints, list[Hashable]]:
+    """The same with keys numbered by their alphabet, and so not by where they stand."""
+    order = sorted(range(len(keys)), key=lambda code: (str(keys[code]), type(keys[code]).__name__))
+    number = np.empty(len(keys), dtype=np.int64)
+    number[order] = np.arange(len(keys))
+    return number[codes], [keys[code] for code in order]
+
+
+def _kinds(columns: list[Ints | Floats]) -> Ints:
+    """[N] The same number for samples that agree in all columns [N]; the largest come first."""
+    order = np.lexsort([-column for column in reversed(columns)])
+    changes = np.zeros(len(order), dtype=np.bool_)
+    for column in columns:
+        changes[1:] |= np.diff(column[order]) != 0
+    kinds = np.empty(len(order), dtype=np.int64)
+    kinds[order] = np.cumsum(changes)
+    return kinds
+
+
+def _costs(cost: Any, lengths: Ints) -> Floats:
+    if cost is None:
+        return lengths.astype(np.float64)
+    if isinstance(cost, Cost):
+        return cost(lengths)
+    values = _list("cost", cost, len(lengths))
+    try:
+        numbers: Floats = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"cost: got {values!r}, expected a Cost or a number for each sample") from None
+    wrong = np.flatnonzero(~((numbers >= 0) & (numbers < 1e200)))  # so that sums and products stay finite
+    if len(wrong):
+        raise ValueError(f"cost[{wrong[0]}]: got {values[wrong[0]]!r}, expected a number, 0 or more and below 1e200")
+    return numbers
+
+
+def _loss_tokens(records: Any, lengths: Ints) -> list[int]:
+    """How many tokens of each record count in the loss: those in its mask or, without one, all of its response."""
+    from rollbook.compat.lightrft.records import mask_unpredicted
+
+    records = mask_unpredicted(records)
+    responses = (lengths - np.minimum(records.prompt_lengths(), lengths)).tolist()
+    masks = records.values("action_mask")
+    return [
+        response if mask is None else int((mask != 0).sum()) for mask, response in zip(masks, responses, strict=True)
+    ]
 
 
 def plan(

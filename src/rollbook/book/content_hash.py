@@ -19,7 +19,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest as H
 
-from rollbook.core import arrow, freeform
+from rollbook.core import columns as arrow
+from rollbook.core import freeform
 from rollbook.core.columns import Column, EidParts, Values, numbers, texts
 from rollbook.core.errors import WireError
 from rollbook.core.fields import BY_CODE, DTYPES, Field, owner
@@ -27,7 +28,7 @@ from rollbook.core.ragged import Ragged, check_shape
 
 if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
-    from rollbook.core.row_layout import RowLayout
+    from rollbook.core.ipc import RowLayout
 
 
 class Ids(NamedTuple):

@@ -17,8 +17,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rollbook.book.content_hash import Ids, boxes, clean, printed_ids
-from rollbook.core import arrow, freeform
+from rollbook.core import columns as arrow
 from rollbook.core import columns as physical
+from rollbook.core import freeform
 from rollbook.core.checks import suggest
 from rollbook.core.columns import Column
 from rollbook.core.errors import WireError
@@ -27,7 +28,7 @@ from rollbook.core.ragged import Ragged
 
 if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
-    from rollbook.core.row_layout import RowLayout
+    from rollbook.core.ipc import RowLayout
 
 UNSCORED, SCORED, NOT_A_NUMBER = 0, 1, 2
 """What `Tags.scored` says: no reward, a number (infinities too), NaN (could not be scored)."""

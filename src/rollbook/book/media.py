@@ -55,13 +55,13 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from rollbook.core import arrow
+from rollbook.core import columns as arrow
 from rollbook.core.columns import MEDIA, Columns, Values
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import owner
+from rollbook.core.ipc import RowLayout
 from rollbook.core.ragged import allocate, check_shape, offsets_of
-from rollbook.core.row_layout import RowLayout
 from rollbook.core.wire import DEFAULT_LIMITS
 
 Kind = Literal["tensor", "bytes", "text"]

@@ -50,7 +50,7 @@ from rollbook.core.columns import texts
 if TYPE_CHECKING:
     from rollbook.book.book import Book
     from rollbook.core.experiences import Experiences
-    from rollbook.core.row_layout import RowLayout
+    from rollbook.core.ipc import RowLayout
 
 
 WORK_TABLE, GROUPS_TABLE = "work", "groups"

@@ -24,13 +24,12 @@ from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentErro
 from rollbook.book.ledger import Ledger, Transaction, check_text, chunks
 from rollbook.book.media import COLUMN, OWN, references, restore
 from rollbook.book.segments.files import Place, check_place
-from rollbook.core import arrow
+from rollbook.core import columns as arrow
 from rollbook.core.checks import check_float, check_int, suggest
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences, uncollected
 from rollbook.core.fields import FIELDS, owner
-from rollbook.core.sparse import Reader, Span, read_rows
-from rollbook.core.stack import Stack, read_stack
+from rollbook.core.frame_reader import Reader, Span, Stack, read_rows, read_stack
 from rollbook.core.wire import decode, decode_arrays, read_header
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ def retried(
 def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
     """These records, in this order.
 
-    Of a frame of which few records are read, only their bytes are: see `core.sparse`. The frame's checksum says
+    Of a frame of which few records are read, only their bytes are: see `core.frame_reader`. The frame's checksum says
     nothing about them, so that with `verify` they are compared with the digests in the ledger, and where one differs
     the frame is read whole.
     """

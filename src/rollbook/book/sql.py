@@ -17,7 +17,7 @@ import pyarrow as pa
 from rollbook.book import query, schema
 from rollbook.book.query import Result, superset, unify
 from rollbook.book.read import LEDGER_TYPES, frame_arrays, ledger_arrays
-from rollbook.core import arrow
+from rollbook.core import columns as arrow
 from rollbook.core.columns import PLAIN_TYPES
 from rollbook.core.fields import BY_CODE, DTYPES, FIELDS
 from rollbook.core.ids import EID, step_of

@@ -1,14 +1,14 @@
-"""The error that damaged or hostile bytes raise, and the one for a missing optional package."""
+"""`RollbookError`, the base class of all exceptions, and the error of a missing optional package."""
 
 from __future__ import annotations
 
 
 class RollbookError(Exception):
-    """Base class of the exceptions that Rollbook defines."""
+    """Base class of the exceptions that Rollbook defines. Invalid arguments raise `ValueError`."""
 
 
 class WireError(RollbookError, ValueError):
-    """Bytes that are not what they should be: says what is wrong and, where it is known, at which byte.
+    """Raised when bytes are not a valid frame. Says what is wrong and, if known, at which byte.
 
     >>> from rollbook.core.wire import decode
     >>> decode(b"not a frame, and too short to be one")  # doctest: +ELLIPSIS

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rollbook.core import arrow, columns
+from rollbook.core import columns
 from rollbook.core.columns import Column, Columns
 from rollbook.core.fields import COLUMNAR, DTYPES, FIELDS, INTEGERS, Field, owner
 from rollbook.core.ids import EID
@@ -119,7 +119,7 @@ class Experiences(Sequence["Experience"]):
             if length != count:
                 raise ValueError(f"from_columns: {name!r} has {length} rows, expected {count} as 'tokens' has")
         complete(parts, count)
-        arrow.check(parts, count)
+        columns.check_columns(parts, count)
         return cls._of(parts, count)
 
     @classmethod
@@ -247,7 +247,7 @@ class Experiences(Sequence["Experience"]):
         for i in np.flatnonzero(aside).tolist():
             if odd := odd_fields(rows[i]):
                 rows[i].__dict__["odd"] = odd
-        unknown = arrow.to_arrays({name: c for name, c in self._columns.items() if owner(name) is None})
+        unknown = columns.to_arrays({name: c for name, c in self._columns.items() if owner(name) is None})
         if unknown:
             for i, row in enumerate(rows):
                 # Taken, not sliced: a row shares no memory with what it was read from.
@@ -340,7 +340,7 @@ class Experiences(Sequence["Experience"]):
                 raise ValueError(f"assign: {name!r} has {len(given)} rows, expected {self._count}")
             made = _column_from(field, _ragged(given))
             parts = {key: column for key, column in parts.items() if (owner(key) or (None,))[0] is not field} | made
-        arrow.check(parts, self._count)
+        columns.check_columns(parts, self._count)
         return self._of(parts, self._count)
 
     def compact(self) -> Experiences:
@@ -433,7 +433,7 @@ def _from_rows(rows: list[Any], copy: bool) -> Experiences:
         for i in {i for column in aside for i in np.flatnonzero(np.asarray(column.is_valid())).tolist()}:
             validate(rows[i], f"record {i}: ")
         try:
-            arrow.check(parts, len(rows))
+            columns.check_columns(parts, len(rows))
         except ValueError:
             for i, row in enumerate(rows):
                 validate(row, f"record {i}: ")
@@ -442,7 +442,7 @@ def _from_rows(rows: list[Any], copy: bool) -> Experiences:
 
 
 def _column_from(field: Field, given: Any) -> Columns:
-    from rollbook.core.convert import convert
+    from rollbook.core.experience import convert
 
     if not isinstance(given, (Sequence, np.ndarray, Ragged)) and not hasattr(given, "__iter__"):
         raise ValueError(f"{field.name}: got {type(given).__name__}, expected a value for each record")
@@ -484,22 +484,22 @@ def complete(parts: Columns, count: int, explicit_masks: bool = False) -> None:
     A mask makes a record multi_turn, with `explicit_masks` only if it is not the one that a single turn would get.
     """
     kinds = FIELDS["experience_type"].name
-    lengths, _ = arrow.token_lengths(parts, count)
+    lengths, _ = columns.token_lengths(parts, count)
     if "eid" not in parts:
         parts.update(columns.encode(FIELDS["eid"], [EID() for _ in range(count)]))
     if kinds not in parts:
-        masked = arrow.has(parts, "action_mask", count)
-        paired = arrow.has(parts, "chosen", count) & arrow.has(parts, "rejected", count)
+        masked = columns.has(parts, "action_mask", count)
+        paired = columns.has(parts, "chosen", count) & columns.has(parts, "rejected", count)
         if explicit_masks:
             masked &= paired | ~_implied_masks(parts, count, lengths)
         names = np.where(masked, "multi_turn", np.where(paired, "dpo", "single_turn"))
         parts[kinds] = pa.array(names.tolist(), pa.large_string())
-    single, _, dpo = arrow.kinds(parts[kinds])
+    single, _, dpo = columns.kinds(parts[kinds])
     prompt = parts.get("prompt_length")
     if prompt is None or prompt.null_count or dpo.any():
         given = 1 if prompt is None else np.asarray(prompt.fill_null(1))
         parts["prompt_length"] = pa.array(np.where(dpo, lengths, given), pa.int64())
-    missing = single & ~arrow.has(parts, "action_mask", count)
+    missing = single & ~columns.has(parts, "action_mask", count)
     if missing.any():
         _add_masks(parts, count, lengths, missing)
 
@@ -513,7 +513,7 @@ def _implied_masks(parts: Columns, count: int, lengths: NDArray[np.int64]) -> ND
     ends = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
     actions = ends[mask.offsets[1:]] - ends[mask.offsets[:-1]]
     full = (mask.lengths == lengths - prompts) & (mask.lengths > 0) & (actions == mask.lengths)
-    implied: NDArray[np.bool_] = (prompts > 0) & np.where(arrow.truncated(parts, count), actions == 0, full)
+    implied: NDArray[np.bool_] = (prompts > 0) & np.where(columns.truncated(parts, count), actions == 0, full)
     return implied
 
 
@@ -521,7 +521,7 @@ def _add_masks(parts: Columns, count: int, lengths: NDArray[np.int64], missing: 
     """Give single-turn records their masks: all True, or all False where the prompt was truncated."""
     widths = np.where(missing, np.maximum(lengths - parts["prompt_length"].to_numpy(zero_copy_only=False), 0), 0)
     fill = np.ones(count, dtype=np.uint8)
-    cut = arrow.truncated(parts, count) & missing
+    cut = columns.truncated(parts, count) & missing
     if cut.any():
         logprobs = parts.get("logprobs")
         widths = np.where(cut, logprobs.lengths if isinstance(logprobs, Ragged) else 0, widths)

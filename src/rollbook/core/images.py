@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from rollbook.core.paths import check_regular
+from rollbook.core.files import check_regular
 
 SOURCES = ("image", "bytes", "path", "url", "image_url", "video")
 """Where a mapping, or a part of a message, may have an image or a video. Bytes come before a path: datasets of images

@@ -11,18 +11,630 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import struct
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from rollbook.core import fields, unpickle
-from rollbook.core.errors import WireError
+import numpy as np
+
+from rollbook.core import fields
+from rollbook.core.errors import RollbookError, WireError
 from rollbook.core.fields import FIELDS
 from rollbook.core.ragged import tensor_bytes, tensor_from_bytes
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
     from rollbook.core.wire import Limits
+
+
+__all__ = [*["Record", "UnpickleError", "load"]]
+
+_LONGEST_INT = 4300  # digits: int() of decimal text takes quadratic time
+_KEY_DEPTH = 64  # hash() of nested tuples recurses in C without a check
+_FREE_KEY = 256  # characters up to which hashing and comparing a str key is not worth accounting
+_OTHER_KEYS = 1 << 16  # keys that are not text in one dict or set: the writer can choose their hashes, and
+_SAME_HASH = 64  # filling a table with chosen hashes takes quadratic time, the more so if they are equal
+_SMALL_INT = (1 << 61) - 1  # ints below this are their own hash
+_MARKS = 200_000
+_CONTAINER_COST = 96
+_VALUE_BYTES = 128  # of an array, that count as one value
+_ITEM_COST, _OBJECT_COST, _TENSOR_COST = 32, 256, 1024  # bytes, or about as much work
+_TORCH_STREAM = (0x1950A86A20F9469CFC6C, 1001)  # magic number and version of torch's legacy format
+# fmt: off
+_WIDTHS = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8,
+    "uint64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8,
+    "complex128": 16, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+}
+_STORAGES = {("torch.storage", "UntypedStorage"): "uint8"} | {("torch", f"{k}Storage"): v for k, v in {
+    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
+    "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "Untyped": "uint8",
+    "ComplexFloat": "complex64", "ComplexDouble": "complex128",
+}.items()}
+# fmt: on
+_NUMPY_TYPE = re.compile(r"b1|[iu][1248]|f(?:2|4|8|12|16)|c(?:8|16|24|32)|[SU][0-9]{1,9}|[Mm]8")
+_TIME_UNITS = {"Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"}
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+class UnpickleError(RollbookError, ValueError):
+    """The bytes are not a pickle that is read here; ``offset`` is the byte where that was seen."""
+
+    def __init__(self, message: str, offset: int = 0) -> None:
+        super().__init__(message)
+        self.offset = offset
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the payload says of an instance of a class the caller listed; never the class itself."""
+
+    module: str
+    name: str
+    state: dict[str, Any]
+
+
+@dataclass
+class _Budget:
+    """What a payload may still cost, in bytes or about as much work."""
+
+    memory: int
+    work: int
+
+    @classmethod
+    def of(cls, size: int) -> _Budget:
+        # A container takes 50 times the byte that makes it, so memory has a large base; a payload of a kilobyte has no
+        # reason to ask for more work than about 16,000 visits of an item.
+        return cls(memory=(1 << 26) + 16 * size, work=(1 << 19) + 32 * size)
+
+
+@dataclass(eq=False)
+class _Hidden:
+    """What exists inside the machine only: to leave one in the result is an error."""
+
+    kind: str
+    value: Any = None  # name: the pair; dtype: so far; array: None before BUILD; storage: the torch object
+    dtype: str = ""  # of a storage, and its bytes:
+    raw: bytes = b""
+
+
+class _Machine:
+    def __init__(self, data: bytes, pos: int, records: frozenset[tuple[str, str]], budget: _Budget) -> None:
+        self.data, self.pos, self.records = data, pos, records
+        self.at = self.frame_end = pos  # at: where the opcode that is being executed begins
+        self.budget = budget  # shared with the machines that read nested torch storages
+        self.nested = False  # in a nested storage only storage classes may be named
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []  # one suspended stack for each open MARK
+        self.memo: dict[int, Any] = {}  # a dict, so that a large index costs nothing
+        # By id, each dict or set (kept, lest its id be used again) and how often it saw which key hash.
+        self.hashes: dict[int, tuple[Any, dict[int, int]]] = {}
+
+    def run(self) -> Any:
+        """Execute up to and including STOP, and give the value that is left."""
+        data, ops = self.data, _OPS
+        try:
+            while True:
+                at = self.at = self.pos
+                op = data[at]
+                self.pos = at + 1
+                if op == 0x2E:  # STOP
+                    break
+                value = ops[op](self)
+                if value is not None:  # an opcode that may push None does so itself
+                    self.stack.append(value)
+            self.need(self.frame_end <= self.pos, "a frame runs past STOP")
+            self.need(not self.below and len(self.stack) == 1, "not exactly one value is left at STOP")
+            return self.stack.pop()
+        except UnpickleError:
+            raise
+        except IndexError:
+            self.fail("not enough values on the stack" if self.pos < len(data) else "the data ends early")
+        except ImportError:
+            self.fail("the payload holds a torch value, and torch is not installed")
+        except Exception as exc:  # whatever Python, numpy or torch says of arguments that make no sense
+            self.fail(f"malformed pickle: {type(exc).__name__}: {_shown(str(exc))}")
+
+    def fail(self, message: str) -> NoReturn:
+        raise UnpickleError(f"{message} (at byte {self.at})", self.at) from None
+
+    def need(self, holds: bool, message: str) -> None:
+        if not holds:
+            self.fail(message)
+
+    def exact(self, value: Any, *kinds: type) -> Any:
+        if type(value) not in kinds:
+            self.fail(f"a {_noun(value)} where only a {kinds[0].__name__} can be")
+        return value
+
+    def hidden(self, value: Any, kind: str) -> Any:
+        if type(value) is not _Hidden or value.kind != kind:
+            self.fail(f"a {_noun(value)} where only a {kind} can be")
+        return value
+
+    def spend(self, cost: int) -> None:
+        """Pay for work that repeats what the payload holds, and for the memory that its result takes."""
+        self.budget.work -= cost
+        self.need(self.budget.work >= 0, "the payload asks for far more work than its size accounts for")
+        self.hold(cost)
+
+    def hold(self, cost: int) -> None:
+        """Pay for memory."""
+        self.budget.memory -= cost
+        self.need(self.budget.memory >= 0, "the payload asks for far more memory than its size accounts for")
+
+    # Reading the bytes, the stack and the memo.
+
+    def take(self, size: int) -> bytes:
+        start, self.pos = self.pos, self.pos + size
+        self.need(self.pos <= len(self.data), "a value or its length runs past the end of the data")
+        return self.data[start : self.pos]
+
+    def line(self) -> bytes:
+        end = self.data.find(b"\n", self.pos)
+        self.need(end >= 0, "the data ends inside a line")
+        return self.take(end + 1 - self.pos)[:-1]
+
+    def digits(self) -> int:
+        text = self.line().removesuffix(b"L")
+        if text in (b"00", b"01"):  # how protocols 0 and 1 write bools
+            return text == b"01"
+        self.need(len(text) <= _LONGEST_INT, "an integer of too many digits")
+        self.need(re.fullmatch(rb"-?[0-9]+", text) is not None, "text that is not a decimal integer")
+        return int(text)
+
+    def count(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little") if size else self.digits()
+
+    def frame(self) -> None:
+        self.need(self.at >= self.frame_end, "a frame inside a frame")
+        size = self.count(8)
+        self.frame_end = self.pos + size
+        self.need(self.frame_end <= len(self.data), "a frame runs past the end of the data")
+
+    def mark(self) -> None:
+        # One per container that is open: far more than a value can be deep would only cost memory.
+        self.need(len(self.below) < _MARKS, "more containers are open than can be nested")
+        self.below.append(self.stack)
+        self.stack = []
+
+    def to_mark(self) -> list[Any]:
+        self.need(bool(self.below), "no MARK on the stack")
+        items, self.stack = self.stack, self.below.pop()
+        return items
+
+    def pop(self, count: int) -> list[Any]:
+        items = self.stack[-count:]
+        self.need(len(items) == count, "not enough values on the stack")
+        del self.stack[-count:]
+        return items
+
+    def held(self, made: Any) -> Any:
+        """A new container, which takes far more memory than the byte that asked for it."""
+        self.hold(_CONTAINER_COST)
+        return made
+
+    def put(self, index: int) -> None:
+        self.hold(_CONTAINER_COST)
+        self.memo[index] = self.stack[-1]
+
+    def get(self, index: int) -> None:
+        self.need(index in self.memo, "a memo entry that was never stored")
+        value = self.memo[index]
+        finished = type(value) is _Hidden and value.kind == "numpy array" and value.value is not None
+        self.stack.append(value.value if finished else value)
+
+    # Lists, dicts and sets: the holder is new, or on top of the stack.
+
+    def append(self, items: list[Any]) -> None:
+        self.exact(self.stack[-1], list).extend(items)
+
+    def fill(self, items: list[Any], *new: Any) -> Any:
+        holder = self.exact(*(new or self.pop(1)), dict)
+        self.need(len(items) % 2 == 0, "a dict key without a value")
+        for i in range(0, len(items), 2):
+            key = items[i]
+            if type(key) is not str or len(key) > _FREE_KEY:
+                self.check_key(holder, key)
+            holder[key] = items[i + 1]
+        return holder
+
+    def gather(self, members: list[Any], *new: Any) -> Any:
+        self.hold(_OBJECT_COST * len(new))  # a set takes that, and one byte of payload makes one
+        holder = self.exact(*(new or self.pop(1)), set)
+        for member in members:
+            if type(member) is not str or len(member) > _FREE_KEY:
+                self.check_key(holder, member)
+            holder.add(member)
+        return holder
+
+    def check_key(self, holder: dict[Any, Any] | set[Any], key: Any) -> None:
+        """Refuse a key or member that is not a plain scalar or a tuple of them, or is costly to hash."""
+        todo = [(key, 0)]
+        while todo:
+            value, depth = todo.pop()
+            kind = type(value)
+            if kind is tuple:
+                self.need(depth < _KEY_DEPTH, "a dict key or set member is nested too deep")
+                self.spend(_ITEM_COST * (1 + len(value)))
+                todo.extend((item, depth + 1) for item in value)
+            elif kind is int:
+                self.spend(value.bit_length() >> 3)
+            elif isinstance(value, (str, bytes, np.generic)):
+                self.spend(value.nbytes if isinstance(value, np.generic) else len(value))
+            elif kind not in _SCALARS:
+                self.fail(f"a dict key or set member that is a {_noun(value)}")
+        if isinstance(key, (str, bytes)):
+            return
+        self.need(len(holder) < _OTHER_KEYS, f"over {_OTHER_KEYS} keys that are not text in one dict or set")
+        if type(key) is not float and not (type(key) is int and abs(key) < _SMALL_INT):
+            _, seen = self.hashes.setdefault(id(holder), (holder, {}))
+            count = seen[hash(key)] = seen.get(hash(key), 0) + 1
+            self.need(count <= _SAME_HASH, "too many keys of one hash in one dict or set")
+
+    # Names, calls and instances.
+
+    def name(self, module: Any, name: Any) -> Any:
+        pair = (self.exact(module, str), self.exact(name, str))
+        if pair in _STORAGES if self.nested else (pair in self.records or pair in _CALLS):
+            return _Hidden("name", pair)
+        if module == "torch" and name in _WIDTHS and not self.nested:
+            return self.torch_dtype(name)
+        return self.fail(f"the payload refers to {_shown(module)}.{_shown(name)}, which is not read")
+
+    def call(self, function: Any, *args: Any) -> Any:
+        pair = self.hidden(function, "name").value
+        self.spend(_ITEM_COST * len(args))
+        if pair in self.records:
+            if len(args) == 1 and type(args[0]) is str:
+                return Record(pair[0], pair[1], {"value": args[0]})  # a member of an enum, as pickle writes it
+            return self.instance(function, *args)
+        action = _CALLS.get(pair)
+        return action(self, *args) if action else self.fail(f"a call of {'.'.join(pair)}")
+
+    def reduce(self, function: Any, args: Any) -> Any:
+        return self.call(function, *self.exact(args, tuple))
+
+    def new(self, cls: Any, args: Any, options: Any = ()) -> Record:
+        return self.instance(cls, *self.exact(args, tuple), *self.exact(options, dict, tuple))
+
+    def instance(self, cls: Any, *args: Any) -> Record:
+        pair = self.hidden(cls, "name").value
+        self.need(pair in self.records, f"an instance of {'.'.join(pair)}")
+        self.need(not args, f"an instance of {'.'.join(pair)} made with arguments: only its state is read")
+        return Record(pair[0], pair[1], {})
+
+    def build(self, made: Any, state: Any) -> Any:
+        if type(made) is Record:
+            for part in state if type(state) is tuple and len(state) == 2 else (state,):
+                part = self.exact(part, dict, type(None)) or {}
+                self.spend(_ITEM_COST * len(part))
+                self.need(all(type(key) is str for key in part), "a field whose name is not text")
+                made.state.update(part)
+            return made
+        if type(made) is _Hidden and made.kind == "numpy dtype":
+            return self.build_dtype(made, self.exact(state, tuple))
+        self.need(self.hidden(made, "numpy array").value is None, "a numpy array that is built twice")
+        version, shape, dtype, fortran, raw = state
+        self.need(self.exact(version, int) == 1, "a numpy array of an unknown version")
+        made.value = self.array(raw, dtype, shape, "F" if self.exact(fortran, bool, int) else "C")
+        return made.value
+
+    def reconstructor(self, cls: Any, base: Any, state: Any) -> Record:
+        plain = self.hidden(base, "name").value[1] == "object" and state is None
+        self.need(plain, "copyreg._reconstructor for a class that derives from more than object")
+        return self.instance(cls)
+
+    # Builtins, as protocols 0 to 2 write them.
+
+    def encode(self, text: Any, encoding: Any) -> bytes:
+        self.need(self.exact(encoding, str) in ("latin1", "latin-1"), "_codecs.encode to other than latin1")
+        self.spend(_ITEM_COST + len(self.exact(text, str)))
+        return str(text).encode("latin-1")
+
+    def octets(self, value: Any = b"", *encoding: Any) -> bytes | bytearray:
+        # Never a number, which would be a size to allocate.
+        made: bytes = self.exact(self.encode(value, *encoding) if encoding else value, bytes, bytearray)
+        self.spend(_ITEM_COST + len(made))
+        return made
+
+    def items(self, values: Any = ()) -> list[Any]:
+        self.spend(_ITEM_COST * len(self.exact(values, list, tuple)))
+        return list(values)
+
+    def pairs(self, values: Any = ()) -> list[Any]:
+        pairs = [self.exact(pair, tuple, list) for pair in self.items(values)]
+        self.need(all(len(pair) == 2 for pair in pairs), "a dict not made of pairs")
+        return list(chain.from_iterable(pairs))
+
+    # numpy.
+
+    def dtype(self, code: Any, *_: Any) -> _Hidden:
+        plain = _NUMPY_TYPE.fullmatch(self.exact(code, str))
+        self.need(bool(plain), "a numpy dtype other than plain numbers, bool, text, bytes and times")
+        return _Hidden("numpy dtype", np.dtype(code))
+
+    def build_dtype(self, made: Any, state: tuple[Any, ...]) -> Any:
+        _, order, subtype, names, fields, _, _, _, more = state if len(state) == 9 else (*state[:9], None)
+        self.need(subtype is None and names is None and fields is None, "a structured numpy dtype")
+        if made.value.kind in "Mm":
+            _, (unit, number, divisor, _) = more
+            unit = unit.decode("ascii") if type(unit) is bytes else self.exact(unit, str)
+            known = unit in _TIME_UNITS and 0 < self.exact(number, int) < 1 << 31
+            self.need(known and self.exact(divisor, int) == 1, "a numpy time of unknown unit")
+            made.value = np.dtype(made.value.kind + ("8" if unit == "generic" else f"8[{number}{unit}]"))
+        self.need(self.exact(order, str) in ("<", ">", "|", "="), "a numpy dtype of unknown byte order")
+        made.value = np.dtype(made.value.newbyteorder(order).str)  # by way of str, "<" is "=" where it can be
+        return made
+
+    def sizes(self, values: Any) -> tuple[int, ...]:
+        self.need(len(self.exact(values, tuple, list)) <= 64, "a shape of too many dimensions")
+        self.need(all(0 <= self.exact(value, int) < 1 << 63 for value in values), "a size below 0 or huge")
+        return tuple(values)
+
+    def array(self, raw: Any, dtype: Any, shape: Any, order: Any = "C", axes: Any = None) -> Any:
+        plain, shape = self.hidden(dtype, "numpy dtype").value, self.sizes(shape)
+        have = len(self.exact(raw, bytes, bytearray))
+        self.need(prod(shape) * plain.itemsize == have, f"a numpy array whose shape is not for {have} bytes")
+        # Dimensions beside a zero take no bytes, but whoever walks the array pays for them.
+        self.spend(_OBJECT_COST + have + prod(size or 1 for size in shape))
+        self.need(plain.kind != "b" or not raw.translate(None, b"\0\1"), "a numpy bool not 0 or 1")
+        if plain.kind == "U" and raw:
+            self.need(np.frombuffer(raw, plain.str[0] + "u4").max() <= 0x10FFFF, "numpy text not of Unicode")
+        if axes is not None:  # order is "K": the array is a transposition of one in C order
+            return np.ndarray(shape, plain, raw).copy().transpose(self.sizes(axes))
+        self.need(self.exact(order, str) in ("C", "F"), "a numpy array of unknown order")
+        return np.ndarray(shape, plain, raw, order=order).copy(order)
+
+    def reconstruct(self, cls: Any, _shape: Any, _code: Any) -> _Hidden:
+        self.need(self.hidden(cls, "name").value == ("numpy", "ndarray"), "an array not of numpy.ndarray")
+        return _Hidden("numpy array")
+
+    # torch.
+
+    def torch_dtype(self, name: str) -> Any:
+        import torch
+
+        self.need(hasattr(torch, name), f"this torch has no torch.{name}")
+        return getattr(torch, name)
+
+    def persistent(self, pid: Any) -> _Hidden:
+        self.need(self.nested, "a persistent id, which is not read")
+        kind, cls, key, _location, count, view = self.exact(pid, tuple)
+        self.need(self.exact(kind, str) == "storage" and view is None, "a persistent id of no plain storage")
+        dtype = _STORAGES[self.hidden(cls, "name").value]
+        return _Hidden("torch storage", (self.exact(key, str), *self.sizes((count,))), dtype)
+
+    def storage(self, data: Any) -> Any:
+        """Read torch's legacy stream of pickles, for all that a pickled tensor has there: one storage."""
+        zipped = self.exact(data, bytes, bytearray)[:2] == b"PK"
+        self.need(not zipped, "a torch storage in zip format, which is not read")
+        self.spend(_TENSOR_COST + 2 * len(data))
+        data, pos, parts = bytes(data), 0, []
+        for _ in range(5):
+            inner = _Machine(data, pos, frozenset(), self.budget)
+            inner.nested = True
+            try:
+                parts.append(inner.run())
+            except UnpickleError as exc:
+                self.fail(f"in a torch storage: {exc}")
+            self.spend(8 * (inner.pos - pos))
+            pos = inner.pos
+        magic, version, _, made, keys = parts
+        good = (self.exact(magic, int), self.exact(version, int)) == _TORCH_STREAM
+        self.need(good, "a torch storage of the wrong magic number or version")
+        key, count = self.hidden(made, "torch storage").value
+        good = len(self.exact(keys, list)) == 1 and self.exact(keys[0], str) == key
+        self.need(good, "torch data that is not exactly one storage")
+        made.value, made.raw = None, data[pos + 8 :]
+        good = int.from_bytes(data[pos : pos + 8], "little") == count
+        good = good and count * _WIDTHS[made.dtype] == len(made.raw)
+        self.need(good, f"a torch storage of {len(made.raw)} bytes cannot be {count} {made.dtype}")
+        return made
+
+    def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, meta: Any = None) -> Any:
+        import torch
+
+        name, raw = self.hidden(storage, "torch storage").dtype, storage.raw
+        name = name if dtype is None else str(self.exact(dtype, torch.dtype)).removeprefix("torch.")
+        size, stride, (offset,) = self.sizes(size), self.sizes(stride), self.sizes((offset,))
+        self.need(len(size) == len(stride), "a torch tensor whose shape and stride differ in length")
+        width, empty, span = _WIDTHS[name], 0 in size, prod(n or 1 for n in size)
+        have = len(raw) // width
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        self.need(empty or last < have, f"a torch tensor that reaches past the {have} values it has")
+        # Strides of 0, and dimensions beside a 0, take no bytes, but whoever copies the tensor pays for them.
+        self.hold(max(0, span - have) * width)
+        self.spend(_TENSOR_COST + (len(raw) if name == "bool" else 0))
+        self.need(name != "bool" or not raw.translate(None, b"\0\1"), "a torch bool not 0 or 1")
+        if storage.value is None:  # made once, so that aliased tensors stay aliased
+            make: Any = torch.UntypedStorage
+            storage.value = make.from_buffer(raw, dtype=torch.uint8) if raw else make(0, device="cpu")
+        made = torch.empty(0, dtype=self.torch_dtype(name), device="cpu")
+        made.set_(storage.value, 0 if empty else offset, size, stride)
+        if meta:  # the storage has the conjugate, or the negative, of what the tensor means
+            self.need(self.exact(meta, dict).keys() <= {"conj", "neg"}, "unknown torch tensor metadata")
+            self.hold(2 * span * width)
+            made = made.conj().resolve_conj() if meta.get("conj") else made
+            made = made.neg() if meta.get("neg") else made
+        return made
+
+    def parameter(self, tensor: Any, _grad: Any, _hooks: Any) -> Any:
+        import torch
+
+        return self.exact(tensor, torch.Tensor)
+
+    def children(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is _Hidden:
+            self.fail(f"a {_noun(value)} in the result, which is not a plain value")
+        if kind is dict or kind is Record:
+            value = value.state if kind is Record else value
+            return chain(value, value.values())
+        return value if kind in (list, tuple, set, frozenset) else None
+
+    def check(self, root: Any, max_depth: int, max_items: int) -> None:
+        """Refuse a result that has a cycle, is too deep, too large as a tree, or not all plain values.
+
+        Tensors, arrays and bytearrays count by their size: whoever copies the tree copies them wherever they stand.
+        """
+        known: dict[int, Any] = {}  # by id: nodes and height of a value; None from entering to leaving it
+        todo = [(root, False)]
+        while todo:
+            value, leaving = todo.pop()
+            if not leaving and id(value) in known:
+                self.need(known[id(value)] is not None, "a value that contains itself")
+                continue
+            children, height = self.children(value), 0
+            nodes = 1 + (len(value) if type(value) is bytearray else getattr(value, "nbytes", 0)) // _VALUE_BYTES
+            if children is not None and not leaving:
+                known[id(value)] = None
+                todo.append((value, True))
+                todo.extend((child, False) for child in children if type(child) not in _SCALARS)
+                continue
+            for child in children or ():
+                below = (1, 0) if type(child) in _SCALARS else known[id(child)]
+                nodes, height = nodes + below[0], max(height, below[1])
+            height += children is not None
+            known[id(value)] = (nodes, height)
+            self.need(height <= max_depth, f"values nested deeper than {max_depth}")
+            self.need(nodes <= max_items, f"over {max_items} values, with shared ones counted each time")
+
+
+def _shown(text: str) -> str:
+    return ascii(text[:200])[1:-1]
+
+
+def _noun(value: Any) -> str:
+    if type(value) is not _Hidden:
+        return type(value).__name__
+    return f"reference to {'.'.join(value.value)}" if value.kind == "name" else value.kind
+
+
+def _signed(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+_MULTIARRAY = "numpy.core.multiarray numpy._core.multiarray"  # the old spelling and the new
+_CALLS: dict[tuple[str, str], Callable[..., Any] | None] = {
+    (module, name): action
+    for modules, name, action in (
+        ("builtins __builtin__", "object", None),  # None: may be named, not called
+        ("builtins __builtin__", "bytes", lambda m, *args: bytes(m.octets(*args))),
+        ("builtins __builtin__", "bytearray", lambda m, *args: bytearray(m.octets(*args))),
+        ("builtins __builtin__", "complex", lambda m, *args: complex(*(m.exact(x, float) for x in args))),
+        ("builtins __builtin__", "set", lambda m, *args: m.gather(m.items(*args), set())),
+        ("builtins __builtin__", "frozenset", lambda m, *args: frozenset(m.gather(m.items(*args), set()))),
+        ("collections", "OrderedDict", lambda m, *args: m.fill(m.pairs(*args), {})),
+        ("copyreg copy_reg", "_reconstructor", _Machine.reconstructor),
+        ("copyreg copy_reg", "__newobj__", _Machine.instance),
+        ("_codecs", "encode", _Machine.encode),
+        ("numpy", "ndarray", None),
+        ("numpy", "dtype", _Machine.dtype),
+        (_MULTIARRAY, "_reconstruct", _Machine.reconstruct),
+        (_MULTIARRAY, "scalar", lambda m, kind, raw: m.array(raw, kind, ())[()]),
+        ("numpy.core.numeric numpy._core.numeric", "_frombuffer", _Machine.array),
+        ("torch.storage", "_load_from_bytes", _Machine.storage),
+        ("torch._utils", "_rebuild_tensor", lambda m, *args: m.tensor(*args, None)),
+        ("torch._utils", "_rebuild_tensor_v2", lambda m, *args: m.tensor(*args[:4], None, *args[6:])),
+        ("torch._utils", "_rebuild_tensor_v3", lambda m, *args: m.tensor(*args[:4], *args[6:])),
+        ("torch._utils", "_rebuild_parameter", _Machine.parameter),
+    )
+    for module in modules.split()
+}
+_REFUSED = {
+    b"P": "a persistent id",
+    b"STU": "a Python 2 string",
+    b"\x82\x83\x84": "a name by its number in copyreg's extension registry",
+    b"\x97\x98": "a buffer that is not in the payload",
+}
+# An opcode gives the value it pushes, or None.
+# fmt: off
+_BY_CODE: dict[bytes, Callable[[_Machine], Any]] = {
+    b"\x80": lambda m: m.need(m.count(1) <= 5, "a pickle protocol above 5"),
+    b"\x95": _Machine.frame,
+    b"(": _Machine.mark,
+    b"0": lambda m: (m.pop(1) if m.stack else m.to_mark()).clear(),
+    b"1": lambda m: m.to_mark().clear(),
+    b"2": lambda m: m.stack.append(m.stack[-1]),
+    b"N": lambda m: m.stack.append(None),
+    b"\x88": lambda m: True, b"\x89": lambda m: False,
+    b"I": _Machine.digits, b"L": _Machine.digits, b"F": lambda m: float(m.line()),
+    b"K": lambda m: m.count(1), b"M": lambda m: m.count(2), b"J": lambda m: _signed(m.take(4)),
+    b"\x8a": lambda m: _signed(m.take(m.count(1))), b"\x8b": lambda m: _signed(m.take(m.count(4))),
+    b"G": lambda m: struct.unpack(">d", m.take(8))[0], b"V": lambda m: m.line().decode("raw-unicode-escape"),
+    b"\x8c": lambda m: _text(m.take(m.count(1))), b"X": lambda m: _text(m.take(m.count(4))),
+    b"\x8d": lambda m: _text(m.take(m.count(8))),
+    b"C": lambda m: m.take(m.count(1)), b"B": lambda m: m.take(m.count(4)),
+    b"\x8e": lambda m: m.take(m.count(8)), b"\x96": lambda m: bytearray(m.take(m.count(8))),
+    b"]": lambda m: m.held([]), b"}": lambda m: m.held({}), b")": lambda m: (),
+    b"\x8f": lambda m: m.gather([], set()),
+    b"l": lambda m: m.held(m.to_mark()), b"d": lambda m: m.held(m.fill(m.to_mark(), {})),
+    b"t": lambda m: m.held(tuple(m.to_mark())), b"\x85": lambda m: m.held(tuple(m.pop(1))),
+    b"\x86": lambda m: m.held(tuple(m.pop(2))), b"\x87": lambda m: m.held(tuple(m.pop(3))),
+    b"\x91": lambda m: frozenset(m.gather(m.to_mark(), set())), b"\x90": lambda m: m.gather(m.to_mark()),
+    b"a": lambda m: m.append(m.pop(1)), b"e": lambda m: m.append(m.to_mark()),
+    b"s": lambda m: m.fill(m.pop(2)), b"u": lambda m: m.fill(m.to_mark()),
+    b"p": lambda m: m.put(m.count(0)), b"q": lambda m: m.put(m.count(1)), b"r": lambda m: m.put(m.count(4)),
+    b"g": lambda m: m.get(m.count(0)), b"h": lambda m: m.get(m.count(1)), b"j": lambda m: m.get(m.count(4)),
+    b"\x94": lambda m: m.put(len(m.memo)),
+    b"c": lambda m: m.name(_text(m.line()), _text(m.line())), b"\x93": lambda m: m.name(*m.pop(2)),
+    b"R": lambda m: m.reduce(*m.pop(2)), b"o": lambda m: m.call(*m.to_mark()),
+    b"i": lambda m: m.call(m.name(_text(m.line()), _text(m.line())), *m.to_mark()),
+    b"\x81": lambda m: m.new(*m.pop(2)), b"\x92": lambda m: m.new(*m.pop(3)),
+    b"b": lambda m: m.build(*m.pop(2)), b"Q": lambda m: m.persistent(*m.pop(1)),
+}
+# fmt: on
+_OPS: list[Callable[[_Machine], Any]] = [lambda m: m.fail(f"unknown opcode 0x{m.data[m.at]:02x}")] * 256
+for _code, _action in _BY_CODE.items():
+    _OPS[_code[0]] = _action
+for _codes, _words in _REFUSED.items():
+    for _number in _codes:
+        _OPS[_number] = partial(_Machine.fail, message=f"{_words}, which is not read")
+
+
+def _load_prefix(
+    data: bytes, offset: int, records: Collection[tuple[str, str]], max_depth: int, max_items: int | None
+) -> tuple[Any, int]:
+    """Read the pickle that begins at ``offset``; give its value and where it ends."""
+    size = len(data) - offset
+    machine = _Machine(data, offset, frozenset(records), _Budget.of(size))
+    value = machine.run()
+    machine.check(value, max_depth, max(100_000, size) if max_items is None else max_items)
+    return value, machine.pos
+
+
+def load(
+    data: bytes | bytearray | memoryview,
+    *,
+    records: Collection[tuple[str, str]] = (),
+    max_depth: int = 64,
+    max_items: int | None = None,
+) -> Any:
+    """Read one pickle that is all of ``data``.
+
+    The result is made of None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set,
+    frozenset, numpy scalars and arrays, torch tensors (on the CPU) and dtypes, and a :class:`Record` for each
+    instance of a class in ``records``, which are pairs of module and qualified name.
+    """
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise TypeError(f"pickle data is bytes, not {type(data).__name__}")
+    data = bytes(data)
+    value, end = _load_prefix(data, 0, records, max_depth, max_items)
+    if end != len(data):
+        raise UnpickleError(f"{len(data) - end} bytes follow the end of the pickle (at byte {end})", end)
+    return value
+
 
 MAGIC = b"TRXP"
 _HEADER = struct.Struct("<4sBQQ")
@@ -97,8 +709,8 @@ def _read_pickle(view: memoryview, limits: Limits) -> list[Experience]:
 
 def _unpickled(view: memoryview, start: int, limits: Limits) -> Any:
     try:
-        return unpickle.load(view, records=_RECORDS, max_depth=limits.max_depth)
-    except unpickle.UnpickleError as error:
+        return load(view, records=_RECORDS, max_depth=limits.max_depth)
+    except UnpickleError as error:
         # The offset is the unpickler's; ours counts from the first byte of the payload.
         raise WireError(f"the pickled part: {error}", start + (error.offset or 0)) from None
 
@@ -200,8 +812,7 @@ def _from_item(item: Any, tensors: Mapping[str, Any], index: int) -> Experience:
 
 
 def _restored(values: dict[str, Any], where: str) -> Experience:
-    from rollbook.core.convert import own
-    from rollbook.core.experience import restore
+    from rollbook.core.experience import own, restore
 
     for name, field in FIELDS.items():
         # A pickle can hold one object in many places; no two records share one.
@@ -228,7 +839,7 @@ def _kind(values: Mapping[str, Any]) -> str | None:
 
 def _legacy(item: Any, index: int) -> Experience:
     where = f"item {index}"
-    if not isinstance(item, unpickle.Record) or item.name != "Experience":
+    if not isinstance(item, Record) or item.name != "Experience":
         raise WireError(f"{where}: got {type(item).__name__}, expected a pickled Experience")
     state = {str(name): _plain(value, where) for name, value in item.state.items()}
     values = {name: state.pop(name) for name in list(state) if name in FIELDS}
@@ -246,7 +857,7 @@ def _plain(value: Any, where: str) -> Any:
     """A known record inside a pickled one as what the constructor takes."""
     if isinstance(value, list):
         return [_plain(entry, where) for entry in value]
-    if not isinstance(value, unpickle.Record):
+    if not isinstance(value, Record):
         return value
     if value.name == "ExperienceType":
         return value.state.get("value")

@@ -38,14 +38,14 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from rollbook.core import arrow, ipc
-from rollbook.core.columns import check_depth
+from rollbook.core import ipc
+from rollbook.core.columns import check_columns, check_depth, check_masks, from_arrays, to_arrays
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences, from_rows
 from rollbook.core.fields import owner
 from rollbook.core.freeform import MAX_DEPTH
+from rollbook.core.ipc import MOST_BYTES, RowLayout
 from rollbook.core.ragged import Ragged, allocate, populate
-from rollbook.core.row_layout import MOST_BYTES, RowLayout
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
@@ -88,7 +88,7 @@ class _Layout:
     def __init__(self, many: Experiences, settle: bool = False) -> None:
         self.settle = settle
         self.count = len(many)
-        arrays = arrow.to_arrays(many.columns)
+        arrays = to_arrays(many.columns)
         for name, array in arrays.items():
             if owner(name) is None and not ipc.keeps(array.type):
                 raise ValueError(f"column {name!r}: an unknown column of type {array.type} cannot be kept in a frame")
@@ -412,11 +412,11 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
         return Experiences()
     arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
     ipc.check_arrays(arrays, verify)
-    columns = arrow.from_arrays(arrays, private)
+    columns = from_arrays(arrays, private)
     try:
-        arrow.check(columns, frame.count)
+        check_columns(columns, frame.count)
         if verify:
-            arrow.check_masks(columns)
+            check_masks(columns)
         if limits.max_depth < MAX_DEPTH:
             # The format's own bound is kept whenever a row is made; a narrower one has to be looked at now.
             check_depth(columns, limits.max_depth)

@@ -16,8 +16,9 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rollbook.core import arrow, freeform
+from rollbook.core import columns as arrow
 from rollbook.core import columns as physical
+from rollbook.core import freeform
 from rollbook.core.fields import FIELDS
 from rollbook.core.ragged import Ragged
 from rollbook.core.vocabulary import Vocabulary

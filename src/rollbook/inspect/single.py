@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus
 
 from rollbook.core.checks import check_choice
-from rollbook.core.paths import check_regular
+from rollbook.core.files import check_regular
 from rollbook.inspect.bundle import page_script, page_style
 from rollbook.inspect.documents import KINDS, LENSES, ROLES, STATUSES, Trajectory
 from rollbook.inspect.frames import encode

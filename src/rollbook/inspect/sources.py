@@ -21,9 +21,9 @@ from rollbook.book.read import seqs_of, uids_of
 from rollbook.core import columns as physical
 from rollbook.core.addresses import POSTGRES, redacted
 from rollbook.core.fields import FIELDS
+from rollbook.core.files import check_regular
 from rollbook.core.ids import step_of
 from rollbook.core.metrics import Progress
-from rollbook.core.paths import check_regular
 from rollbook.core.ragged import Ragged
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect.bulk import columns_of

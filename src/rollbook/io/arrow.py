@@ -13,13 +13,14 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from rollbook.core import arrow, columns, experiences
+from rollbook.core import columns, experiences
+from rollbook.core import columns as arrow
 from rollbook.core.columns import PLAIN_TYPES, Columns
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import DTYPES, FIELDS, Field, owner
+from rollbook.core.files import check_regular
 from rollbook.core.ids import EID
-from rollbook.core.paths import check_regular
 from rollbook.core.wire import DEFAULT_LIMITS, Limits
 from rollbook.io import parquet
 
@@ -75,7 +76,7 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Experiences:
     parts.update(arrow.from_arrays({k: v for k, v in arrays.items() if k.partition("__")[0] not in parts}))
     try:
         experiences.complete(parts, count, explicit_masks=True)
-        arrow.check(parts, count)
+        arrow.check_columns(parts, count)
         arrow.check_masks(parts)
     except WireError:
         raise
@@ -161,7 +162,7 @@ def _without_hidden(array: pa.Array) -> pa.Array:
 
 def _by_value(field: Field, array: pa.Array) -> Columns:
     """Columns made again from Python values: for tables of other tools, whose types are not ours."""
-    from rollbook.core.convert import as_eid, convert
+    from rollbook.core.experience import as_eid, convert
 
     values = array.to_pylist()
     if field.kind == "tensor":

@@ -11,7 +11,7 @@ from typing import Any
 
 from rollbook.core.checks import suggest
 from rollbook.core.errors import WireError
-from rollbook.core.paths import check_regular
+from rollbook.core.files import check_regular
 from rollbook.core.trxp import MAGIC as TRXP
 from rollbook.core.wire import MAGIC as FRAME
 from rollbook.io.rows import MAX_ROW_BYTES, files, json_object, lines

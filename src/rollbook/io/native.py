@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from rollbook.core import arrow, columns, wire
-from rollbook.core.arrow import to_arrays
-from rollbook.core.columns import Columns
+from rollbook.core import columns, wire
+from rollbook.core import columns as arrow
+from rollbook.core.columns import Columns, to_arrays
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import DTYPES, FIELDS, Field, owner

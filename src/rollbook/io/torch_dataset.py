@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
-from rollbook.core.paths import check_regular
+from rollbook.core.files import check_regular
 from rollbook.core.wire import HEADER_BYTES, WireError, decode, read_header
 
 Rows: TypeAlias = NDArray[np.int64]

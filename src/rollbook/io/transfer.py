@@ -22,8 +22,7 @@ from typing import Any
 
 from rollbook.core.checks import check_bool, check_choice, check_int, suggest
 from rollbook.core.experiences import Experiences
-from rollbook.core.files import FOLDER, make_private
-from rollbook.core.paths import check_regular
+from rollbook.core.files import FOLDER, check_regular, make_private
 from rollbook.io import frameworks, jsonl, native, trinity_sqlite
 from rollbook.io.formats import FORMATS, for_writing, guess, is_saved_dataset, known
 from rollbook.io.rows import MAX_ROW_BYTES, Errors, Report, Skipped, regroup

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from rollbook.algorithms.layout import as_column
-from rollbook.batch.plan import plan
-from rollbook.batch.request import Layout
+from rollbook.batch.plan import Layout, plan
 from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, token_fields
 from rollbook.compat.lightrft.layouts import action_starts, checked, sheet_of_batch, spans_of_rows, widths
 from rollbook.compat.lightrft.layouts import packed as packed_batch

@@ -1,6 +1,6 @@
 """Ready functions about the text itself: JSON that is a value or keeps a schema, length, repetition.
 
-Invariant: length and repetition are those of `rollbook.algorithms.penalties`; nothing is computed twice, in two ways.
+Invariant: length and repetition are those of `rollbook.algorithms.shaping`; nothing is computed twice, in two ways.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def length(
     >>> length(["a b c", "a"], [[], []], target=1, per_unit=0.25, unit="words")
     [-0.5, 0.0]
     """
-    from rollbook.algorithms.penalties import length_penalty
+    from rollbook.algorithms.shaping import length_penalty
 
     sizes = [len(row) for row in _units(responses, response_ids, unit)]
     if not sizes:
@@ -191,7 +191,7 @@ def repetition(
     >>> repetition(["a b a b a", "a b c d"], [[], []], n=2, unit="words")
     [-0.5, 0.0]
     """
-    from rollbook.algorithms.penalties import repetition_penalty
+    from rollbook.algorithms.shaping import repetition_penalty
 
     rows = _units(responses, response_ids, unit)
     found: list[float] = repetition_penalty(rows, n=n, max_penalty=max_penalty).tolist() if rows else []

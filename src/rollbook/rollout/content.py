@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollbook.core.files import check_regular
 from rollbook.core.images import MARKS, data_url, inner, load_image, load_picture, source
-from rollbook.core.paths import check_regular
 from rollbook.core.sampling import Prompt
 
 _VIDEO = re.compile(rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI |OggS|FLV\x01|\0\0\x01[\xba\xb3]|G.{187}G", re.DOTALL)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollbook.algorithms.registry import UnknownName
+from rollbook.algorithms.registry import UnknownNameError
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Algorithm:
         unless another loss or estimator is named."""
         if isinstance(given, str):
             if given not in PRESET_NAMES:
-                raise UnknownName(f"algorithm: got {given!r}, expected a preset{suggest(given, PRESET_NAMES)}")
+                raise UnknownNameError(f"algorithm: got {given!r}, expected a preset{suggest(given, PRESET_NAMES)}")
             given = presets()[given]
         if not isinstance(given, Algorithm):
             raise ValueError(f"algorithm: got {type(given).__name__}, expected an Algorithm or a preset's name")
@@ -216,7 +216,9 @@ class Algorithm:
 
 def _named(what: str, name: Any, registry: Mapping[str, Any]) -> Any:
     if not isinstance(name, str) or name not in registry:
-        raise UnknownName(f"algorithm.{what}: got {name!r}, expected one of its names{suggest(str(name), registry)}")
+        raise UnknownNameError(
+            f"algorithm.{what}: got {name!r}, expected one of its names{suggest(str(name), registry)}"
+        )
     return registry[name]
 
 

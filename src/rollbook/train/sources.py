@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rollbook.core.paths import check_regular
+from rollbook.core.files import check_regular
 from rollbook.io.rows import MAX_ROW_BYTES
 
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")

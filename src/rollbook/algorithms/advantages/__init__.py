@@ -22,7 +22,6 @@ from rollbook.algorithms.advantages.grouped import (
     rec,
     rloo,
 )
-from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.advantages.stepwise import gigpo, step_wise_grpo
 from rollbook.algorithms.advantages.temporal import (
     cumulative_returns,
@@ -37,7 +36,7 @@ from rollbook.algorithms.advantages.temporal import (
 from rollbook.algorithms.advantages.tokenwise import clip_b, clip_v, jsd, on_policy_distill
 from rollbook.algorithms.groups import as_rewards
 from rollbook.algorithms.inputs import Inputs, Uids, group_numbers, inputs_of
-from rollbook.algorithms.registry import Entry
+from rollbook.algorithms.registry import ESTIMATORS, Entry
 from rollbook.algorithms.results import Advantages, Report
 from rollbook.compat.lightrft.batch import ExperienceBatch
 from rollbook.core.experiences import Experiences, as_experiences

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.algorithms.advantages.grouped import LEVELS
-from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, last_steps, numbered
 from rollbook.algorithms.layout import PerRow, PerToken
 from rollbook.algorithms.moments import STD
+from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import ALONE, Ranks, check_ranks

@@ -32,9 +32,9 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.algorithms import moments
-from rollbook.algorithms.advantages.registry import ESTIMATORS
 from rollbook.algorithms.groups import Grouped, as_rewards
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_mask
+from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.algorithms.scan import Places, gae_scan, return_scan, survey, taking_part
 from rollbook.core.checks import check_bool, check_choice, check_float

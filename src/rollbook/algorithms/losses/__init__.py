@@ -26,9 +26,9 @@ from rollbook.algorithms.losses.critic import entropy_loss, value_loss
 from rollbook.algorithms.losses.mixed import chord_mu, mix, mix_chord, mix_denominators
 from rollbook.algorithms.losses.policy import cpg, gmpo, gspo, ppo, sapo
 from rollbook.algorithms.losses.preference import dpo, dpo_sums, interleaved
-from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.reinforce import cispo, importance_sampling, opmd, rec, sppo, topr
 from rollbook.algorithms.losses.supervised import sft, sft_is, sft_phi
+from rollbook.algorithms.registry import LOSSES
 
 LOSSES.register("kl", source="coef times the aggregate of a KL estimate (Schulman, 2020)")(kl_loss)
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from rollbook.algorithms.aggregate import reduce, token_share
-from rollbook.algorithms.arguments import constant, on_tokens, optional_number
-from rollbook.algorithms.layout import Layout, PerRow, PerToken
-from rollbook.algorithms.losses.registry import LOSSES
-from rollbook.algorithms.losses.terms import Terms
+from rollbook.algorithms.aggregate import Terms, reduce, token_share
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, constant, on_tokens, optional_number
+from rollbook.algorithms.registry import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_float

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from rollbook.algorithms.aggregate import row_share
-from rollbook.algorithms.arguments import row_flags
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor
+from rollbook.algorithms.aggregate import Policy, Terms, layout_of, row_share
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor, row_flags
 from rollbook.algorithms.losses.policy import ppo_terms
-from rollbook.algorithms.losses.registry import LOSSES
 from rollbook.algorithms.losses.supervised import phi_terms
-from rollbook.algorithms.losses.terms import Policy, Terms, layout_of
+from rollbook.algorithms.registry import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_float

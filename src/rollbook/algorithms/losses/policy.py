@@ -9,10 +9,9 @@ import math
 
 import torch
 
-from rollbook.algorithms.arguments import optional_number
-from rollbook.algorithms.layout import PerRow, PerToken
-from rollbook.algorithms.losses.registry import LOSSES
-from rollbook.algorithms.losses.terms import Policy, Terms, clipped
+from rollbook.algorithms.aggregate import Policy, Terms, clipped
+from rollbook.algorithms.layout import PerRow, PerToken, optional_number
+from rollbook.algorithms.registry import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_float

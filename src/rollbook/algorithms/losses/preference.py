@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from rollbook.algorithms.arguments import row_flags
 from rollbook.algorithms.groups import as_ids, numbered
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, alike
-from rollbook.algorithms.losses.registry import LOSSES
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, alike, row_flags
+from rollbook.algorithms.registry import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_choice, check_float

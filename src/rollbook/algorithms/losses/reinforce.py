@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from rollbook.algorithms.arguments import on_tokens
-from rollbook.algorithms.layout import Layout, PerRow, PerToken
-from rollbook.algorithms.losses.registry import LOSSES
-from rollbook.algorithms.losses.terms import Policy, Terms
+from rollbook.algorithms.aggregate import Policy, Terms
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, on_tokens
+from rollbook.algorithms.registry import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_choice, check_float

@@ -9,9 +9,9 @@ import math
 
 import torch
 
+from rollbook.algorithms.aggregate import Terms
 from rollbook.algorithms.layout import Layout, PerRow, PerToken
-from rollbook.algorithms.losses.registry import LOSSES
-from rollbook.algorithms.losses.terms import Terms
+from rollbook.algorithms.registry import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_float

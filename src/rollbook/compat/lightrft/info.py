@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.core.convert import own
 from rollbook.core.equality import same
+from rollbook.core.experience import own
 from rollbook.core.rows import NUMPY, memory, unbind_copy
 
 Path = tuple[Any, ...]

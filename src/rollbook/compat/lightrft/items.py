@@ -24,8 +24,7 @@ from rollbook.compat.lightrft.ragged_batch import SAMPLE_LISTS, Sheet, WideSheet
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.core.media import SHARED, Pool, count_media
 from rollbook.core.ragged import promote
-from rollbook.core.recycle import LARGE, empty
-from rollbook.core.rows import Column, Rows, Segments, blank, check_fill, concatenated, memory, segments
+from rollbook.core.rows import LARGE, Column, Rows, Segments, blank, check_fill, concatenated, empty, memory, segments
 
 
 def sheet_of_items(items: Sequence[Any]) -> Sheet:

@@ -16,7 +16,7 @@ import torch
 from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, token_fields
 from rollbook.compat.lightrft.info import check_info
 from rollbook.compat.lightrft.ragged_batch import SAMPLE_LISTS, Lengths, Sheet, constant, on_tokens
-from rollbook.core.convert import own
+from rollbook.core.experience import own
 from rollbook.core.fields import BATCH_FIELDS, FIELDS
 from rollbook.core.media import divided, joined, sample_list
 from rollbook.core.ragged import offsets_of

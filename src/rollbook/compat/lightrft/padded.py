@@ -18,8 +18,7 @@ from rollbook.compat.lightrft.passes import Passes, checked_answer, is_planned
 from rollbook.compat.lightrft.rollout_batches import mean_by_row
 from rollbook.compat.lightrft.samples import lengths_of_samples
 from rollbook.core.metrics import Progress, Stages
-from rollbook.core.recycle import empty
-from rollbook.core.rows import NUMPY, memory
+from rollbook.core.rows import NUMPY, empty, memory
 
 
 def padded_experience(samples: Samples, passes: Passes, stages: Stages, bar: Progress) -> ExperienceBatch | None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rollbook.batch.device import to
 from rollbook.compat.lightrft.info import info_arrays, row_kinds, split_info
-from rollbook.core.convert import own
+from rollbook.core.experience import own
 from rollbook.core.fields import BATCH_FIELDS
 from rollbook.core.ids import EID
 from rollbook.core.ragged import Ragged, offsets_of

@@ -16,7 +16,7 @@ from rollbook.compat.lightrft.batch import Origin
 from rollbook.compat.lightrft.info import InfoOrigin, collate_info
 from rollbook.compat.lightrft.items import column_of
 from rollbook.compat.lightrft.ragged_batch import Lengths, Sheet, constant
-from rollbook.core.custom_field import CustomField
+from rollbook.core.experience import CustomField
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
 from rollbook.core.media import count_media

@@ -10,8 +10,10 @@ from rollbook.compat.trinity.collate import (
     group_by,
     to_hf_datasets,
 )
-from rollbook.core.experience import EID, CustomField, Experience, Experiences
+from rollbook.core.experience import CustomField, Experience
 from rollbook.core.experience import split_preference_pairs as split_dpo_experience_to_single_turn
+from rollbook.core.experiences import Experiences
+from rollbook.core.ids import EID
 
 __all__ = [
     "EID",

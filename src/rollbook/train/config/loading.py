@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollbook.core.paths import check_regular
+from rollbook.core.files import check_regular
 from rollbook.train.config.kinds import ConfigError, Kind, Listing, Nullable, Section, Table, Text, section_in
 from rollbook.train.config.reading import Document, Place, argument, read_file
 from rollbook.train.config.schema import Config

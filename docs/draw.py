@@ -1,7 +1,7 @@
 """Pictures of batches and plans, as SVG: where tokens, padding and samples lie.
 
 Invariant: a picture is drawn from the batch or plan itself, cell by cell, and the same input gives the same bytes.
-`python -m rollbook.draw FOLDER` draws those of the documentation.
+`python docs/draw.py docs/pictures` draws the pictures of the documentation.
 """
 
 from __future__ import annotations

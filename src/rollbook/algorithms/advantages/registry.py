@@ -1,8 +1,0 @@
-"""The registry of advantage estimators; each module of this package puts its own into it."""
-
-from __future__ import annotations
-
-from rollbook.algorithms.registry import Registry
-
-ESTIMATORS = Registry("advantage estimator")
-"""Every estimator by name: `ESTIMATORS["grpo"].options` are its options and defaults."""

@@ -1,8 +1,0 @@
-"""The registry of losses; each module of this package puts its own into it."""
-
-from __future__ import annotations
-
-from rollbook.algorithms.registry import Registry
-
-LOSSES = Registry("loss")
-"""Every loss by name: `LOSSES["ppo"].options` are its options and defaults; `LOSSES.call("ppo", data)` calls it."""
