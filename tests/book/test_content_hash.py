@@ -495,10 +495,11 @@ def test_digests_and_tags_do_without_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from rollbook.core.experiences import Experiences
-from rollbook.book.content_hash import digests
-from rollbook.book.index_columns import numbers, tags
+from rollbook.book.content_hash import content_hashes
+from rollbook.book.index_columns import index_columns, number_column
 many = Experiences.from_bytes(open({str(path)!r}, "rb").read())
-print(digests(many).whole[1].hex(), len(tags(many)), numbers(many, "metrics.n"), "torch" in sys.modules)
+digest, numbers = content_hashes(many).whole[1].hex(), number_column(many, "metrics.n")
+print(digest, len(index_columns(many)), numbers, "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"{GOLDEN[1][0]} 4 [None, 0.5, None, None] False\n"

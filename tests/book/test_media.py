@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import EID, Experience, Experiences
-from rollbook.book import media as attachments
+from rollbook.book import media
 from rollbook.book.media import COLUMN, REFERENCES, Blob, blob_size, extract, open_blob, references, restore
 from rollbook.core.columns import MEDIA
 from rollbook.core.errors import WireError
@@ -40,7 +40,7 @@ def url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def store(lifted: attachments.Extracted) -> dict[str, bytes]:
+def store(lifted: media.Extracted) -> dict[str, bytes]:
     return {name: blob.data for name, blob in lifted.blobs.items()}
 
 
@@ -464,7 +464,7 @@ def test_a_blob_with_any_byte_changed_or_missing_is_refused() -> None:
 @given(st.binary(max_size=200), st.booleans())
 def test_bytes_that_are_no_blob_are_refused(data: bytes, headed: bool) -> None:
     with pytest.raises(WireError):
-        open_blob((attachments.MAGIC + b"\1\0" if headed else b"") + data)
+        open_blob((media.MAGIC + b"\1\0" if headed else b"") + data)
 
 
 def forged(
@@ -472,7 +472,7 @@ def forged(
 ) -> bytes:
     """A blob whose checksum is right, whatever it holds."""
     size = len(payload) if length is None else length
-    head = attachments._HEADER.pack(attachments.MAGIC, 1, kind, len(description), size, digest, 0)[:56]
+    head = media._HEADER.pack(media.MAGIC, 1, kind, len(description), size, digest, 0)[:56]
     body = head + xxhash.xxh3_64_digest(head + payload + description)[::-1] + payload + description
     return body + bytes(-len(body) % 64)
 
@@ -595,10 +595,10 @@ def test_a_medium_that_is_not_what_the_record_says_is_refused() -> None:
 
 def test_a_few_references_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     lifted = extract(Experiences([record(multi_modal_inputs=PIXELS) for _ in range(8)]))
-    monkeypatch.setattr(attachments, "DEFAULT_LIMITS", Limits(max_bytes=8 * 4 * 4096 - 1))
+    monkeypatch.setattr(media, "DEFAULT_LIMITS", Limits(max_bytes=8 * 4 * 4096 - 1))
     with pytest.raises(WireError, match="record 7: .* more than the limit of 131071 bytes"):
         restore(lifted.stripped, store(lifted).__getitem__)
-    monkeypatch.setattr(attachments, "DEFAULT_LIMITS", Limits(max_bytes=8 * 4 * 4096))
+    monkeypatch.setattr(media, "DEFAULT_LIMITS", Limits(max_bytes=8 * 4 * 4096))
     assert len(restore(lifted.stripped, store(lifted).__getitem__)) == 8
 
 
@@ -607,10 +607,10 @@ def test_no_torch_is_needed(tmp_path: Any) -> None:
     (tmp_path / "frame").write_bytes(encode(many))
     script = """
 import sys
-from rollbook.book.media import lift, references, restore
+from rollbook.book.media import extract, references, restore
 from rollbook.core.wire import decode, encode
 many = decode(open(sys.argv[1], "rb").read())
-lifted = lift(many)
+lifted = extract(many)
 stored = {key: blob.data for key, blob in lifted.blobs.items()}
 back = restore(decode(encode(lifted.stripped)), stored.__getitem__)
 print(len(stored), encode(back) == encode(many), "torch" in sys.modules)

@@ -428,13 +428,13 @@ def test_threads_do_not_see_each_other() -> None:
 
 FORK = """
 import os, sys
-from rollbook.book.query import run
-assert run("select 1", {}, threads=2).rows() == [(1,)]
+from rollbook.book.query import run_query
+assert run_query("select 1", {}, threads=2).rows() == [(1,)]
 child = os.fork()
 if child == 0:
-    sys.exit(7 if run("select 2", {}, threads=2).rows() == [(2,)] else 1)
+    sys.exit(7 if run_query("select 2", {}, threads=2).rows() == [(2,)] else 1)
 status = os.waitpid(child, 0)[1]
-print(os.WIFEXITED(status) and os.WEXITSTATUS(status), run("select 3", {}, threads=2).rows())
+print(os.WIFEXITED(status) and os.WEXITSTATUS(status), run_query("select 3", {}, threads=2).rows())
 """
 
 
@@ -446,7 +446,7 @@ def test_a_forked_child_can_ask_and_leave() -> None:
 EXIT = """
 import os, sys
 import duckdb, numpy as np, pyarrow as pa
-from rollbook.book.query import run
+from rollbook.book.query import run_query
 lists = pa.LargeListArray.from_arrays(np.arange(0, 300_001, 300), np.zeros(300_000, np.int32))
 table = pa.concat_tables([pa.table({"uid": [str(i) for i in range(1000)], "tokens": lists})] * 60)
 class Source:
@@ -456,7 +456,7 @@ class Source:
 for _ in range(20):
     child = os.fork()
     if child == 0:
-        sys.exit(len(run("select * from experiences limit 2", {"experiences": Source()}, threads=2)))
+        sys.exit(len(run_query("select * from experiences limit 2", {"experiences": Source()}, threads=2)))
     status = os.waitpid(child, 0)[1]
     assert os.waitstatus_to_exitcode(status) == 2, status
 """
