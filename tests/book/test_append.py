@@ -391,7 +391,7 @@ def test_an_append_that_fails_does_not_fail_those_beside_it(tmp_path: Path, monk
         admits = AppendTransaction.__call__
 
         def faulty(self: AppendTransaction, tx: Any) -> Any:
-            if self.coming.select([0])[0].info["i"] == 2:
+            if self.pending.select([0])[0].info["i"] == 2:
                 raise OSError("bad append")
             return admits(self, tx)
 

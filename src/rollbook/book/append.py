@@ -92,7 +92,7 @@ class AppendResult:
 class PendingAppend:
     """Records on their way in, with what the ledger will say of them."""
 
-    many: Experiences | RowLayout
+    records: Experiences | RowLayout
     digests: ContentHashes
     tags: Sequence[IndexColumns]
     evaluation: bool
@@ -104,12 +104,12 @@ class PendingAppend:
     """With `frame`: the media of each record; empty if there are none."""
 
     def take(self, indices: list[int]) -> PendingAppend:
-        kept = ContentHashes(*([column[i] for i in indices] for column in self.digests))
-        return PendingAppend(self.select(indices), kept, [self.tags[i] for i in indices], self.evaluation)
+        hashes = ContentHashes(*([column[i] for i in indices] for column in self.digests))
+        return PendingAppend(self.select(indices), hashes, [self.tags[i] for i in indices], self.evaluation)
 
     def select(self, indices: list[int]) -> Experiences:
         """The records at `indices`, on memory of their own."""
-        records = decode(self.frame, verify=False) if isinstance(self.many, RowLayout) else self.many
+        records = decode(self.frame, verify=False) if isinstance(self.records, RowLayout) else self.records
         return records.take(indices)
 
 
@@ -132,9 +132,9 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def as_experiences(given: Any) -> Experiences:
+def as_experiences(experiences: Any) -> Experiences:
     """One record, some, or columns, as columns."""
-    return given if isinstance(given, Experiences) else from_rows(_rows(given), copy=False)
+    return experiences if isinstance(experiences, Experiences) else from_rows(_rows(experiences), copy=False)
 
 
 def _rows(records: Any) -> list[Any]:
@@ -176,13 +176,13 @@ def _describe(records: Experiences | RowLayout, evaluation: bool, *encoded: Any)
 
 
 def append_records(
-    book: Book, given: Any, *, evaluation: bool, author: str, timeout: float | None
+    book: Book, experiences: Any, *, evaluation: bool, author: str, timeout: float | None
 ) -> tuple[AppendResult, dict[str, str]]:
     """See `Book.append`; also, by id, which records were "admitted", too old as they came ("stale") or "revised"."""
-    records = given if isinstance(given, Experiences) else _rows(given)
+    records = experiences if isinstance(experiences, Experiences) else _rows(experiences)
     if not records:
         return AppendResult(), {}
-    coming, doubled = _deduplicate(_prepare(records, evaluation))
+    pending, doubled = _deduplicate(_prepare(records, evaluation))
     end = None if timeout is None else time.monotonic() + timeout
     # Where bytes and rows are written by one transaction, the first attempt takes all records for new and writes them
     # at once; if some are not, it writes nothing.
@@ -192,16 +192,16 @@ def append_records(
     revisions: list[tuple[int, int]]
     while True:
         if hopeful:
-            hopeful, fresh, known, revisions = False, list(range(len(coming.tags))), 0, []
+            hopeful, fresh, known_count, revisions = False, list(range(len(pending.tags))), 0, []
         else:
             with book.ledger.read() as tx:
-                fresh, known, revisions = _classify(tx, coming)
+                fresh, known_count, revisions = _classify(tx, pending)
                 check_tokenizer(tx, book)
-                held = _limiter_wait(tx, evaluation, len(fresh))
-            if held is not None:
-                _wait(held, end)
+                wait_reason = _limiter_wait(tx, evaluation, len(fresh))
+            if wait_reason is not None:
+                _wait(wait_reason, end)
                 continue
-        new = coming if len(fresh) == len(coming.tags) else coming.take(fresh)
+        new = pending if len(fresh) == len(pending.tags) else pending.take(fresh)
         fates: dict[str, str] = {}
         admit = AppendTransaction(book, new) if fresh else None
         # Without a limit, or one of 0 s for limiters, the lock has its default limit.
@@ -209,9 +209,9 @@ def append_records(
         try:
             if revisions:
                 # In one transaction with the new ones, which comes about only if one of them brings something.
-                changed = revision.add_fields(book, coming, revisions, author, admit, lock_wait)
+                changed = revision.add_fields(book, pending, revisions, author, admit, lock_wait)
                 fates = dict.fromkeys(changed, "revised")
-                known += len(revisions) - len(changed)
+                known_count += len(revisions) - len(changed)
             if admit is not None and admit.stale is None:
                 if book.store.transactional:
                     admit.write_bytes()
@@ -233,7 +233,7 @@ def append_records(
                 if time.monotonic() >= last_retry:
                     raise
                 continue
-        result = AppendResult(known=known + doubled, revised=len(fates))
+        result = AppendResult(known=known_count + doubled, revised=len(fates))
         if admit is None or admit.stale is None:
             return result, fates
 
@@ -245,47 +245,47 @@ def append_records(
         return result + AppendResult(admitted=len(fresh), stale=len(admit.stale)), fates
 
 
-def _deduplicate(coming: PendingAppend) -> tuple[PendingAppend, int]:
+def _deduplicate(pending: PendingAppend) -> tuple[PendingAppend, int]:
     """Each id once: the same record twice in one append counts once."""
     first: dict[str, int] = {}
-    for i, tag in enumerate(coming.tags):
+    for i, tag in enumerate(pending.tags):
         j = first.setdefault(tag.uid, i)
-        if coming.digests.whole[i] != coming.digests.whole[j]:
+        if pending.digests.whole[i] != pending.digests.whole[j]:
             raise ConflictError(f"append: records {j} and {i} are different and have the same id {tag.uid!r}")
-    doubled = len(coming.tags) - len(first)
-    return (coming.take(list(first.values())), doubled) if doubled else (coming, 0)
+    doubled = len(pending.tags) - len(first)
+    return (pending.take(list(first.values())), doubled) if doubled else (pending, 0)
 
 
-def _classify(tx: Transaction, coming: PendingAppend) -> tuple[list[int], int, list[tuple[int, int]]]:
+def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, list[tuple[int, int]]]:
     """Which records are new, how many are known, and which known ones (index, number) may bring new fields."""
-    place = {tag.uid: i for i, tag in enumerate(coming.tags)}
+    place = {tag.uid: i for i, tag in enumerate(pending.tags)}
     fresh = dict.fromkeys(place.values())
-    known = 0
+    known_count = 0
     revisions = []
     for start in range(0, len(place), 10_000):
         part = list(place)[start : start + 10_000]
-        for seq, uid, whole, core, evaluation, gone in tx.all(
+        for seq, uid, stored_hash, core, evaluation, gone in tx.all(
             f"SELECT seq, uid, whole, core, evaluation, gone FROM records WHERE uid {tx.in_texts}", (tx.array(part),)
         ):
             i = place[uid]
-            if gone == "rewound" or (gone is not None and whole is None):
+            if gone == "rewound" or (gone is not None and stored_hash is None):
                 continue  # The id is free: see `FREE`.
             del fresh[i]
-            if bool(evaluation) != coming.evaluation:
+            if bool(evaluation) != pending.evaluation:
                 raise ConflictError(
-                    f"{uid}: got it for {_purpose(coming.evaluation)}, it is there for {_purpose(evaluation)}"
+                    f"{uid}: got it for {_purpose(pending.evaluation)}, it is there for {_purpose(evaluation)}"
                 )
-            same = whole is not None and bytes(whole) == coming.digests.whole[i]
-            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, coming.digests.whole[i])):
-                known += 1
+            same = stored_hash is not None and bytes(stored_hash) == pending.digests.whole[i]
+            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, pending.digests.whole[i])):
+                known_count += 1
             elif gone is not None:
                 # What was sampled is the same: it stays gone, and late fields have nothing to be added to.
-                if core is None or bytes(core) != coming.digests.core[i]:
+                if core is None or bytes(core) != pending.digests.core[i]:
                     raise ConflictError(f"{uid}: got a record under the id of one that is gone ({gone})")
-                known += 1
+                known_count += 1
             else:
                 revisions.append((i, seq))
-    return list(fresh), known, revisions
+    return list(fresh), known_count, revisions
 
 
 def _purpose(evaluation: Any) -> str:
@@ -319,17 +319,17 @@ class Encoded:
     uses: Sequence[tuple[str, ...]]
 
     @classmethod
-    def of(cls, coming: PendingAppend) -> Encoded:
+    def of(cls, pending: PendingAppend) -> Encoded:
         """Encode records, unless they are encoded already."""
-        if coming.frame is not None:
-            return cls(coming.frame, coming.blobs, coming.uses)
-        columns = as_experiences(coming.many)
-        lifted = extract(columns, evaluation=[coming.evaluation] * len(columns))
+        if pending.frame is not None:
+            return cls(pending.frame, pending.blobs, pending.uses)
+        columns = as_experiences(pending.records)
+        lifted = extract(columns, evaluation=[pending.evaluation] * len(columns))
         return cls(encode(lifted.stripped), lifted.blobs, lifted.uses)
 
-    def parts(self, known: Collection[str]) -> tuple[list[Any], list[str]]:
+    def parts(self, known_hashes: Collection[str]) -> tuple[list[Any], list[str]]:
         """What is written: the frame, then the media that the book does not know; and the hashes of those."""
-        new = [key for key in self.blobs if key not in known]
+        new = [key for key in self.blobs if key not in known_hashes]
         return [self.frame, *(self.blobs[key].data for key in new)], new
 
     def known_media(self, tx: Transaction) -> set[str]:
@@ -349,11 +349,11 @@ def store_all(book: Book, admits: Sequence[AppendTransaction]) -> None:
     admits = [admit for admit in admits if admit.stored is None]
     if not admits:
         return
-    known: set[str] = set()
+    known_hashes: set[str] = set()
     if any(admit.encoded.blobs for admit in admits):
         with book.ledger.read() as tx:
-            known = set().union(*(admit.encoded.known_media(tx) for admit in admits))
-    listed = [admit.encoded.parts(known) for admit in admits]
+            known_hashes = set().union(*(admit.encoded.known_media(tx) for admit in admits))
+    listed = [admit.encoded.parts(known_hashes) for admit in admits]
     parts = [part for parts, _ in listed for part in parts]
     if book.quota is not None:
         check_quota(book, sum(map(len, parts)))
@@ -407,11 +407,11 @@ class AppendTransaction:
     A store in the ledger's database gets the bytes in the same transaction.
     """
 
-    def __init__(self, book: Book, coming: PendingAppend) -> None:
+    def __init__(self, book: Book, pending: PendingAppend) -> None:
         self.book = book
-        self.coming = coming
-        self.columns = column_types(coming.many) - book.known_column_types
-        self.encoded = Encoded.of(coming)
+        self.pending = pending
+        self.columns = column_types(pending.records) - book.known_column_types
+        self.encoded = Encoded.of(pending)
         self.stored: Stored | None = None
         self.placed: Stored | None = None
         """Where the last call found or put the bytes."""
@@ -438,12 +438,12 @@ class AppendTransaction:
         frame = None if self.placed is None else self.placed.frame
         if frame is None:
             return False
-        place = (self.coming.tags[0].uid, frame.segment, frame.offset)
+        place = (self.pending.tags[0].uid, frame.segment, frame.offset)
         return tx.one("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", place) is not None
 
     def __call__(self, tx: Transaction) -> None:
-        book, coming = self.book, self.coming
-        uids = [tag.uid for tag in coming.tags]
+        book, pending = self.book, self.pending
+        uids = [tag.uid for tag in pending.tags]
         same_uids, consumer_rows, meta_rows, [(base,)] = tx.ask(
             (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
             (SELECT_CONSUMERS, ()),
@@ -461,31 +461,31 @@ class AppendTransaction:
         segment = stored.frame.segment
         if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
             book.store.seal()
-        listening = [] if coming.evaluation else parse_consumers(consumer_rows)
+        listening = [] if pending.evaluation else parse_consumers(consumer_rows)
         # Where an append depends on how many records there are, or the other way round, appends come one by one.
         limited = []
-        for consumer in [each for each in listening if each.settings.ratio or each.settings.max_size]:
+        for consumer in [group for group in listening if group.settings.ratio or group.settings.max_size]:
             limited.append(_counted(tx, book, consumer))
             if _limiter_reason(tx, limited[-1], len(uids)):
                 raise _ConcurrentAppendError
         if same_uids:
             renamed = [(f"{uid}~{seq}", seq) for seq, uid, _ in sorted(same_uids)]
             tx.many("UPDATE records SET uid = ? WHERE seq = ?", renamed)
-        insert_records(tx, coming, stored, base)
+        insert_records(tx, pending, stored, base)
         stale: set[int] = set()
         numbers: dict[int, str] = {}
         lineage = queue.parse_lineage(meta)
-        if lineage.number and queue.name_lineage(coming.many):
+        if lineage.number and queue.name_lineage(pending.records):
             lineage = queue.read_lineage(tx, lock=True)
-        newest = [tag.version_max for tag in coming.tags]
-        abandoned = lineage.admit(tx, coming.many, base, newest) if lineage.number else set()
+        newest = [tag.version_max for tag in pending.tags]
+        abandoned = lineage.admit(tx, pending.records, base, newest) if lineage.number else set()
         for consumer in listening:
             key = consumer.settings.sampler.key
             if key is not None and key not in IndexColumns._fields:
-                numbers[consumer.id] = json.dumps(number_column(coming.many, key))
+                numbers[consumer.id] = json.dumps(number_column(pending.records, key))
             if consumer.settings.max_staleness is not None:
                 floor = queue.version_floor(lineage.announced, consumer.settings.max_staleness)
-                versions = [tag.version_min for tag in coming.tags]
+                versions = [tag.version_min for tag in pending.tags]
                 stale |= abandoned
                 stale.update(i for i, v in enumerate(versions) if floor is not None and v is not None and v < floor)
             if consumer.waiting > tx.now:
@@ -572,10 +572,10 @@ def _wait(why: str, end: float | None) -> None:
 
 
 def insert_records(
-    tx: Transaction, coming: PendingAppend, stored: Stored | None, base: int, gone: str | None = None
+    tx: Transaction, pending: PendingAppend, stored: Stored | None, base: int, gone: str | None = None
 ) -> None:
     """Insert the records' rows, numbered from `base` on."""
-    count = len(coming.tags)
+    count = len(pending.tags)
     place = (None, None, None) if stored is None else (stored.frame.segment, stored.frame.offset, stored.frame.length)
     share = 0 if stored is None else -(-stored.frame.length // count)
     tx.insert(
@@ -584,12 +584,12 @@ def insert_records(
         [
             (
                 base + i,
-                *coming.tags[i],
-                int(coming.evaluation),
+                *pending.tags[i],
+                int(pending.evaluation),
                 tx.now,
                 0,
-                None if stored is None else coming.digests.whole[i],
-                None if stored is None else coming.digests.core[i],
+                None if stored is None else pending.digests.whole[i],
+                None if stored is None else pending.digests.core[i],
                 *place,
                 None if stored is None else i,
                 share,
@@ -608,9 +608,9 @@ def insert_records(
         )
         uses = [(key, base + i) for i, keys in enumerate(stored.uses) for key in keys]
         tx.insert("media_uses", ("hash", "seq"), uses)
-    detail = {"evaluation": True} if coming.evaluation else None
+    detail = {"evaluation": True} if pending.evaluation else None
     queue.record_events(tx, [queue.Event("admitted", base + i, detail=detail) for i in range(count)])
-    queue.add_counts(tx, [(0, "evaluation" if coming.evaluation else "admitted", "", count, 0.0)])
+    queue.add_counts(tx, [(0, "evaluation" if pending.evaluation else "admitted", "", count, 0.0)])
 
 
 def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | None) -> int:
@@ -620,14 +620,15 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
     if reason in ("deleted", "rewound"):
         raise ValueError(f"reason: got {reason!r}, which the ledger says of records; expected another word")
     rows = [Experience(eid=eid, tokens=[0, 0], group_size=group_size) for eid in eids]
-    many = from_rows(rows)
-    found = [
-        tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0) for tag in index_columns(many)
+    experiences = from_rows(rows)
+    entries = [
+        tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0)
+        for tag in index_columns(experiences)
     ]
-    coming = PendingAppend(many, content_hashes(many), found, False)
+    pending = PendingAppend(experiences, content_hashes(experiences), entries, False)
     with queue.write_drained(book) as tx:
         # A run that has a record, or failed already, is known: ids end in chance, and who starts again fails it again.
-        gids, uids = tx.array([tag.gid for tag in found]), tx.array([tag.uid for tag in found])
+        gids, uids = tx.array([tag.gid for tag in entries]), tx.array([tag.uid for tag in entries])
         runs, same_uids = tx.ask(
             (
                 "SELECT gid, run FROM records WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') "
@@ -636,25 +637,25 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
             ),
             (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (uids,)),
         )
-        known = set(map(tuple, runs))
+        known_runs = set(map(tuple, runs))
         taken = {uid for _, uid, free in same_uids if not free}
-        first = {(tag.gid, tag.run): i for i, tag in reversed(list(enumerate(found)))}
-        fresh = sorted(i for run, i in first.items() if run not in known and found[i].uid not in taken)
+        first = {(tag.gid, tag.run): i for i, tag in reversed(list(enumerate(entries)))}
+        fresh = sorted(i for run, i in first.items() if run not in known_runs and entries[i].uid not in taken)
         if not fresh:
             return 0
-        coming = coming.take(fresh)
-        again = {tag.uid for tag in coming.tags}
+        pending = pending.take(fresh)
+        again = {tag.uid for tag in pending.tags}
         tx.many(
             "UPDATE records SET uid = ? WHERE seq = ?",
             [(f"{uid}~{seq}", seq) for seq, uid, free in same_uids if free and uid in again],
         )
         base = tx.one(*tx.next_number("records", len(fresh)))[0]
-        insert_records(tx, coming, None, base, reason)
+        insert_records(tx, pending, None, base, reason)
         for consumer in all_consumers(tx):
             queue.enter_rows(
                 tx,
                 consumer,
-                [queue.new_row(consumer, base + i, tag.gid, None, None, reason) for i, tag in enumerate(coming.tags)],
+                [queue.new_row(consumer, base + i, tag.gid, None, None, reason) for i, tag in enumerate(pending.tags)],
             )
             save_consumer(tx, consumer)
     return len(fresh)
@@ -826,7 +827,7 @@ class Writer:
         """Take records; the receipt's `result()` waits until they are durable."""
         self._check_process()
         # Columns hold what the records were now, not what the caller makes of them before the flush.
-        many = as_experiences(experiences).compact()
+        columns = as_experiences(experiences).compact()
         receipt = Receipt()
         with self._changed:
             while self._count >= self._most and not self._closing:
@@ -835,8 +836,8 @@ class Writer:
                 raise BookError("writer: it is closed")
             if not self._pending:
                 self._since = time.monotonic()
-            self._pending.append((many, receipt))
-            self._count += len(many)
+            self._pending.append((columns, receipt))
+            self._count += len(columns)
             self._changed.notify_all()
         return receipt
 
@@ -898,26 +899,26 @@ class Writer:
     def _admit(self, taken: list[tuple[Experiences, Receipt]]) -> None:
         if len(taken) > 1:
             try:
-                together = Experiences.concat([many for many, _ in taken])
+                together = Experiences.concat([columns for columns, _ in taken])
                 _, fates = append_records(self._book, together, **self._options)
             except Exception:
                 pass  # One of them is at fault: each is tried alone below, and what is admitted already is known.
             else:
                 self._share_out(taken, fates)
                 return
-        for many, receipt in taken:
+        for columns, receipt in taken:
             try:
-                receipt.set_result(append_records(self._book, many, **self._options)[0])
+                receipt.set_result(append_records(self._book, columns, **self._options)[0])
             except BaseException as error:
                 self._failed.append(receipt)
                 receipt.set_exception(error)
 
     def _share_out(self, taken: list[tuple[Experiences, Receipt]], fates: dict[str, str]) -> None:
         """Each receipt's part of what one append did; of a record that came twice, the first has it."""
-        for many, receipt in taken:
-            found = [fates.pop(eid.uid, "known") for eid in many.eids()]
-            known, revised, stale = (found.count(word) for word in ("known", "revised", "stale"))
-            receipt.set_result(AppendResult(len(found) - known - revised, known, revised, stale))
+        for columns, receipt in taken:
+            states = [fates.pop(eid.uid, "known") for eid in columns.eids()]
+            known_count, revised, stale = (states.count(word) for word in ("known", "revised", "stale"))
+            receipt.set_result(AppendResult(len(states) - known_count - revised, known_count, revised, stale))
 
     def __enter__(self) -> Writer:
         return self
@@ -941,12 +942,12 @@ def encode_vocabulary(book: Book) -> str | None:
             book.pending_tokenizer = None
             return None
     try:
-        made = Vocabulary.of(book.pending_tokenizer)
+        vocabulary = Vocabulary.of(book.pending_tokenizer)
     except Exception as error:  # A user's tokenizer may raise anything; records are admitted without its vocabulary.
         advise(f"tokenizer: its vocabulary is not kept, texts will show as ids: {type(error).__name__}: {error}")
         book.pending_tokenizer = None
         return None
-    return base64.b64encode(made.to_bytes()).decode("ascii")
+    return base64.b64encode(vocabulary.to_bytes()).decode("ascii")
 
 
 def read_vocabulary(book: Book) -> Vocabulary | None:
@@ -960,5 +961,5 @@ def read_vocabulary(book: Book) -> Vocabulary | None:
     try:
         return Vocabulary.from_bytes(binascii.a2b_base64(row[0], strict_mode=True))
     except (TypeError, ValueError) as error:
-        what = error.message if isinstance(error, WireError) else str(error)
-        raise CorruptBookError(f"{book.url}: the vocabulary in its ledger cannot be read: {what}") from None
+        cause = error.message if isinstance(error, WireError) else str(error)
+        raise CorruptBookError(f"{book.url}: the vocabulary in its ledger cannot be read: {cause}") from None

@@ -810,8 +810,8 @@ def _check_schema(ledger: Ledger, folder: Path) -> None:
     """Refuse tables that are not, word by word, those of this layout: constraints and indices of a stranger's could
     compute whatever it likes at every write. Tables that the book does not know are never touched."""
     with ledger.read() as tx:
-        found = frozenset(tx.all(_SCHEMA))
-    mine = {row for row in found if row[2] in schema.TABLES}
+        objects = frozenset(tx.all(_SCHEMA))
+    mine = {row for row in objects if row[2] in schema.TABLES}
     unlike = sorted(mine ^ _expected(), key=str)
     if unlike:
         kind, name = unlike[0][:2]
@@ -840,11 +840,11 @@ def _postgres(
             raise NotABookError(f"{where}: there is no book here")
         schema.prepare(ledger, create=mode != "r", where=where, meta={"data": data or ""})
         with ledger.read() as tx:
-            kept = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]
-        if kept != (data or ""):
+            stored_data = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]
+        if stored_data != (data or ""):
             raise BookError(
-                f"{where}: its data lies in {redacted(kept) or 'the database'}; got data={data!r}, expected "
-                f"data={redacted(kept) or None!r}"
+                f"{where}: its data lies in {redacted(stored_data) or 'the database'}; got data={data!r}, expected "
+                f"data={redacted(stored_data) or None!r}"
             )
         if data is None:
             return ledger, PostgresSegmentStore(ledger)

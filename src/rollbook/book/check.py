@@ -100,19 +100,19 @@ class Report:
         """Whether nothing is wrong; what is merely left over is not."""
         return not any(KINDS[kind][0] == ERROR for kind in self.counts)
 
-    def add(self, kind: str, what: str, where: str = "") -> None:
+    def add(self, kind: str, description: str, where: str = "") -> None:
         """Note a finding."""
         self.counts[kind] += 1
         if self.counts[kind] <= LISTED:
             severity, remedy = KINDS[kind]
-            self.findings.append(Finding(kind, severity, what, where, remedy))
+            self.findings.append(Finding(kind, severity, description, where, remedy))
 
-    def did(self, kind: str, what: str, where: str = "", count: int = 1) -> None:
+    def did(self, kind: str, description: str, where: str = "", count: int = 1) -> None:
         """Note what a repair did."""
         if count:
             self.repairs[kind] += count
-            if sum(each.kind == kind for each in self.repaired) < LISTED:
-                self.repaired.append(Finding(kind, NOTE, what, where, ""))
+            if sum(repair.kind == kind for repair in self.repaired) < LISTED:
+                self.repaired.append(Finding(kind, NOTE, description, where, ""))
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -125,9 +125,11 @@ class Report:
             "segments": self.segments,
             "bytes": self.bytes,
             "counts": dict(self.counts),
-            "findings": [{name: getattr(each, name) for name in Finding.__slots__} for each in self.findings],
+            "findings": [{name: getattr(finding, name) for name in Finding.__slots__} for finding in self.findings],
             "repairs": dict(self.repairs),
-            "repaired": [{name: getattr(each, name) for name in ("kind", "what", "where")} for each in self.repaired],
+            "repaired": [
+                {name: getattr(finding, name) for name in ("kind", "what", "where")} for finding in self.repaired
+            ],
             "aside": self.aside,
         }
 
@@ -161,8 +163,8 @@ _ROWS = f"SELECT seq, segment, start, size, slot, gone, {', '.join(IndexColumns.
 
 
 def _rows(tx: Transaction, condition: str, values: Sequence[Any]) -> list[_Row]:
-    found = tx.all(f"{_ROWS} WHERE {condition}", values)
-    return [_Row._make((*row[:6], IndexColumns(*row[6:]))) for row in found]
+    rows = tx.all(f"{_ROWS} WHERE {condition}", values)
+    return [_Row._make((*row[:6], IndexColumns(*row[6:]))) for row in rows]
 
 
 def pages(book: Book) -> Iterator[list[_Row]]:
@@ -170,11 +172,11 @@ def pages(book: Book) -> Iterator[list[_Row]]:
     last = -(1 << 63)
     while True:
         with book.ledger.read() as tx:
-            found = _rows(tx, f"seq > ? ORDER BY seq LIMIT {PAGE}", (last,))
-        if not found:
+            rows = _rows(tx, f"seq > ? ORDER BY seq LIMIT {PAGE}", (last,))
+        if not rows:
             return
-        yield found
-        last = found[-1].seq
+        yield rows
+        last = rows[-1].seq
 
 
 def record_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[Problem]:
@@ -216,27 +218,27 @@ def _in_frame(book: Book, frame: Any, rows: Sequence[_Row]) -> Iterator[Problem]
         if type(row.slot) is int and 0 <= row.slot < len(frame):
             inside.append(row)
         else:
-            what = f"slot {row.slot!r} of a frame of {len(frame)} records"
-            yield Problem("damaged", row.seq, row.tags.uid, what)
+            description = f"slot {row.slot!r} of a frame of {len(frame)} records"
+            yield Problem("damaged", row.seq, row.tags.uid, description)
     if not inside:
         return
     try:
-        many = frame.take([row.slot for row in inside])
-        said = index_columns(many)
-        references = media.references(many)
+        records = frame.take([row.slot for row in inside])
+        expected = index_columns(records)
+        references = media.references(records)
     except (WireError, ValueError) as error:
         for row in inside:
             yield Problem("damaged", row.seq, row.tags.uid, str(error))
         return
     uses: defaultdict[int, set[str]] = defaultdict(set)
-    known: set[str] = set()
+    stored_hashes: set[str] = set()
     with book.ledger.read() as tx:
         for marks, part in chunks([row.seq for row in inside]):
             for seq, key in tx.all(f"SELECT seq, hash FROM media_uses WHERE seq IN ({marks})", part):
                 uses[seq].add(key)
         for marks, part in chunks(list({key for keys in references for key in keys})):
-            known.update(key for (key,) in tx.all(f"SELECT hash FROM media WHERE hash IN ({marks})", part))
-    for row, mine, keys in zip(inside, said, references, strict=True):
+            stored_hashes.update(key for (key,) in tx.all(f"SELECT hash FROM media WHERE hash IN ({marks})", part))
+    for row, mine, keys in zip(inside, expected, references, strict=True):
         uid = row.tags.uid
         if mine.uid != uid:
             yield Problem("another", row.seq, uid, f"the record that lies there is {mine.uid!r}")
@@ -244,14 +246,14 @@ def _in_frame(book: Book, frame: Any, rows: Sequence[_Row]) -> Iterator[Problem]
         unlike = [name for name in IndexColumns._fields if getattr(mine, name) != getattr(row.tags, name)]
         if unlike:
             name = unlike[0]
-            what = f"{name}: the ledger has {getattr(row.tags, name)!r}, the record {getattr(mine, name)!r}"
-            yield Problem("tags", row.seq, uid, what, mine)
-        missing = [key for key in keys if key not in known]
+            description = f"{name}: the ledger has {getattr(row.tags, name)!r}, the record {getattr(mine, name)!r}"
+            yield Problem("tags", row.seq, uid, description, mine)
+        missing = [key for key in keys if key not in stored_hashes]
         if missing:
             yield Problem("medium", row.seq, uid, f"the medium sha256:{missing[0]} is not in the book")
         elif uses[row.seq] != set(keys):
-            what = f"the ledger counts {len(uses[row.seq])} media, the record refers to {len(set(keys))}"
-            yield Problem("uses", row.seq, uid, what, tuple(dict.fromkeys(keys)))
+            description = f"the ledger counts {len(uses[row.seq])} media, the record refers to {len(set(keys))}"
+            yield Problem("uses", row.seq, uid, description, tuple(dict.fromkeys(keys)))
 
 
 def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[tuple[str, str]]:
@@ -259,33 +261,33 @@ def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iter
     last = ""
     while True:
         with book.ledger.read() as tx:
-            found = tx.all(
+            rows = tx.all(
                 f"SELECT hash, segment, start, size FROM media WHERE hash > ? ORDER BY hash LIMIT {PAGE}", (last,)
             )
-        if not found:
+        if not rows:
             return
-        last = found[-1][0]
+        last = rows[-1][0]
         if report is not None:
-            report.media += len(found)
-        for key, *place in found:
-            told = _medium(book, key, Place(*place), deep)
-            if told is None:
+            report.media += len(rows)
+        for key, *place in rows:
+            problem = _medium(book, key, Place(*place), deep)
+            if problem is None:
                 continue
             with book.ledger.read() as tx:  # Compaction may have moved it.
                 now = tx.one("SELECT segment, start, size FROM media WHERE hash = ?", (key,))
-            told = None if now is None else _medium(book, key, Place(*now), deep)
-            if told is not None:
-                yield key, told
+            problem = None if now is None else _medium(book, key, Place(*now), deep)
+            if problem is not None:
+                yield key, problem
 
 
 def _medium(book: Book, key: str, place: Place, deep: bool) -> str | None:
     try:
-        found = media.open_blob(book.store.get(place), verify=deep).hash
+        digest = media.open_blob(book.store.get(place), verify=deep).hash
     except MissingSegmentError:
         return f"segment {place.segment} is not there"
     except (WireError, OSError) as error:
         return str(error)
-    return None if found == key else f"what lies there is sha256:{found}"
+    return None if digest == key else f"what lies there is sha256:{digest}"
 
 
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.ASCII)
@@ -325,14 +327,14 @@ def check(book: Book, *, deep: bool = True) -> Report:
 def columns_of(tx: Transaction, dialect: str, table: str) -> list[str]:
     """The names of a table's columns; none if there is no such table."""
     if dialect == "sqlite":
-        found = tx.all("SELECT name FROM pragma_table_info(?) ORDER BY cid", (table,))
+        rows = tx.all("SELECT name FROM pragma_table_info(?) ORDER BY cid", (table,))
     else:
-        found = tx.all(
+        rows = tx.all(
             "SELECT column_name FROM information_schema.columns WHERE table_schema = current_schema() "
             "AND table_name = ? ORDER BY ordinal_position",
             (table,),
         )
-    return [name for (name,) in found]
+    return [name for (name,) in rows]
 
 
 def names_of(table: str) -> list[str]:
@@ -354,16 +356,16 @@ def _layout(book: Book, report: Report) -> None:
         name = "name" if dialect == "sqlite" else "indexname"
         where = "" if dialect == "sqlite" else " WHERE schemaname = current_schema()"
         indices = {row[0] for row in tx.all(f"SELECT {name} FROM {source}{where}")}
-        for wanted in (sql.split()[2] for sql in INDICES):
-            if wanted not in indices:
-                report.add("ledger", "the index is missing", wanted)
+        for index in (sql.split()[2] for sql in INDICES):
+            if index not in indices:
+                report.add("ledger", "the index is missing", index)
         row = tx.one("SELECT value FROM meta WHERE key = 'layout'")
         if row is None or str(row[0]) != str(LAYOUT):
             report.add("layout", f"layout {row and row[0]!r}, expected {LAYOUT}", "meta")
         if dialect == "sqlite":
-            for (told,) in tx.all(f"PRAGMA integrity_check({LISTED})"):
-                if told != "ok":
-                    report.add("ledger", str(told), "ledger.sqlite")
+            for (message,) in tx.all(f"PRAGMA integrity_check({LISTED})"):
+                if message != "ok":
+                    report.add("ledger", str(message), "ledger.sqlite")
 
 
 _STORED = {"TEXT": "('text')", "{INT}": "('integer')", "{REAL}": "('real', 'integer')", "{BYTES}": "('blob')"}
@@ -383,8 +385,8 @@ def _types(book: Book, report: Report) -> None:
                 wrong.append(f"typeof({name}) NOT IN {allowed}")
         if wrong:
             with book.ledger.read() as tx:
-                found = tx.all(f"SELECT rowid FROM {table} WHERE {' OR '.join(wrong)} LIMIT {LISTED}")
-            for (row,) in found:
+                rows = tx.all(f"SELECT rowid FROM {table} WHERE {' OR '.join(wrong)} LIMIT {LISTED}")
+            for (row,) in rows:
                 report.add("type", "a value of another type than its column's", f"{table} row {row}")
 
 
@@ -397,15 +399,15 @@ def _records(book: Book, report: Report) -> None:
 
 
 def _media(book: Book, report: Report) -> None:
-    for key, what in media_problems(book, report.deep, report):
+    for key, description in media_problems(book, report.deep, report):
         with book.ledger.read() as tx:
-            found = tx.all(
+            rows = tx.all(
                 "SELECT records.uid FROM media_uses JOIN records ON records.seq = media_uses.seq "
                 f"WHERE media_uses.hash = ? LIMIT {LISTED}",
                 (key,),
             )
-        for (uid,) in found or [("",)]:
-            report.add("medium", f"sha256:{key}: {what}", uid)
+        for (uid,) in rows or [("",)]:
+            report.add("medium", f"sha256:{key}: {description}", uid)
     with book.ledger.read() as tx:
         unused = "FROM media WHERE NOT EXISTS (SELECT 1 FROM media_uses WHERE media_uses.hash = media.hash)"
         for (key,) in tx.all(f"SELECT hash {unused} LIMIT {LISTED}"):
@@ -427,22 +429,22 @@ def readable(tx: Transaction) -> tuple[list[Consumer], dict[int, str]]:
     bad: dict[int, str] = {}
     for number, name in tx.all("SELECT id, name FROM consumers ORDER BY id"):
         try:
-            found = find_consumer(tx, name)
+            consumer = find_consumer(tx, name)
         except ValueError as error:
             bad[number] = str(error)
         else:
-            if found is not None:
-                good.append(found)
+            if consumer is not None:
+                good.append(consumer)
     return good, bad
 
 
 def recount(tx: Transaction, consumer: int) -> dict[tuple[str, str], tuple[int, float]]:
     """What the tallies of a consumer have to be."""
-    found = tx.all(
+    rows = tx.all(
         "SELECT state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work WHERE consumer = ? GROUP BY 1, 2",
         (consumer,),
     )
-    return {(state, reason): (n, weight) for state, reason, n, weight in found}
+    return {(state, reason): (n, weight) for state, reason, n, weight in rows}
 
 
 def _counts(book: Book, report: Report) -> None:
@@ -451,12 +453,12 @@ def _counts(book: Book, report: Report) -> None:
         for number, why in bad.items():
             report.add("consumer", why, f"consumer number {number}")
         came = dict(tx.all("SELECT evaluation, COUNT(*) FROM records GROUP BY 1"))
-        told = dict(tx.all("SELECT state, SUM(n) FROM tallies WHERE consumer = 0 GROUP BY 1"))
+        totals = dict(tx.all("SELECT state, SUM(n) FROM tallies WHERE consumer = 0 GROUP BY 1"))
         for state, key in (("admitted", 0), ("evaluation", 1)):
-            if told.get(state, 0) != came.get(key, 0):
-                report.add("tally", f"{state}: counted {told.get(state, 0)}, there are {came.get(key, 0)}", "records")
+            if totals.get(state, 0) != came.get(key, 0):
+                report.add("tally", f"{state}: counted {totals.get(state, 0)}, there are {came.get(key, 0)}", "records")
         for consumer in good:
-            _count(tx, report, consumer, told.get("admitted", 0))
+            _count(tx, report, consumer, totals.get("admitted", 0))
         stray = f"consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED}"
         _stray(tx, report, "work", stray, "of a consumer that is not there")
         gone = "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq)"
@@ -466,13 +468,13 @@ def _counts(book: Book, report: Report) -> None:
 def _count(tx: Transaction, report: Report, consumer: Consumer, admitted: int) -> None:
     name = f"consumer {consumer.name!r}"
     there = recount(tx, consumer.id)
-    found = tx.all(
+    rows = tx.all(
         "SELECT state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer = ? GROUP BY 1, 2", (consumer.id,)
     )
-    told = {(state, reason): (n, weight) for state, reason, n, weight in found}
+    tallies = {(state, reason): (n, weight) for state, reason, n, weight in rows}
     passed = sum(weight for _, weight in there.values())  # Rounding errors are as large as what went in and out.
-    for key in sorted({*there, *told}):
-        n, weight = told.get(key, (0, 0.0))
+    for key in sorted({*there, *tallies}):
+        n, weight = tallies.get(key, (0, 0.0))
         real, heavy = there.get(key, (0, 0.0))
         label = " ".join(filter(None, key))
         if n != real:
@@ -501,9 +503,9 @@ def _count(tx: Transaction, report: Report, consumer: Consumer, admitted: int) -
         report.add("work", f"{name} has a row for a record that is for evaluation", uid)
 
 
-def _stray(tx: Transaction, report: Report, kind: str, condition: str, what: str) -> None:
+def _stray(tx: Transaction, report: Report, kind: str, condition: str, description: str) -> None:
     for consumer, seq in tx.all(f"SELECT consumer, seq FROM work WHERE {condition} LIMIT {LISTED}"):
-        report.add(kind, f"a row {what}", f"consumer number {consumer}, record number {seq}")
+        report.add(kind, f"a row {description}", f"consumer number {consumer}, record number {seq}")
 
 
 def _quarantined(book: Book, report: Report) -> None:
@@ -545,7 +547,7 @@ def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
     waits = "(COALESCE(here.waiting, 0) > 0 AND COALESCE(here.held, 0) = 0)"
     # A group whose time has come is made ready when somebody asks for one.
     early = "1 = 1" if after is None else f"came.since + {float(after)!r} > {tx.now!r}"
-    found = tx.all(
+    rows = tx.all(
         "SELECT came.gid, stands.ready, stands.runs, came.runs FROM "
         "(SELECT records.gid, COUNT(DISTINCT run) AS runs, MAX(group_size) AS size, MIN(admitted) AS since "
         "FROM records JOIN work ON work.consumer = ? AND work.seq = records.seq "
@@ -560,7 +562,7 @@ def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
     )
     wrong = [
         (gid, "the ledger has no such group" if ready is None else f"ready {ready} with {had} runs, there are {runs}")
-        for gid, ready, had, runs in found
+        for gid, ready, had, runs in rows
     ]
     ready = tx.one("SELECT COUNT(*) FROM groups WHERE consumer = ? AND ready = 1", (consumer.id,))[0]
     counted = consumer.state.get("ready", (0, 0.0))[0]
@@ -572,8 +574,8 @@ def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
 def _groups(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
         for consumer in readable(tx)[0]:
-            for gid, what in wrong_groups(tx, consumer):
-                report.add("group", f"consumer {consumer.name!r}: {what}", gid)
+            for gid, description in wrong_groups(tx, consumer):
+                report.add("group", f"consumer {consumer.name!r}: {description}", gid)
 
 
 # --- events ---------------------------------------------------------------------------------------------------------
@@ -604,19 +606,19 @@ class Past(NamedTuple):
 
 def past(tx: Transaction, seqs: Sequence[int]) -> dict[tuple[int, int], Past]:
     """What events say, by record and consumer."""
-    said: dict[tuple[int, int], Past] = {}
+    histories: dict[tuple[int, int], Past] = {}
     for marks, part in chunks(seqs):
-        found = tx.all(
+        rows = tx.all(
             "SELECT seq, consumer, kind, reason, id, lease FROM events WHERE consumer IS NOT NULL "
             f"AND seq IN ({marks}) ORDER BY id",
             part,
         )
-        for seq, consumer, kind, reason, event, lease in found:
+        for seq, consumer, kind, reason, event, lease in rows:
             if kind in _AFTER:
-                acks = said.get((seq, consumer), Past()).acks
+                acks = histories.get((seq, consumer), Past()).acks
                 acks = acks | {lease} if kind == "trained" else acks - {lease} if kind == "voided" else acks
-                said[seq, consumer] = Past(kind, reason, event, acks)
-    return said
+                histories[seq, consumer] = Past(kind, reason, event, acks)
+    return histories
 
 
 _PLAIN = "replace(replace(detail, 'Infinity', '0'), 'NaN', '0')"
@@ -638,11 +640,11 @@ def _events(book: Book, report: Report) -> None:
     for page in pages(book):
         seqs = [row.seq for row in page]
         with book.ledger.read() as tx:
-            said = past(tx, seqs)
+            histories = past(tx, seqs)
             rows = [(consumer, row) for consumer in good for row in queue.select_rows_by_seq(tx, consumer, seqs)]
         uids = {row.seq: row.tags.uid for row in page}
         for consumer, row in rows:
-            mine = said.get((row.seq, consumer.id), Past())
+            mine = histories.get((row.seq, consumer.id), Past())
             if mine.event < rewound:
                 continue  # Going back puts rows where they were, without an event for each.
             name = f"consumer {consumer.name!r}"
@@ -650,8 +652,8 @@ def _events(book: Book, report: Report) -> None:
             if row.state not in allowed:
                 report.add("event", f"{name}: it is {row.state}, its last event is {mine.kind}", uids[row.seq])
             elif row.uses != len(mine.acks):
-                what = f"{name}: used {row.uses} times, events say {len(mine.acks)}"
-                report.add("event", what, uids[row.seq])
+                description = f"{name}: used {row.uses} times, events say {len(mine.acks)}"
+                report.add("event", description, uids[row.seq])
 
 
 BEGINNINGS = "('admitted', 'recovered')"
@@ -685,8 +687,8 @@ def _check_store(book: Book, report: Report) -> None:
         report.add("pending", f"holds deleted or redacted bytes; {reason}", name)
     if isinstance(book.store, FileSegmentStore):
         for kind, path in beside(book.store):
-            what = "a file that a crash left behind" if kind == "leftover" else "no part of a book"
-            report.add(kind, what, path)
+            description = "a file that a crash left behind" if kind == "leftover" else "no part of a book"
+            report.add(kind, description, path)
 
 
 def beside(store: FileSegmentStore) -> Iterator[tuple[str, str]]:

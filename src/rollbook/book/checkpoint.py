@@ -92,18 +92,20 @@ class Point(NamedTuple):
 
 def checkpoint_points(tx: Transaction) -> list[Point]:
     """Every checkpoint, oldest first."""
-    found = tx.all("SELECT name, event, seq, made, state FROM checkpoints ORDER BY event")
-    return [_point(*row) for row in found]
+    rows = tx.all("SELECT name, event, seq, made, state FROM checkpoints ORDER BY event")
+    return [_point(*row) for row in rows]
 
 
-def _point(name: Any, event: Any, seq: Any, made: Any, state: Any) -> Point:
+def _point(name: Any, event: Any, seq: Any, created: Any, state: Any) -> Point:
     """A checkpoint's row, which anybody may have written."""
-    found = parsed(state, f"checkpoint {name!r}")
-    told, version = found.get("consumers"), found.get("policy_version")
-    each_told = isinstance(told, list) and all(isinstance(each, dict) and type(each.get("id")) is int for each in told)
+    fields = parsed(state, f"checkpoint {name!r}")
+    consumers, version = fields.get("consumers"), fields.get("policy_version")
+    each_told = isinstance(consumers, list) and all(
+        isinstance(entry, dict) and type(entry.get("id")) is int for entry in consumers
+    )
     if not each_told or any(type(number) is not int for number in (event, seq, 0 if version is None else version)):
         raise CorruptBookError(f"checkpoint {name!r}: got {str(state)[:100]!r}, expected what every consumer was like")
-    return Point(name, event, seq, made, found)
+    return Point(name, event, seq, created, fields)
 
 
 def find_checkpoint(tx: Transaction, name: str) -> Point:
@@ -113,8 +115,8 @@ def find_checkpoint(tx: Transaction, name: str) -> Point:
     check_text("checkpoint", name)
     row = tx.one("SELECT name, event, seq, made, state FROM checkpoints WHERE name = ?", (name,))
     if row is None:
-        known = [repr(each) for (each,) in tx.all("SELECT name FROM checkpoints ORDER BY event")]
-        raise KeyError(f"checkpoint: got {name!r}, the book has {', '.join(known) or 'none'}")
+        names = [repr(checkpoint) for (checkpoint,) in tx.all("SELECT name FROM checkpoints ORDER BY event")]
+        raise KeyError(f"checkpoint: got {name!r}, the book has {', '.join(names) or 'none'}")
     return _point(*row)
 
 
@@ -200,15 +202,15 @@ def _state(tx: Transaction, book: Book) -> dict[str, Any]:
         "policy_version": queue.announced_version(tx),
         "consumers": [
             {
-                "id": each.id,
-                "settings": each.settings.to_json(),
-                "state": each.state,
-                "grouped": each.grouped,
-                "inserts": each.inserts,
-                "samples": each.samples,
-                "floor": each.floor,
+                "id": group.id,
+                "settings": group.settings.to_json(),
+                "state": group.state,
+                "grouped": group.grouped,
+                "inserts": group.inserts,
+                "samples": group.samples,
+                "floor": group.floor,
             }
-            for each in all_consumers(tx)
+            for group in all_consumers(tx)
         ],
     }
 
@@ -216,8 +218,8 @@ def _state(tx: Transaction, book: Book) -> dict[str, Any]:
 def list_checkpoints(book: Book) -> list[Checkpoint]:
     """See `Book.checkpoints`."""
     with book.ledger.read() as tx:
-        found = checkpoint_points(tx)
-    return [Checkpoint(p.name, p.made, p.event, p.seq, p.state["policy_version"]) for p in found]
+        points = checkpoint_points(tx)
+    return [Checkpoint(p.name, p.made, p.event, p.seq, p.state["policy_version"]) for p in points]
 
 
 def forget_checkpoint(book: Book, name: str) -> None:
@@ -253,9 +255,9 @@ def rewind_book(book: Book, name: str, later: str) -> RewindResult:
 def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindResult:
     """Put everything back to the checkpoint, within a transaction."""
     # Newest first: each hands what it kept to the one before it, until all lies with this checkpoint.
-    forgotten = [each for each in reversed(checkpoint_points(tx)) if each.event > point.event]
-    for each in forgotten:
-        _forget(tx, each)
+    forgotten = [later_point for later_point in reversed(checkpoint_points(tx)) if later_point.event > point.event]
+    for later_point in forgotten:
+        _forget(tx, later_point)
     lineage = queue.branch_lineage(tx, point.state["policy_version"], point.seq)
     queue.set_announced_version(tx, point.state["policy_version"])
     acks = _void_acks(tx, point)
@@ -263,20 +265,20 @@ def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindRe
     came = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND gone IS NULL", (point.seq,))[0]
     if later == "drop":
         _let_go(tx, point.seq)
-    kept = {each["id"]: each for each in point.state["consumers"]}
+    states = {later_point["id"]: later_point for later_point in point.state["consumers"]}
     revised = _revised(tx, point)
     # Records that are brought again get numbers from here on; they are ranked by those they had.
     last = tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0] if later == "drop" else point.seq
     for consumer in all_consumers(tx):
-        if consumer.id in kept:
-            _put_back(tx, book, consumer, kept[consumer.id], point, revised, last)
+        if consumer.id in states:
+            _put_back(tx, book, consumer, states[consumer.id], point, revised, last)
         else:
             _begin_anew(tx, book, consumer, point, last)
         save_consumer(tx, consumer)
     done = RewindResult(
-        point.name, acks, leases, came, tuple(each.name for each in reversed(forgotten)), lineage.number
+        point.name, acks, leases, came, tuple(later_point.name for later_point in reversed(forgotten)), lineage.number
     )
-    told = {
+    detail = {
         "lineage": lineage.number,
         "event": point.event,
         "acks": acks,
@@ -284,7 +286,7 @@ def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindRe
         later: came,
         "forgotten": list(done.forgotten),
     }
-    queue.record_events(tx, [queue.Event("rewound", reason=point.name, detail=told)])
+    queue.record_events(tx, [queue.Event("rewound", reason=point.name, detail=detail)])
     return done
 
 
@@ -324,12 +326,12 @@ def _let_go(tx: Transaction, seq: int) -> None:
 
 def _revised(tx: Transaction, point: Point) -> list[int]:
     """Records of the checkpoint that were revised since and are still there."""
-    found = tx.all(
+    rows = tx.all(
         "SELECT seq FROM records WHERE gone IS NULL AND seq <= ? AND seq IN "
         "(SELECT seq FROM events WHERE id > ? AND kind IN ('revised', 'redacted')) ORDER BY seq",
         (point.seq, point.event),
     )
-    return [seq for (seq,) in found]
+    return [seq for (seq,) in rows]
 
 
 def _shifted(state: dict[str, Any], point: Point, last: int) -> dict[str, Any]:
@@ -371,11 +373,11 @@ def _put_back(
     gids = dict.fromkeys(row.gid for rows in lost.values() for row in rows)
     gids.update(dict.fromkeys(free_leased(tx, consumer)))
     mine = (point.event, consumer.id)
-    kept = "FROM work_before WHERE checkpoint = ? AND consumer = ? AND state"
-    held = tx.one(f"SELECT COUNT(*) {kept} = 'leased'", mine)[0]
+    source = "FROM work_before WHERE checkpoint = ? AND consumer = ? AND state"
+    leased = tx.one(f"SELECT COUNT(*) {source} = 'leased'", mine)[0]
     # Rows that are now as they were need not be kept. Those that were leased wait now: that is not what they were.
-    tx.run(f"DELETE {kept} <> 'leased'", mine)
-    consumer.inserts, consumer.samples, consumer.floor = was["inserts"], was["samples"] - held, was["floor"]
+    tx.run(f"DELETE {source} <> 'leased'", mine)
+    consumer.inserts, consumer.samples, consumer.floor = was["inserts"], was["samples"] - leased, was["floor"]
     if was["grouped"]:
         tx.run("DELETE FROM groups WHERE consumer = ? AND seq > ?", (consumer.id, point.seq))
         gids = dict.fromkeys([*queue.restore_groups(tx, *mine), *gids])
@@ -401,14 +403,14 @@ def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[st
     lost: dict[str, list[queue.Row]] = {}
     last = 0
     while True:
-        found = tx.all(
+        rows = tx.all(
             f"SELECT {queue.ROW_COLUMNS} FROM work_before WHERE checkpoint = ? AND consumer = ? AND seq > ? "
             f"ORDER BY seq LIMIT {_PIECE}",
             (point.event, consumer.id, last),
         )
-        if not found:
+        if not rows:
             return lost
-        then = {row.seq: row for row in (queue.Row(*each) for each in found)}
+        then = {row.seq: row for row in (queue.Row(*values) for values in rows)}
         gone: dict[int, str] = {}
         for marks, part in chunks(list(then)):
             gone.update(tx.all(f"SELECT seq, gone FROM records WHERE gone IS NOT NULL AND seq IN ({marks})", part))
@@ -420,10 +422,10 @@ def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[st
             if new != now:
                 moves.append((now, new))
             if now.state == queue.DROPPED != new.state:
-                told = {"what": queue.DROPPED, "why": now.reason}
-                events.append(queue.Event("voided", now.seq, consumer.id, point.name, detail=told))
+                detail = {"what": queue.DROPPED, "why": now.reason}
+                events.append(queue.Event("voided", now.seq, consumer.id, point.name, detail=detail))
         queue.change_rows(tx, consumer, moves, events)
-        last = found[-1][0]
+        last = rows[-1][0]
 
 
 def _freed(row: queue.Row) -> queue.Row:
@@ -432,10 +434,10 @@ def _freed(row: queue.Row) -> queue.Row:
 
 def free_leased(tx: Transaction, consumer: Consumer) -> list[str]:
     """Have all leased rows wait again, at the place they had; their groups."""
-    found = queue.select_rows(tx, "lease IS NOT NULL AND consumer = ? ORDER BY seq", (consumer.id,))
-    queue.change_rows(tx, consumer, [(row, _freed(row)) for row in found], [])
-    consumer.samples -= len(found)
-    return list(dict.fromkeys(row.gid for row in found))
+    rows = queue.select_rows(tx, "lease IS NOT NULL AND consumer = ? ORDER BY seq", (consumer.id,))
+    queue.change_rows(tx, consumer, [(row, _freed(row)) for row in rows], [])
+    consumer.samples -= len(rows)
+    return list(dict.fromkeys(row.gid for row in rows))
 
 
 def _follow_revisions(
@@ -470,10 +472,10 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
     gids: dict[str, None] = {}
     last = point.seq
     while True:
-        found = queue.select_rows(tx, f"consumer = ? AND seq > ? ORDER BY seq LIMIT {_PIECE}", (consumer.id, last))
-        if not found:
+        rows = queue.select_rows(tx, f"consumer = ? AND seq > ? ORDER BY seq LIMIT {_PIECE}", (consumer.id, last))
+        if not rows:
             return list(gids)
-        seqs = [row.seq for row in found]
+        seqs = [row.seq for row in rows]
         gone: dict[int, str | None] = {}
         newest: dict[int, int | None] = {}
         for marks, part in chunks(seqs):
@@ -486,7 +488,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
         numbers = {} if key is None else dict(zip(stored, read_numbers(book, tx, stored, key), strict=True))
         inserts, samples = consumer.inserts, consumer.samples
         moves, events = [], []
-        for now in found:
+        for now in rows:
             old = floor is not None and now.version is not None and now.version < floor
             abandoned = bounded and lineage.is_abandoned(now.seq, newest[now.seq])
             why = gone[now.seq] or ("stale" if old or abandoned else None)
@@ -497,11 +499,11 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
             if new.state == queue.DROPPED and (now.state, now.reason) != (new.state, new.reason):
                 events.append(queue.Event(queue.DROPPED, now.seq, consumer.id, why, detail=detail))
             elif now.state == queue.DROPPED != new.state:
-                told = {"what": queue.DROPPED, "why": now.reason}
-                events.append(queue.Event("voided", now.seq, consumer.id, point.name, detail=told))
+                reoffer_detail = {"what": queue.DROPPED, "why": now.reason}
+                events.append(queue.Event("voided", now.seq, consumer.id, point.name, detail=reoffer_detail))
         queue.change_rows(tx, consumer, moves, events)
         consumer.inserts, consumer.samples = inserts, samples
-        gids.update(dict.fromkeys(row.gid for row in found))
+        gids.update(dict.fromkeys(row.gid for row in rows))
         last = seqs[-1]
 
 
@@ -520,12 +522,12 @@ def trained_steps(book: Book, consumer: str = "train") -> dict[str, list[int | N
     """
     with book.ledger.read() as tx:
         group = get_consumer(tx, consumer)
-        found = tx.all(
+        rows = tx.all(
             "SELECT records.uid, done.step FROM events AS done JOIN records ON records.seq = done.seq "
             f"WHERE done.kind = 'trained' AND done.consumer = ? AND {_UNVOIDED} ORDER BY done.id",
             (group.id,),
         )
     steps: dict[str, list[int | None]] = {}
-    for uid, step in found:
+    for uid, step in rows:
         steps.setdefault(uid, []).append(step)
     return steps

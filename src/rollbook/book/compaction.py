@@ -71,10 +71,10 @@ def _done_with(tx: Transaction, condition: str) -> str | None:
 
 def _evicted(tx: Transaction) -> str | None:
     """`_done_with` what was dropped before it was ever used, by a rule; what a consumer keeps to look at is not."""
-    keep = [each.id for each in all_consumers(tx) if each.settings.keep_stale]
-    kept = f" AND NOT (mine.reason = 'stale' AND consumers.id IN ({','.join(map(str, keep))}))" if keep else ""
+    keep = [group.id for group in all_consumers(tx) if group.settings.keep_stale]
+    condition = f" AND NOT (mine.reason = 'stale' AND consumers.id IN ({','.join(map(str, keep))}))" if keep else ""
     reasons = ",".join(f"'{reason}'" for reason in _EVICTED)
-    return _done_with(tx, f"mine.state = 'dropped' AND mine.uses = 0 AND mine.reason IN ({reasons}){kept}")
+    return _done_with(tx, f"mine.state = 'dropped' AND mine.uses = 0 AND mine.reason IN ({reasons}){condition}")
 
 
 def _finished(tx: Transaction) -> str | None:
@@ -94,33 +94,33 @@ def purge(book: Book) -> int:
     count = 0
     for marks, part in chunks(gone):
         with book.ledger.write() as tx:
-            found = tx.all(
+            rows = tx.all(
                 f"SELECT seq, gone FROM records WHERE gone IS NOT NULL AND segment IS NOT NULL AND seq IN ({marks})",
                 part,
             )
-            count += _take_bytes(tx, found)
+            count += _take_bytes(tx, rows)
     for marks, part in chunks(evicted):
         with book.ledger.write() as tx:
             # A revision may have brought one back meanwhile.
-            found = tx.all(f"SELECT work.seq, work.reason {_evicted(tx)} AND work.seq IN ({marks})", part)
-            count += _take_bytes(tx, found)
+            rows = tx.all(f"SELECT work.seq, work.reason {_evicted(tx)} AND work.seq IN ({marks})", part)
+            count += _take_bytes(tx, rows)
     if count or unused:
         _forget_media(book)
     return count
 
 
-def _take_bytes(tx: Transaction, found: Sequence[tuple[int, str]]) -> int:
+def _take_bytes(tx: Transaction, reasons: Sequence[tuple[int, str]]) -> int:
     """Records (number, reason) that have no bytes from now on; the ledger keeps them."""
-    for marks, part in chunks([seq for seq, _ in found]):
+    for marks, part in chunks([seq for seq, _ in reasons]):
         tx.run(MARK.format(f"SELECT DISTINCT segment, 0 FROM records WHERE seq IN ({marks})"), part)
         tx.run(f"DELETE FROM media_uses WHERE seq IN ({marks})", part)
     tx.many(
         "UPDATE records SET gone = COALESCE(gone, ?), segment = NULL, start = NULL, size = NULL, slot = NULL, "
         "bytes = 0 WHERE seq = ?",
-        [(reason, seq) for seq, reason in found],
+        [(reason, seq) for seq, reason in reasons],
     )
-    queue.record_events(tx, [queue.Event("removed", seq, reason=reason) for seq, reason in found])
-    return len(found)
+    queue.record_events(tx, [queue.Event("removed", seq, reason=reason) for seq, reason in reasons])
+    return len(reasons)
 
 
 def _forget_media(book: Book) -> None:
@@ -138,14 +138,14 @@ def take_finished(book: Book, least: int, most: int) -> int:
     """Take the bytes of records that were trained or dropped for every consumer, the oldest first, up to `most` bytes;
     how many records. None where less than `least` bytes could be had."""
     book.store.seal()
-    held = {name for name in book.store.segments() if book.store.busy(name)}  # other writers' cannot be written anew
+    busy = {name for name in book.store.segments() if book.store.busy(name)}  # other writers' cannot be written anew
     with book.ledger.read() as tx:
         rule = _finished(tx)
         if rule is None:
             return 0
         finished = tx.all(f"SELECT work.seq, records.segment, records.bytes {rule} ORDER BY work.seq")
         sizes = {
-            key: 0 if segment in held else size
+            key: 0 if segment in busy else size
             for key, segment, size in tx.all("SELECT hash, segment, size FROM media")
         }
         uses: defaultdict[int, list[str]] = defaultdict(list)
@@ -158,7 +158,7 @@ def take_finished(book: Book, least: int, most: int) -> int:
     for seq, segment, size in finished:
         if freed >= most:
             break
-        if segment in held:
+        if segment in busy:
             continue
         taken.append(seq)
         freed += size
@@ -170,8 +170,8 @@ def take_finished(book: Book, least: int, most: int) -> int:
     count = 0
     for marks, part in chunks(taken):
         with book.ledger.write() as tx:
-            found = tx.all(f"SELECT work.seq {_finished(tx)} AND work.seq IN ({marks})", part)
-            count += _take_bytes(tx, [(seq, "quota") for (seq,) in found])
+            rows = tx.all(f"SELECT work.seq {_finished(tx)} AND work.seq IN ({marks})", part)
+            count += _take_bytes(tx, [(seq, "quota") for (seq,) in rows])
     _forget_media(book)
     return count
 
@@ -210,14 +210,14 @@ def look_for_forgotten(book: Book) -> None:
             uids = [uid for (uid,) in tx.all(f"SELECT uid FROM records WHERE seq IN ({marks})", part)]
         # A rewound record's id has its number behind it.
         names.update(uids, (uid.rpartition("~")[0] for uid in uids))
-    found = []
+    segments = []
     if names:
         for segment, size in book.store.segments().items():
             if segment not in listed and _holds_bytes(book, segment, size, names):
-                found.append(segment)
+                segments.append(segment)
     with book.ledger.write() as tx:
         tx.many(
-            "INSERT INTO purges (segment, since) VALUES (?, ?) ON CONFLICT DO NOTHING", [(s, tx.now) for s in found]
+            "INSERT INTO purges (segment, since) VALUES (?, ?) ON CONFLICT DO NOTHING", [(s, tx.now) for s in segments]
         )
         tx.run(
             "INSERT INTO meta (key, value) VALUES ('forgotten', ?) "
@@ -333,33 +333,33 @@ def _chosen(book: Book, garbage: float, small: int) -> list[list[str]]:
     with book.ledger.read() as tx:
         live: Counter[str] = Counter()
         for table, column in (("records", "bytes"), ("media", "size")):
-            found = tx.all(f"SELECT segment, SUM({column}) FROM {table} WHERE segment IS NOT NULL GROUP BY segment")
-            live.update({name: int(total) for name, total in found})
+            rows = tx.all(f"SELECT segment, SUM({column}) FROM {table} WHERE segment IS NOT NULL GROUP BY segment")
+            live.update({name: int(total) for name, total in rows})
         must = {row[0] for row in tx.all("SELECT segment FROM purges")}
         emptied = {row[0] for row in tx.all("SELECT segment FROM orphans WHERE seen = 0")}
-    wanted = set()
+    chosen = set()
     for name, size in sizes.items():
         # What nothing points to may be an append's on its way, unless it is known that it is not.
         if name in must or (name in emptied if name not in live else _share(live[name], size) > garbage):
-            wanted.add(name)
-    if any(map(book.store.busy, wanted)):
+            chosen.add(name)
+    if any(map(book.store.busy, chosen)):
         book.store.seal()  # It may be this writer's own, which can end it; others' have to wait.
-        wanted = {name for name in wanted if not book.store.busy(name)}
+        chosen = {name for name in chosen if not book.store.busy(name)}
     merged = {
         name
-        for tier in _tiers({n: s for n, s in sizes.items() if s < small and n in live and n not in wanted}).values()
+        for tier in _tiers({n: s for n, s in sizes.items() if s < small and n in live and n not in chosen}).values()
         for name in _mergeable(book, tier)
     }
     groups: list[list[str]] = []
     room = 0
-    for name in sorted(wanted | merged):
+    for name in sorted(chosen | merged):
         if not groups or live[name] > room:
             groups.append([])
             room = PUT_BYTES
         groups[-1].append(name)
         room -= live[name]
     # To write a single one anew because it is small would change nothing.
-    return [names for names in groups if len(names) > 1 or names[0] in wanted]
+    return [names for names in groups if len(names) > 1 or names[0] in chosen]
 
 
 def _share(live: int, size: int) -> float:
@@ -441,8 +441,8 @@ def _move(book: Book, names: Sequence[str], done: CompactionResult) -> None:
     copies = _Copies()
     frames = Frames(book, 8)
     for piece in _pieces(sorted(rows)):
-        for many, moved in _gathered(frames, piece, done):
-            copies.add(encode(many), moved)
+        for records, moved in _gathered(frames, piece, done):
+            copies.add(encode(records), moved)
         copies = _put(book, names, copies, done, PUT_BYTES)
     for medium in sorted(media, key=lambda medium: medium[1:]):
         blob = _blob(book, medium, done)
@@ -476,10 +476,10 @@ def _gathered(
     rows: list[_Row] = []
     kinds: dict[str, Any] = {}
     for place, run in groupby(piece, key=lambda row: row.place):
-        found = list(run)
+        members = list(run)
         try:
             frame = frames.get(place)
-            check_slots(place, [row.slot for row in found], len(frame))
+            check_slots(place, [row.slot for row in members], len(frame))
         except MissingSegmentError:
             continue  # Another compactor was here.
         except CorruptBookError as error:
@@ -494,8 +494,8 @@ def _gathered(
             yield Experiences.concat(parts), rows
             parts, rows, kinds = [], [], {}
         kinds |= mine
-        parts.append(frame.take([row.slot for row in found]))
-        rows += found
+        parts.append(frame.take([row.slot for row in members]))
+        rows += members
     if parts:
         yield Experiences.concat(parts), rows
 
@@ -504,10 +504,10 @@ def _blob(book: Book, medium: _Medium, done: CompactionResult) -> memoryview | N
     """A medium's bytes, checked; `None` if they are gone or damaged."""
     try:
         view = book.store.get(Place(*medium[1:]))
-        found = open_blob(view).hash
-        if found != medium.hash:
+        digest = open_blob(view).hash
+        if digest != medium.hash:
             raise CorruptBookError(
-                f"segment {medium.segment}, byte {medium.start}: medium {found}, expected {medium.hash}"
+                f"segment {medium.segment}, byte {medium.start}: medium {digest}, expected {medium.hash}"
             )
         return view
     except MissingSegmentError:

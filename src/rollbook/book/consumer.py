@@ -112,8 +112,8 @@ expected a slack of at least 36
 
     def __post_init__(self) -> None:
         for name in ("ratio", "slack"):
-            found = check_float(f"SamplesToInserts.{name}", getattr(self, name), 0.0, 1e15)
-            object.__setattr__(self, name, found)
+            number = check_float(f"SamplesToInserts.{name}", getattr(self, name), 0.0, 1e15)
+            object.__setattr__(self, name, number)
         if not self.ratio >= 1e-9:
             raise ValueError(f"SamplesToInserts.ratio: got {self.ratio!r}, expected a number above 0")
         check_int("SamplesToInserts.min_size", self.min_size)
@@ -246,8 +246,8 @@ class ConsumerConfig:
         ):
             raise ValueError(f"sampler: got {self.sampler!r}, expected one of {', '.join(SAMPLERS)}")
         for name, kinds in (("removers", REMOVERS), ("limiters", LIMITERS)):
-            given = getattr(self, name)
-            parts = given if isinstance(given, (list, tuple)) else (given,)
+            setting = getattr(self, name)
+            parts = setting if isinstance(setting, (list, tuple)) else (setting,)
             for part in parts:
                 if type(part) not in kinds.values():
                     raise ValueError(f"{name}: got {part!r}, expected any of {', '.join(kinds)}")
@@ -322,9 +322,9 @@ class ConsumerConfig:
     def from_json(cls, text: str) -> ConsumerConfig:
         """Back from the ledger; a part that this version does not know is refused."""
         plain = json.loads(text)
-        known = {f.name for f in fields(cls)}
-        if not isinstance(plain, dict) or not known.issuperset(plain):
-            raise ValueError(f"a consumer's settings: got {text[:200]!r}, expected only {', '.join(sorted(known))}")
+        names = {f.name for f in fields(cls)}
+        if not isinstance(plain, dict) or not names.issuperset(plain):
+            raise ValueError(f"a consumer's settings: got {text[:200]!r}, expected only {', '.join(sorted(names))}")
         for name in ("sampler", "removers", "limiters"):
             if name not in plain or (name != "sampler" and not isinstance(plain[name], list)):
                 raise ValueError(f"a consumer's settings: {name}: got {plain.get(name)!r}, expected what it is made of")
@@ -335,10 +335,10 @@ class ConsumerConfig:
 
     def changed(self, options: dict[str, Any]) -> ConsumerConfig:
         """These settings with some of them replaced."""
-        known = {f.name: f for f in fields(self)}
+        by_name = {f.name: f for f in fields(self)}
         for name in options:
-            if name not in known:
-                raise ValueError(f"consumer: {name!r} is none of its settings{suggest(name, known)}")
+            if name not in by_name:
+                raise ValueError(f"consumer: {name!r} is none of its settings{suggest(name, by_name)}")
         return replace(self, **options)
 
 
@@ -364,18 +364,18 @@ def parse_state(text: Any) -> State:
     """
     if not isinstance(text, str) or len(text) > _MAX_NUMBER:
         raise CorruptBookError(f"a sampler's state: got {str(text)[:100]!r}, expected a short text")
-    found = parsed(text, "a sampler's state")
-    for name, value in found.items():
+    state = parsed(text, "a sampler's state")
+    for name, value in state.items():
         shaped = {"ready": list, "shifts": list, "rounds": dict, "group_rounds": dict}.get(name, (int, float))
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
         if (
             not isinstance(value, shaped)
-            or (name == "ready" and len(held) != 2)
-            or (name == "shifts" and len(held) % 2)
-            or not all(math.isfinite(n) if type(n) is float else type(n) is int and abs(n) < 2**63 for n in held)
+            or (name == "ready" and len(numbers) != 2)
+            or (name == "shifts" and len(numbers) % 2)
+            or not all(math.isfinite(n) if type(n) is float else type(n) is int and abs(n) < 2**63 for n in numbers)
         ):
             raise CorruptBookError(f"a sampler's state: {name[:40]}: got {str(value)[:100]}, expected finite numbers")
-    return found
+    return state
 
 
 @dataclass
@@ -427,12 +427,12 @@ def _consumer(row: Any) -> Consumer:
     id_, name, settings, state, grouped, inserts, samples, floor, generation, waiting = row
     if any(type(n) is not int for n in (id_, grouped, inserts, samples, generation, 0 if floor is None else floor)):
         raise CorruptBookError(f"consumer {name!r}: got {row[4:]!r}, expected whole numbers")
-    found = Consumer(
+    consumer = Consumer(
         id_, name, parse_settings(settings), parse_state(state), bool(grouped), inserts, samples, floor, generation
     )
-    found.waiting = waiting if isinstance(waiting, float) else 0.0
-    found.saved = (state, grouped, inserts, samples, floor, generation)
-    return found
+    consumer.waiting = waiting if isinstance(waiting, float) else 0.0
+    consumer.saved = (state, grouped, inserts, samples, floor, generation)
+    return consumer
 
 
 SELECT_CONSUMERS = f"SELECT {_COLUMNS} FROM consumers ORDER BY id"
@@ -459,11 +459,11 @@ def find_consumer(tx: Transaction, name: str, lock: bool = False) -> Consumer | 
 
 def get_consumer(tx: Transaction, name: str) -> Consumer:
     """The consumer of this name, which must be there."""
-    found = find_consumer(tx, name)
-    if found is None:
+    consumer = find_consumer(tx, name)
+    if consumer is None:
         names = [row[0] for row in tx.all("SELECT name FROM consumers ORDER BY id")]
         raise unknown_consumer(name, names)
-    return found
+    return consumer
 
 
 def unknown_consumer(name: str, names: list[str]) -> UnknownConsumerError:

@@ -69,10 +69,10 @@ def _print_parts(parts: list[Any], are_numbers: NDArray[Any]) -> list[str]:
     marks = are_numbers.tolist()
     try:
         # A foreign writer's "01" is the number 1, and few of a batch's tasks are different.
-        made = {text: str(int(text)) for text in {text for text, mark in zip(parts, marks, strict=True) if mark}}
+        printed = {text: str(int(text)) for text in {text for text, mark in zip(parts, marks, strict=True) if mark}}
     except ValueError as error:
         raise WireError(f"eid: a part is marked as a number, and is none: {error}") from None
-    return [made[text] if mark else text for text, mark in zip(parts, marks, strict=True)]
+    return [printed[text] if mark else text for text, mark in zip(parts, marks, strict=True)]
 
 
 def _percent_encode(part: str) -> str:
@@ -130,8 +130,8 @@ def is_late(field: Field) -> bool:
     return field.kind == "number" or (field.kind == "json" and field.always)
 
 
-def content_hashes(many: Experiences | RowLayout, known: Ids | None = None) -> ContentHashes:
-    """The digests of every record; `known`: their ids, if they were read already.
+def content_hashes(records: Experiences | RowLayout, ids: Ids | None = None) -> ContentHashes:
+    """The digests of every record; `ids`: their ids, if they were read already.
 
     >>> from rollbook import Experience, Experiences
     >>> record = Experience(eid={"batch": 1, "task": 2, "suffix": "a"}, tokens=[1, 2, 3], info={"a": 1, "b": 2})
@@ -143,20 +143,20 @@ def content_hashes(many: Experiences | RowLayout, known: Ids | None = None) -> C
     >>> scored.core == alone.core, scored.whole == alone.whole
     (True, False)
     """
-    count, columns = len(many), many.columns
+    count, columns = len(records), records.columns
     core: list[Iterable[bytes]] = [[_CORE] * count]
     late: list[Iterable[bytes]] = []
     owners = {name: owner(name) for name in columns}
-    fields = {known[0].name: known[0] for known in owners.values() if known}
+    fields = {ids[0].name: ids[0] for ids in owners.values() if ids}
     with np.errstate(all="ignore"):
         for name in sorted(fields):
             field = fields[name]
-            if field.kind == "eid" and known is not None:
-                made = _uids(name, known)
+            if field.kind == "eid" and ids is not None:
+                hashes = _uids(name, ids)
             else:
-                made = _ENTRIES[field.kind](field, columns)
-            (late if is_late(field) else core).append(made)
-    unknown = arrow.to_arrays({name: columns[name] for name, known in owners.items() if known is None})
+                hashes = _ENTRIES[field.kind](field, columns)
+            (late if is_late(field) else core).append(hashes)
+    unknown = arrow.to_arrays({name: columns[name] for name, ids in owners.items() if ids is None})
     core.extend(_unknown(name, unknown[name]) for name in sorted(unknown))
     join = b"".join
     cores = [H(join(row)) for row in zip(*core, strict=True)]
@@ -182,9 +182,9 @@ def _rows_head(name: str, dtype: str, trailing: tuple[int, ...]) -> bytes:
     return _head(name, _form(dtype, (0, *trailing)))
 
 
-def _first(found: Iterable[list[bytes]]) -> list[bytes]:
+def _first(candidates: Iterable[list[bytes]]) -> list[bytes]:
     """The main column's entry where there is one, else that of a side column: as `columns.decode` reads them."""
-    entries, *sides = found
+    entries, *sides = candidates
     for side in sides:
         entries = [a or b for a, b in zip(entries, side, strict=True)]
     return entries
@@ -206,9 +206,9 @@ def clean(values: NDArray[Any], dtype: str) -> NDArray[Any]:
         least = values.view(f"int{dtype[-2:]}").min()
         if least != -(2 ** (8 * values.itemsize - 1)) and not np.isnan(values.min()):
             return values
-        made: NDArray[Any] = values + values.dtype.type(0)
-        made[np.isnan(made)] = np.nan
-        return made
+        cleaned: NDArray[Any] = values + values.dtype.type(0)
+        cleaned[np.isnan(cleaned)] = np.nan
+        return cleaned
     if dtype in _QUIET:
         infinity, nan = _QUIET[dtype]
         bits = values.view(np.uint16)
@@ -251,14 +251,14 @@ def _narrow(values: NDArray[Any], dtype: str, target: str) -> NDArray[Any]:
 
 def _tensors(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     name = field.name
-    found = []
+    arrays = []
     if (main := columns.get(name)) is not None:
-        found.append(_ragged(name, main))
+        arrays.append(_ragged(name, main))
     if (other := columns.get(f"{name}__other")) is not None:
-        found.append([_ABSENT if box is None else _boxed(name, *box) for box in boxes(other, name)])
-    if (one := columns.get(f"{name}__one")) is not None:
-        found.append(_scalars(name, "one", one))
-    return _first(found)
+        arrays.append([_ABSENT if box is None else _boxed(name, *box) for box in boxes(other, name)])
+    if (single := columns.get(f"{name}__one")) is not None:
+        arrays.append(_scalars(name, "one", single))
+    return _first(arrays)
 
 
 def _ragged(name: str, column: Ragged) -> list[bytes]:
@@ -277,11 +277,11 @@ def _ragged(name: str, column: Ragged) -> list[bytes]:
     else:
         # A column of several types: as a whole in each of them, of which every row takes its own.
         codes = np.where(column.present, column.codes, 0)
-        made = {
+        hashes = {
             code: _rows(name, dtype, _narrow(values, column.dtype, dtype), offsets, trailing)
             for code, dtype in ((code, BY_CODE[code].name) for code in np.unique(codes).tolist() if code)
         }
-        entries = [made[code][i] if code else _ABSENT for i, code in enumerate(codes.tolist())]
+        entries = [hashes[code][i] if code else _ABSENT for i, code in enumerate(codes.tolist())]
     if column.valid is not None:
         entries = [entry if there else _ABSENT for entry, there in zip(entries, column.valid.tolist(), strict=True)]
     return entries
@@ -311,16 +311,16 @@ def boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...]
     """The type, shape and bytes of each tensor of an `__other` column; `None` where there is none."""
     fields = {column.type.field(i).name: column.field(i) for i in range(column.type.num_fields)}
     valid = column.is_valid().to_pylist()
-    made: list[tuple[str, tuple[int, ...], bytes | memoryview] | None] = []
+    tensors: list[tuple[str, tuple[int, ...], bytes | memoryview] | None] = []
     rows = zip(valid, texts(fields["dtype"]), fields["shape"].to_pylist(), _slices(fields["data"]), strict=True)
     for there, dtype, shape, data in rows:
         if not there:
-            made.append(None)
+            tensors.append(None)
         elif data is None:
             raise WireError(f"{where}: a tensor without data")
         else:
-            made.append((str(dtype), check_shape(dtype, shape, len(data), where), data))
-    return made
+            tensors.append((str(dtype), check_shape(dtype, shape, len(data), where), data))
+    return tensors
 
 
 # --- everything else ----------------------------------------------------------------------------------------------
@@ -334,10 +334,10 @@ def _slices(array: pa.Array | Values) -> Sequence[bytes | memoryview | None]:
     data = memoryview(b"") if buffer is None else memoryview(buffer)
     bounds = arrow.offsets(array, len(data)).tolist()
     valid = arrow.validity(array)
-    found: list[memoryview | None] = [data[a:b] for a, b in pairwise(bounds)]
+    slices: list[memoryview | None] = [data[a:b] for a, b in pairwise(bounds)]
     if valid is not None:
-        found = [item if there else None for item, there in zip(found, valid.tolist(), strict=True)]
-    return found
+        slices = [item if there else None for item, there in zip(slices, valid.tolist(), strict=True)]
+    return slices
 
 
 def _texts(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
@@ -366,9 +366,9 @@ def _eids(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     return _uids(field.name, printed_ids(columns[field.name]))
 
 
-def _uids(name: str, known: Ids) -> list[bytes]:
+def _uids(name: str, ids: Ids) -> list[bytes]:
     head = _head(name, "uid")
-    return [head + H(uid.encode()) for uid in known.uid]
+    return [head + H(uid.encode()) for uid in ids.uid]
 
 
 def _media(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
@@ -381,12 +381,12 @@ def _media(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     ]
     flat = array.flatten()
     keys = _slices(flat.field(0))
-    found = boxes(flat, field.name)
+    tensors = boxes(flat, field.name)
     head = _head(field.name, "media")
     entries, at = [], 0
     for there, length in zip(valid, lengths, strict=True):
         items = []
-        for key, box in zip(keys[at : at + length], found[at : at + length], strict=True):
+        for key, box in zip(keys[at : at + length], tensors[at : at + length], strict=True):
             if key is None or box is None:
                 raise WireError(f"{field.name}: a tensor without a key or value")
             dtype, shape, data = box
@@ -435,14 +435,14 @@ def _json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     empty = (b"[]",) if custom else (b"null", b"{}") if field.always else (b"null",)
     entries, depth = [], freeform.MAX_DEPTH
     loads, dumps = orjson.loads, orjson.dumps
-    known: dict[bytes, bytes] = {}
+    cache: dict[bytes, bytes] = {}
     column = columns[field.name]
     flat = column.flat if isinstance(column, Values) else None
     for i, text in enumerate(_slices(column)):
         if text is None:
             entries.append(_ABSENT)
             continue
-        if len(text) < _SHORT and (entry := known.get(short := bytes(text))) is not None:
+        if len(text) < _SHORT and (entry := cache.get(short := bytes(text))) is not None:
             entries.append(entry)
             continue
         try:
@@ -458,7 +458,7 @@ def _json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
             raise WireError(f"record {i}: {field.name}: {error}") from None
         entries.append(_ABSENT if data in empty else head + H(data))
         if len(text) < _SHORT:
-            known[short] = entries[-1]
+            cache[short] = entries[-1]
     return entries
 
 
@@ -485,31 +485,31 @@ def _canonical(value: Any, depth: int) -> Any:
     return value
 
 
-def _untag(tag: str, held: Any, depth: int) -> Any:
+def _untag(tag: str, content: Any, depth: int) -> Any:
     if tag == "$dict":
-        return _escape({key: _canonical(item, depth) for key, item in held.items()})
+        return _escape({key: _canonical(item, depth) for key, item in content.items()})
     if tag == "$tuple":
-        return {tag: [_canonical(item, depth) for item in held]}
+        return {tag: [_canonical(item, depth) for item in content]}
     if tag == "$map":
-        return _map([(_key(key, depth), _canonical(item, depth)) for key, item in held])
+        return _map([(_key(key, depth), _canonical(item, depth)) for key, item in content])
     if tag == "$float":
-        return {tag: held}
+        return {tag: content}
     if tag == "$int":
-        return _integer(int(held, 16))
+        return _integer(int(content, 16))
     if tag == "$text":
-        data = bytes.fromhex(held)
+        data = bytes.fromhex(content)
         try:
             return data.decode()
         except UnicodeDecodeError:
             return {tag: data.hex(" ")}
     if tag == "$bytes":
-        return {tag: _base64(held).hex()}
+        return {tag: _base64(content).hex()}
     if tag == "$tensor":
-        data = _base64(held["data"])
-        shape = check_shape(held["dtype"], held["shape"], len(data), tag)
-        return {tag: [held["dtype"], shape, _elements(held["dtype"], data).hex()]}
+        data = _base64(content["data"])
+        shape = check_shape(content["dtype"], content["shape"], len(data), tag)
+        return {tag: [content["dtype"], shape, _elements(content["dtype"], data).hex()]}
     if tag in ("$array", "$scalar"):
-        array = np.asarray(freeform.loads(orjson.dumps({tag: held}).decode()))
+        array = np.asarray(freeform.loads(orjson.dumps({tag: content}).decode()))
         return {tag: [array.dtype.str, array.shape, H(_bytes(_clean_array(array))).hex()]}
     raise WireError(f"the tag {tag!r} is unknown")
 
@@ -543,8 +543,8 @@ def _map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
         return {"$map": pairs}
     if all(type(key) is str for key, _ in pairs):
         return _escape(dict(pairs))
-    made = dict(zip(written, pairs, strict=True))
-    return {"$map": [made[text] for text in sorted(made)]}
+    by_key = dict(zip(written, pairs, strict=True))
+    return {"$map": [by_key[text] for text in sorted(by_key)]}
 
 
 def _key(key: Any, depth: int) -> Any:
@@ -565,12 +565,12 @@ def _clean_array(array: NDArray[Any]) -> NDArray[Any]:
         return array
     parts = 2 if array.dtype.kind == "c" else 1
     kind = np.dtype(f"{array.dtype.str[0]}f{array.dtype.itemsize // parts}")
-    made = np.array(array, order="C").reshape(-1).view(kind).reshape(-1, parts)
-    made[made == 0] = 0
-    made[np.isnan(made).any(axis=1)] = np.nan
+    cleaned = np.array(array, order="C").reshape(-1).view(kind).reshape(-1, parts)
+    cleaned[cleaned == 0] = 0
+    cleaned[np.isnan(cleaned).any(axis=1)] = np.nan
     if kind.itemsize > 8 and np.finfo(np.longdouble).nmant == 63:
-        made.view(np.uint8).reshape(-1, kind.itemsize)[:, 10:] = 0  # the bytes of a long double that mean nothing
-    return made
+        cleaned.view(np.uint8).reshape(-1, kind.itemsize)[:, 10:] = 0  # the bytes of a long double that mean nothing
+    return cleaned
 
 
 _ENTRIES: dict[str, Callable[[Field, Mapping[str, Column]], list[bytes]]] = {

@@ -207,14 +207,14 @@ class Disk:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The plain files in a folder and how many bytes each has, in order of their names; links are left out."""
-        found = {}
+        sizes = {}
         with os.scandir(folder) as entries:
             for entry in entries:
                 # A file may go while they are listed.
                 with suppress(FileNotFoundError):
                     if entry.is_file(follow_symlinks=False):
-                        found[entry.name] = entry.stat(follow_symlinks=False).st_size
-        return dict(sorted(found.items()))
+                        sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return dict(sorted(sizes.items()))
 
     def try_lock(self, fd: int, shared: bool = False) -> bool:
         """Take the file's lock unless somebody has it, or, `shared`, unless somebody has it alone. It belongs to the
@@ -229,8 +229,8 @@ class Disk:
     def free(self, path: str) -> int:
         """Bytes that this user may still write on the file system of `path`."""
         with _naming(path):
-            found = os.statvfs(path)
-            return found.f_bavail * found.f_frsize
+            stats = os.statvfs(path)
+            return stats.f_bavail * stats.f_frsize
 
     def network_file_system(self, path: str) -> str | None:
         """The name of the network file system that `path` is or would be on; `None` for a local one.
@@ -299,13 +299,13 @@ def read_private(fd: int, start: int, stop: int, mapped: bool) -> memoryview:
             if error.errno not in (errno.ENOMEM, errno.ENODEV):
                 raise
     memory = np.empty(stop - start, dtype=np.uint8).data
-    got = 0
-    while got < len(memory):
-        step = os.preadv(fd, [memory[got:]], start + got)
+    filled = 0
+    while filled < len(memory):
+        step = os.preadv(fd, [memory[filled:]], start + filled)
         if not step:
             break
-        got += step
-    return memory[:got]
+        filled += step
+    return memory[:filled]
 
 
 # --- mounts ---------------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def network_mount(path: str, table: str) -> str | None:
     >>> network_mount("/shared runs/demo", table), network_mount("/shared runs/fast/demo", table)
     ('nfs4', None)
     """
-    longest, found = -1, None
+    longest, kind = -1, None
     for line in table.splitlines():
         before, dash, after = line.partition(" - ")
         fields, kinds = before.split(" "), after.split(" ")
@@ -330,8 +330,8 @@ def network_mount(path: str, table: str) -> str | None:
         inside = point.rstrip("/") + "/"
         # Of several on the same point the last one covers the others.
         if len(point) >= longest and (path + "/").startswith(inside):
-            longest, found = len(point), _network(kinds)
-    return found
+            longest, kind = len(point), _network(kinds)
+    return kind
 
 
 def _network(kinds: list[str]) -> str | None:

@@ -73,8 +73,8 @@ class IndexColumns(NamedTuple):
     parent: str | None
 
 
-def index_columns(many: Experiences | RowLayout, known: Ids | None = None) -> list[IndexColumns]:
-    """The tags of every record; `known`: their ids, if they were read already.
+def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> list[IndexColumns]:
+    """The tags of every record; `ids`: their ids, if they were read already.
 
     >>> from rollbook import Experience, Experiences
     >>> made = index_columns(Experiences([
@@ -87,18 +87,18 @@ def index_columns(many: Experiences | RowLayout, known: Ids | None = None) -> li
     >>> [(tag.version_min, tag.version_max) for tag in made]
     [(3, 3), (7, 7)]
     """
-    count = len(many)
+    count = len(records)
     if not count:
         return []
-    columns = dict(many.columns)
-    if known is None:
-        known = printed_ids(columns["eid"])
-    if "\0" in "".join(known.uid):
-        i = next(i for i, uid in enumerate(known.uid) if "\0" in uid)
-        raise ValueError(f"record {i}: eid: got {known.uid[i]!r}, expected no NUL, which a database cannot keep")
+    columns = dict(records.columns)
+    if ids is None:
+        ids = printed_ids(columns["eid"])
+    if "\0" in "".join(ids.uid):
+        i = next(i for i, uid in enumerate(ids.uid) if "\0" in uid)
+        raise ValueError(f"record {i}: eid: got {ids.uid[i]!r}, expected no NUL, which a database cannot keep")
     kinds = physical.texts(columns["experience_type"])
     lengths, _ = arrow.token_lengths(columns, count)
-    prompt = np.minimum(many.prompt_lengths(), lengths)
+    prompt = np.minimum(records.prompt_lengths(), lengths)
     if "dpo" in kinds:
         pairs = np.array([kind == "dpo" for kind in kinds])
         lengths = lengths + np.where(
@@ -113,13 +113,13 @@ def index_columns(many: Experiences | RowLayout, known: Ids | None = None) -> li
     if NOT_A_NUMBER in scored:
         rewards = [reward if flag == SCORED else None for reward, flag in zip(rewards, scored, strict=True)]
     columns_of_tags = (
-        known.uid,
-        [uid if tid == "/" else tid for uid, tid in zip(known.uid, known.tid, strict=True)],
-        known.batch,
-        known.task,
-        known.run,
-        known.step,
-        known.suffix,
+        ids.uid,
+        [uid if tid == "/" else tid for uid, tid in zip(ids.uid, ids.tid, strict=True)],
+        ids.batch,
+        ids.task,
+        ids.run,
+        ids.step,
+        ids.suffix,
         rewards,
         scored,
         lengths.tolist(),
@@ -152,13 +152,13 @@ def _plain(columns: Mapping[str, Column], name: str, count: int) -> list[Any]:
 
 
 def _text(columns: Mapping[str, Column], name: str, count: int) -> list[str | None]:
-    found: list[str | None] = physical.texts(columns[name]) if name in columns else [None] * count
+    strings: list[str | None] = physical.texts(columns[name]) if name in columns else [None] * count
     raw = columns.get(f"{name}__raw")
     if raw is not None:
-        found = physical.decode(FIELDS[name], columns) or found
-    if raw is not None or (name in columns and any(text is not None and "\0" in text for text in found)):
-        found = [None if text is None else _kept(text) for text in found]
-    return found
+        strings = physical.decode(FIELDS[name], columns) or strings
+    if raw is not None or (name in columns and any(text is not None and "\0" in text for text in strings)):
+        strings = [None if text is None else _kept(text) for text in strings]
+    return strings
 
 
 def _kept(text: str) -> str:
@@ -221,8 +221,8 @@ def _true(values: NDArray[Any], dtype: str) -> NDArray[np.bool_]:
         return values.view(np.bool_)
     if dtype == "bfloat16":
         values = values & 0x7FFF  # -0.0 is false
-    found: NDArray[np.bool_] = values != 0
-    return np.logical_or.reduce(found, axis=1) if found.ndim > 1 else found
+    mask: NDArray[np.bool_] = values != 0
+    return np.logical_or.reduce(mask, axis=1) if mask.ndim > 1 else mask
 
 
 def _versions(columns: Mapping[str, Column], mask: _Mask, count: int) -> tuple[list[int | None], list[int | None]]:
@@ -249,17 +249,17 @@ def _versions(columns: Mapping[str, Column], mask: _Mask, count: int) -> tuple[l
             lows, highs = [a for a, _ in bounds], [b for _, b in bounds]
         for i, a, b in zip(rows, lows, highs, strict=True):
             oldest[i], newest[i] = a, b
-    other, one = columns.get(f"{name}__other"), columns.get(f"{name}__one")
+    other, single = columns.get(f"{name}__other"), columns.get(f"{name}__one")
     for i, box in enumerate(boxes(other, name) if other is not None else ()):
         if box is not None and oldest[i] is None and len(box[2]):
             oldest[i], newest[i] = _range(_signed(_elements(box[0], box[2])), mask.row(i))
-    for i, version in enumerate(physical.numbers(one) if one is not None else ()):
+    for i, version in enumerate(physical.numbers(single) if single is not None else ()):
         if oldest[i] is None and version is not None:
             oldest[i] = newest[i] = version
     if None in oldest and "info" in columns:
-        for i, found in enumerate(_entries(columns["info"], "model_version")):
-            if oldest[i] is None and found is not None and math.isfinite(found):
-                oldest[i] = newest[i] = max(-_MOST, min(int(found), _MOST))
+        for i, number in enumerate(_entries(columns["info"], "model_version")):
+            if oldest[i] is None and number is not None and math.isfinite(number):
+                oldest[i] = newest[i] = max(-_MOST, min(int(number), _MOST))
     return oldest, newest
 
 
@@ -277,7 +277,7 @@ def _signed(values: NDArray[Any]) -> NDArray[Any]:
 # --- a number of the user's choice --------------------------------------------------------------------------------
 
 
-def number_column(many: Experiences | RowLayout, key: str) -> list[float | None]:
+def number_column(records: Experiences | RowLayout, key: str) -> list[float | None]:
     """A number of each record, for samplers and filters: a tag by its name, or `info.NAME` or `metrics.NAME`.
 
     True and False count as 1 and 0, text that reads as a finite number as that number, a tensor or array of one element
@@ -291,17 +291,17 @@ def number_column(many: Experiences | RowLayout, key: str) -> list[float | None]
     """
     field, dot, name = key.partition(".") if isinstance(key, str) else ("", "", "")
     if dot and name and field in ("info", "metrics"):
-        column = many.column(field)
-        return [None] * len(many) if column is None else _entries(column, name)
+        column = records.column(field)
+        return [None] * len(records) if column is None else _entries(column, name)
     if key not in IndexColumns._fields:
         raise ValueError(
             f"key: got {key!r}, expected info.NAME, metrics.NAME or a tag"
             + suggest(str(key), list(IndexColumns._fields))
         )
     if key == "reward":
-        return [reward_of(tag) for tag in index_columns(many)]
+        return [reward_of(tag) for tag in index_columns(records)]
     at = IndexColumns._fields.index(key)
-    return [_number(tag[at]) for tag in index_columns(many)]
+    return [_number(tag[at]) for tag in index_columns(records)]
 
 
 def _entries(column: pa.Array, name: str) -> list[float | None]:
@@ -309,19 +309,19 @@ def _entries(column: pa.Array, name: str) -> list[float | None]:
     # Most dicts do not have it: their text says so without being read. A key that JSON escapes is looked for in all.
     last = name.rpartition(".")[2]
     sure = last.isalnum() and last.isascii()
-    found: list[float | None] = []
+    entries: list[float | None] = []
     flat = column.flat if isinstance(column, physical.Values) else None
     if flat and None not in flat:
         return [_number(_look_up(value, name)) for value in flat if value is not None]
     for i, text in enumerate(physical.texts(column)):
         if text is None or (sure and last not in text):
-            found.append(None)
+            entries.append(None)
             continue
         try:
-            found.append(_number(_look_up(_dict(orjson.loads(text)), name)))
+            entries.append(_number(_look_up(_dict(orjson.loads(text)), name)))
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise WireError(f"record {i}: {name}: a free-form value cannot be read: {error}") from None
-    return found
+    return entries
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -341,22 +341,22 @@ def _look_up(value: dict[str, Any], name: str) -> Any:
         return value[name]
     for at in (at for at, letter in enumerate(name) if letter == "."):
         if name[:at] in value:
-            found = _look_up(_dict(value[name[:at]]), name[at + 1 :])
-            if found is not None:
-                return found
+            nested = _look_up(_dict(value[name[:at]]), name[at + 1 :])
+            if nested is not None:
+                return nested
     return None
 
 
 def _number(value: Any) -> float | None:
     """What a value of tagged JSON, or a tag, counts as."""
     if isinstance(value, dict) and len(value) == 1:
-        tag, held = next(iter(value.items()))
+        tag, content = next(iter(value.items()))
         if tag in ("$float", "$int"):
-            value = float(held) if tag == "$float" else int(held, 16)
+            value = float(content) if tag == "$float" else int(content, 16)
         elif tag in ("$array", "$scalar"):
             value = _one(np.asarray(freeform.loads(orjson.dumps(value).decode())))
         elif tag == "$tensor":
-            value = _one_of_tensor(held["dtype"], binascii.a2b_base64(held["data"], strict_mode=True))
+            value = _one_of_tensor(content["dtype"], binascii.a2b_base64(content["data"], strict_mode=True))
     if isinstance(value, str):
         try:
             number = float(value) if "_" not in value else math.nan
@@ -382,7 +382,7 @@ def _one_of_tensor(dtype: str, data: bytes) -> Any:
     return _one((values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values)
 
 
-def column_types(many: Experiences | RowLayout) -> set[tuple[str, str]]:
+def column_types(records: Experiences | RowLayout) -> set[tuple[str, str]]:
     """(field, type) of the tensor columns: `("tokens", "int32")`, `("routed_experts", "int16x24x8")`.
 
     >>> from rollbook import Experience, Experiences
@@ -391,6 +391,6 @@ def column_types(many: Experiences | RowLayout) -> set[tuple[str, str]]:
     """
     return {
         (name, "x".join([column.dtype, *map(str, column.trailing)]))
-        for name, column in many.columns.items()
+        for name, column in records.columns.items()
         if isinstance(column, Ragged) and name in FIELDS
     }

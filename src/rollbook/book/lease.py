@@ -107,9 +107,9 @@ class Lease:
     1
     """
 
-    def __init__(self, book: Book, wanted: LeaseRequest, claim: Claim) -> None:
+    def __init__(self, book: Book, request: LeaseRequest, claim: Claim) -> None:
         self._book = book
-        self._wanted = wanted
+        self._wanted = request
         self._claim = claim
         self._experiences: Experiences | None = None
         self._left = dict(zip(claim.uids, claim.seqs, strict=True))
@@ -159,14 +159,14 @@ class Lease:
         """Its records as a batch (the options of `Experiences.batch`); with weights under `info["weights"]`."""
         if not self:
             raise BookError(f"lease.batch: the lease is empty: {self.short or 'no record was asked for'}")
-        made = self.experiences.batch(**options)
+        batch = self.experiences.batch(**options)
         if self._claim.weights is not None:
             import torch
 
-            made.info = {**(made.info or {}), "weights": torch.tensor(self._claim.weights)}
+            batch.info = {**(batch.info or {}), "weights": torch.tensor(self._claim.weights)}
         if self._left:
             self._progress()
-        return made
+        return batch
 
     def _progress(self) -> None:
         """Start the time anew, once a good part of it is over: a database is not written for every look."""
@@ -222,7 +222,7 @@ class Lease:
             if step >= 1 << 63:
                 raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
         chosen = self._chosen(uids, step)
-        given = {}
+        priorities_by_seq = {}
         if priorities is not None and not isinstance(priorities, Mapping):
             raise ValueError(
                 f"priorities: got {type(priorities).__name__}, expected {{uid: number}}, as of "
@@ -231,18 +231,18 @@ class Lease:
         for uid, value in (priorities or {}).items():
             if uid not in chosen:
                 raise ValueError(f"priorities: got {uid!r}, which is not acknowledged here")
-            given[chosen[uid]] = check_float(f"priorities[{uid!r}]", value)
-        told = {seq: dict(detail or {}) for seq in chosen.values()}
+            priorities_by_seq[chosen[uid]] = check_float(f"priorities[{uid!r}]", value)
+        details_by_seq = {seq: dict(detail or {}) for seq in chosen.values()}
         for uid, more in (details or {}).items():
             if uid not in chosen:
                 raise ValueError(f"details: got {uid!r}, which is not acknowledged here")
-            told[chosen[uid]] = {**(detail or {}), **more}
+            details_by_seq[chosen[uid]] = {**(detail or {}), **more}
         if not chosen:
             return 0
         try:
-            count = self._ack(chosen, step, given, told)
+            count = self._ack(chosen, step, priorities_by_seq, details_by_seq)
         except _RetryAckError:
-            count = self._ack(chosen, step, given, told)
+            count = self._ack(chosen, step, priorities_by_seq, details_by_seq)
         self._acks.append((step, chosen))
         self._settle(chosen)
         return count
@@ -290,20 +290,20 @@ class Lease:
             return 0
 
         def transact(tx: Transaction) -> int:
-            consumer, found = self._held(tx, chosen, always=True)
+            consumer, rows = self._held(tx, chosen, always=True)
             if drop:
-                queue.drop_rows(tx, consumer, found, reason)
+                queue.drop_rows(tx, consumer, rows, reason)
             else:
-                queue.requeue_rows(tx, consumer, found, "nacked", reason)
+                queue.requeue_rows(tx, consumer, rows, "nacked", reason)
                 tx.notify(consumer.id)
             if len(chosen) == len(self._left):
                 queue.end_lease(tx, self._claim.id, "nacked")
             save_consumer(tx, consumer)
-            return len(found)
+            return len(rows)
 
         def committed(tx: Transaction, _: int) -> bool:
-            held = f"SELECT 1 FROM work WHERE lease = ? AND seq {tx.in_ints}"
-            return tx.one(held, (self._claim.id, tx.array(list(chosen.values())))) is None
+            sql = f"SELECT 1 FROM work WHERE lease = ? AND seq {tx.in_ints}"
+            return tx.one(sql, (self._claim.id, tx.array(list(chosen.values())))) is None
 
         count = write_once(self._book.ledger, transact, committed, shared=True)
         self._acks.append((_NO_STEP, {}))
@@ -427,7 +427,7 @@ class Lease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        told = self._lost
+        was_lost = self._lost
         if self._left and self._claim.id:
             if error is None:
                 advise(f"{len(self._left)} leased records were not acknowledged and go back: call lease.ack(step=...)")
@@ -435,7 +435,7 @@ class Lease:
                 self.nack("not acknowledged" if error is None else _told(error))
             except LeaseLostError:
                 # Whoever was told by `ack` or `renew` need not hear it again.
-                if error is None and not told:
+                if error is None and not was_lost:
                     raise
 
     async def __aenter__(self) -> Lease:
@@ -468,7 +468,7 @@ def _is_shared(consumer: Consumer) -> bool:
 def _train(
     tx: Transaction,
     consumer: Consumer,
-    found: Sequence[queue.Row],
+    rows: Sequence[queue.Row],
     step: int | None,
     lease: int,
     priorities: Mapping[int, float],
@@ -478,7 +478,7 @@ def _train(
     sampler = consumer.settings.sampler
     most = consumer.settings.max_uses
     moves, events = [], []
-    for row in found:
+    for row in rows:
         value = priorities.get(row.seq, row.value)
         item = consumer.item(row.seq, row.uses + 1, row.version, value)
         again, rest = sampler.after(item)
@@ -492,17 +492,17 @@ def _train(
             tx.notify(consumer.id)
         moves.append((row, new))
         # What rewinding needs to put the row back.
-        told = {"uses": row.uses, "rank": row.rank, "value": row.value, **details[row.seq]}
-        events.append(queue.Event(queue.TRAINED, row.seq, consumer.id, None, step, lease, told))
+        detail = {"uses": row.uses, "rank": row.rank, "value": row.value, **details[row.seq]}
+        events.append(queue.Event(queue.TRAINED, row.seq, consumer.id, None, step, lease, detail))
     queue.change_rows(tx, consumer, moves, events)
 
 
-def refresh_queue(tx: Transaction, book: Book, name: str, wanted: LeaseRequest | None) -> tuple[Consumer | None, bool]:
+def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest | None) -> tuple[Consumer | None, bool]:
     """Do what is due in a consumer's queue, a piece of it at most: take new records in, take leases back that ended,
     end rests, drop records that are too old.
 
     Args:
-        wanted: The lease this is for; without one, new records are taken in only where some might be dropped.
+        request: The lease this is for; without one, new records are taken in only where some might be dropped.
 
     Returns:
         The consumer, locked (`None` if there is none of this name), and whether nothing is left to do.
@@ -524,21 +524,21 @@ def refresh_queue(tx: Transaction, book: Book, name: str, wanted: LeaseRequest |
         return None, True
     [consumer] = parse_consumers(rows)
     settings = consumer.settings
-    if wanted is not None and wanted.by == "group" and not consumer.grouped:
+    if request is not None and request.by == "group" and not consumer.grouped:
         queue.begin_groups(tx, consumer)
     if expired:
         queue.expire_leases(tx, consumer)
     piece = queue.CHUNK
     done = rerank_queue(tx, consumer, book, piece)
-    if unseen and (settings.bounded if wanted is None else not takes_in_order(consumer, wanted)):
+    if unseen and (settings.bounded if request is None else not takes_in_order(consumer, request)):
         done &= queue.drain_inbox(tx, book, consumer, piece)
     if rested:
         done &= queue.end_cooldowns(tx, consumer, piece)
     done &= queue.drop_over_age(tx, consumer, piece)
-    bound = settings.max_staleness if wanted is None or wanted.max_staleness is None else wanted.max_staleness
+    bound = settings.max_staleness if request is None or request.max_staleness is None else request.max_staleness
     if version is not None and bound is not None:
         done &= queue.drop_stale_rows(tx, consumer, queue.version_floor(int(version), bound), piece)
-    if wanted is not None and wanted.max_staleness is not None and settings.max_staleness is None:
+    if request is not None and request.max_staleness is not None and settings.max_staleness is None:
         queue.drop_abandoned_rows(tx, consumer)  # a consumer's own bound was held as they came
     if consumer.grouped:
         done &= queue.build_groups(tx, consumer, piece)
@@ -612,12 +612,12 @@ def refresh_consumer(book: Book, name: str) -> None:
             let_others(book.ledger)
 
 
-def takes_in_order(consumer: Consumer, wanted: LeaseRequest) -> bool:
+def takes_in_order(consumer: Consumer, request: LeaseRequest) -> bool:
     """Whether what a lease takes does not depend on records that came later, so that those may stay in the inbox."""
     settings = consumer.settings
     return (
-        wanted.by == "experience"
-        and wanted.max_staleness is None
+        request.by == "experience"
+        and request.max_staleness is None
         and type(settings.sampler) is First
         and not settings.removers
         and not settings.limiters
@@ -625,18 +625,18 @@ def takes_in_order(consumer: Consumer, wanted: LeaseRequest) -> bool:
     )
 
 
-def try_claim(book: Book, wanted: LeaseRequest, last: bool, timeout: float | None, end: float) -> Claim | None:
+def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | None, end: float) -> Claim | None:
     """Claim what is asked for; if it is not all there, `None`, or on the `last` look what there is.
 
     With a `timeout` (of the lease, until `end`) that passes while others hold the ledger, the claim is empty.
     """
 
     def transact(tx: Transaction) -> tuple[bool, Claim | None]:
-        consumer, done = refresh_queue(tx, book, wanted.consumer, wanted)
+        consumer, done = refresh_queue(tx, book, request.consumer, request)
         if consumer is None:
             names = [name for (name,) in tx.all("SELECT name FROM consumers ORDER BY id")]
-            raise unknown_consumer(wanted.consumer, names)
-        claim = _claim(tx, book, consumer, wanted, last) if done else None
+            raise unknown_consumer(request.consumer, names)
+        claim = _claim(tx, book, consumer, request, last) if done else None
         save_consumer(tx, consumer)
         return done, claim
 
@@ -644,7 +644,7 @@ def try_claim(book: Book, wanted: LeaseRequest, last: bool, timeout: float | Non
         claim = outcome[1]
         if claim is None or not claim.id:
             return True
-        return tx.one("SELECT 1 FROM leases WHERE id = ? AND holder = ?", (claim.id, wanted.holder)) is not None
+        return tx.one("SELECT 1 FROM leases WHERE id = ? AND holder = ?", (claim.id, request.holder)) is not None
 
     done = False
     claim = None
@@ -656,15 +656,15 @@ def try_claim(book: Book, wanted: LeaseRequest, last: bool, timeout: float | Non
             if not done:
                 let_others(book.ledger)
         except UnknownConsumerError:
-            if not wanted.create:
+            if not request.create:
                 raise
             with book.ledger.write() as tx:
-                if find_consumer(tx, wanted.consumer) is None:
-                    queue.add_consumer(tx, wanted.consumer)
+                if find_consumer(tx, request.consumer) is None:
+                    queue.add_consumer(tx, request.consumer)
         except LockTimeoutError as error:
             if timeout is None:
                 raise
-            return _empty(f"asked for {wanted.most}, got 0: {error}")
+            return _empty(f"asked for {request.most}, got 0: {error}")
     return claim
 
 
@@ -697,7 +697,7 @@ def _parsed(rows: Sequence[Any]) -> list[ClaimableRow]:
     return [ClaimableRow(row, full[-1]) for row, full in zip(checked, rows, strict=True)]
 
 
-def _allowed(tx: Transaction, consumer: Consumer, wanted: LeaseRequest) -> tuple[int, str]:
+def _allowed(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tuple[int, str]:
     """How many units limiters let this lease have, at most as many as it wants, and why no more."""
     settings = consumer.settings
     if settings.min_size:
@@ -705,28 +705,28 @@ def _allowed(tx: Transaction, consumer: Consumer, wanted: LeaseRequest) -> tuple
         if there < settings.min_size:
             return 0, f"{there} records are there, MinSize waits for {settings.min_size}"
     if settings.ratio is None:
-        return wanted.most, ""
+        return request.most, ""
     left = settings.ratio.samples_left(consumer.inserts, consumer.samples)
-    if wanted.by == "group":
+    if request.by == "group":
         fits = 0
-        for gid, *_ in _ready(tx, consumer, wanted.most):
+        for gid, *_ in _ready(tx, consumer, request.most):
             left -= len(queue.select_rows(tx, "consumer = ? AND gid = ? AND state = 'waiting'", (consumer.id, gid)))
             fits += left >= 0
         left = fits
-    if left < wanted.most:
+    if left < request.most:
         return left, f"SamplesToInserts waits for more inserts ({consumer.inserts} so far)"
-    return wanted.most, ""
+    return request.most, ""
 
 
-def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: LeaseRequest, last: bool) -> Claim | None:
+def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseRequest, last: bool) -> Claim | None:
     """Lease what waits; `None` if it is less than was asked for, and this is not the `last` look."""
     sampler = consumer.settings.sampler
-    most, why = _allowed(tx, consumer, wanted)
+    most, why = _allowed(tx, consumer, request)
     partial: list[str] = []
-    if wanted.by == "group":
+    if request.by == "group":
         ready = _ready(tx, consumer, most)
         units = len(ready)
-        if units < wanted.most and not last:
+        if units < request.most and not last:
             return None
         ranks = [rank for _, rank, *_ in ready]
         if any(type(runs) is not int or not isinstance(size, (int, type(None))) for *_, size, runs in ready):
@@ -740,30 +740,30 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: LeaseRequest
             tx.next_number("leases", 1),
         )
         members: dict[str, list[ClaimableRow]] = {gid: [] for gid, *_ in ready}
-        for each in _parsed(sorted(rows)):
-            members[each.row.gid].append(each)
-        taken = [each for group in members.values() for each in group]
+        for candidate in _parsed(sorted(rows)):
+            members[candidate.row.gid].append(candidate)
+        taken = [candidate for group in members.values() for candidate in group]
         odds = [weight for gid, _, weight, *_ in ready for _ in members[gid]]
         count, total = consumer.state.get("ready", (0, 0.0))
     else:
         in_order = (f"{_CLAIMED} ORDER BY work.rank, work.seq LIMIT ?", (consumer.id, most))
         rows, [(lease,)] = tx.ask(in_order, tx.next_number("leases", 1))
-        empty = not takes_in_order(consumer, wanted)
+        empty = not takes_in_order(consumer, request)
         while len(rows) < most and not empty:
             empty = queue.drain_inbox(tx, book, consumer, max(AHEAD, min(most - len(rows), queue.CHUNK)))
             rows = tx.all(*in_order)
         units = len(rows)
-        if units < wanted.most and not last:
+        if units < request.most and not last:
             return None
         taken = _parsed(rows)
-        odds = [each.row.weight for each in taken]
-        ranks = [each.row.rank for each in taken]
+        odds = [candidate.row.weight for candidate in taken]
+        ranks = [candidate.row.rank for candidate in taken]
         count, total = queue.count_rows(tx, consumer, queue.WAITING) if isinstance(sampler, Proportional) else (0, 0.0)
     if units < most or not why:
-        why = "no more was waiting" if wanted.by == "experience" else "no more groups were complete"
-    if units < wanted.most and wanted.exact:
-        return _empty(f"asked for exactly {wanted.most}, {units} can be leased: {why}")
-    why = f"asked for {wanted.most}, got {units}: {why}" if units < wanted.most else ""
+        why = "no more was waiting" if request.by == "experience" else "no more groups were complete"
+    if units < request.most and request.exact:
+        return _empty(f"asked for exactly {request.most}, {units} can be leased: {why}")
+    why = f"asked for {request.most}, got {units}: {why}" if units < request.most else ""
     if partial:
         more = f"{len(partial)} of {units} groups are partial, since partial_after has passed: {', '.join(partial[:3])}"
         why = f"{why}; {more}" if why else more
@@ -775,11 +775,11 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: LeaseRequest
     if isinstance(sampler, Proportional):
         raw = [(max(total, weight) / (count * weight)) ** sampler.beta for weight in odds]
         weights = [value / max(raw) for value in raw]
-    seconds = consumer.settings.lease_seconds if wanted.seconds is None else wanted.seconds
+    seconds = consumer.settings.lease_seconds if request.seconds is None else request.seconds
     tx.insert(
         "leases",
         ("id", "consumer", "holder", "made", "expires", "seconds", "state", "count"),
-        [(lease, consumer.id, wanted.holder, tx.now, tx.now + seconds, seconds, "active", len(taken))],
+        [(lease, consumer.id, request.holder, tx.now, tx.now + seconds, seconds, "active", len(taken))],
     )
     queue.change_rows(
         tx,
@@ -790,8 +790,8 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, wanted: LeaseRequest
     consumer.samples += len(taken)
     return Claim(
         lease,
-        [each.row.seq for each in taken],
-        [each.uid for each in taken],
+        [candidate.row.seq for candidate in taken],
+        [candidate.uid for candidate in taken],
         weights,
         tx.now + seconds,
         seconds,
@@ -837,13 +837,13 @@ class Forecast(NamedTuple):
     """Whether a look is worth it: as much waits as is asked for, as far as that is known without a lock."""
 
 
-def forecast(book: Book, asked: LeaseRequest) -> Forecast:
+def forecast(book: Book, request: LeaseRequest) -> Forecast:
     """Look at a consumer's queue without a lock."""
     with book.ledger.read() as tx:
-        consumer = get_consumer(tx, asked.consumer)
+        consumer = get_consumer(tx, request.consumer)
         number = consumer.id
-        enough = asked.by == "group" or (
-            queue.count_rows(tx, consumer, queue.WAITING)[0] + queue.inbox_size(tx, number) >= asked.most
+        enough = request.by == "group" or (
+            queue.count_rows(tx, consumer, queue.WAITING)[0] + queue.inbox_size(tx, number) >= request.most
         )
         leases, rests, partial = tx.ask(
             ("SELECT MIN(expires) FROM leases WHERE consumer = ? AND state = 'active'", (number,)),
@@ -893,7 +893,7 @@ def lease_records(
     return Lease(book, request, claim or _empty(""))
 
 
-async def alease_records(book: Book, asked: LeaseRequest, timeout: float | None) -> Lease:
+async def alease_records(book: Book, request: LeaseRequest, timeout: float | None) -> Lease:
     """See `Book.alease`; a wait that is cancelled has claimed nothing."""
     stop = threading.Event()
     loop = asyncio.get_running_loop()
@@ -901,7 +901,7 @@ async def alease_records(book: Book, asked: LeaseRequest, timeout: float | None)
 
     def run() -> None:
         try:
-            result = lease_records(book, asked, timeout, stop)
+            result = lease_records(book, request, timeout, stop)
         except BaseException as error:
             loop.call_soon_threadsafe(outcome.set_exception, error)
         else:

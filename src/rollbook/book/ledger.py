@@ -261,19 +261,19 @@ def write_once(
             timeout = left
 
 
-def parsed(text: Any, what: str) -> dict[str, Any]:
+def parsed(text: Any, label: str) -> dict[str, Any]:
     """A dict from JSON that a ledger holds, which anybody may have written.
 
     >>> parsed('{"step": 3}', "a detail")
     {'step': 3}
     """
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except (RecursionError, TypeError, ValueError) as error:
-        raise CorruptBookError(f"{what}: got {str(text)[:100]!r}, which is no JSON: {str(error)[:100]}") from None
-    if not isinstance(found, dict):
-        raise CorruptBookError(f"{what}: got {str(text)[:100]!r}, expected a dict")
-    return found
+        raise CorruptBookError(f"{label}: got {str(text)[:100]!r}, which is no JSON: {str(error)[:100]}") from None
+    if not isinstance(fields, dict):
+        raise CorruptBookError(f"{label}: got {str(text)[:100]!r}, expected a dict")
+    return fields
 
 
 class _SQLiteTransaction:
@@ -392,13 +392,13 @@ def check_files(path: Path) -> None:
 def check_plain(connection: sqlite3.Connection, path: Path) -> None:
     """Refuse a database in which reading or writing a table would run what somebody else wrote: a ledger has tables of
     plain columns, and indices."""
-    found = connection.execute(
+    objects = connection.execute(
         "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%' "
         "UNION ALL SELECT 'column', kept.name || '.' || has.name FROM sqlite_master AS kept "
         "JOIN pragma_table_xinfo(kept.name) AS has WHERE kept.type = 'table' AND has.hidden <> 0 LIMIT 1"
     ).fetchone()
-    if found is not None:
-        raise NotABookError(f"{path}: it has a {found[0]} {str(found[1])[:80]!r} of its own, which no ledger has")
+    if objects is not None:
+        raise NotABookError(f"{path}: it has a {objects[0]} {str(objects[1])[:80]!r} of its own, which no ledger has")
 
 
 def _holder(path: Path | None) -> str:
@@ -566,8 +566,8 @@ class SQLiteLedger:
                         # The system says so of a disk that is mounted to be read alone, too.
                         code = errno.EACCES if os.statvfs(path).f_flag & os.ST_RDONLY == 0 else errno.EROFS
                         return OSError(code, os.strerror(code), str(path))
-            for said, code in (("disk is full", errno.ENOSPC), ("disk I/O", errno.EIO), ("readonly", errno.EROFS)):
-                if said in text:
+            for phrase, code in (("disk is full", errno.ENOSPC), ("disk I/O", errno.EIO), ("readonly", errno.EROFS)):
+                if phrase in text:
                     return OSError(code, text, str(self.path))
             if self.path is not None and "unable to open" in text:
                 return BookError(
@@ -580,7 +580,7 @@ class SQLiteLedger:
             return CorruptBookError(
                 f"{self.path}: the ledger's rows contradict each other ({text}); see `rollbook check`"
             )
-        if any(told in text for told in _DAMAGE):
+        if any(phrase in text for phrase in _DAMAGE):
             return CorruptBookError(
                 f"{self.path}: the ledger is damaged ({text}); `rollbook check --repair` recovers what it can"
             )
@@ -712,18 +712,18 @@ class SQLiteLedger:
         self._closed = True
 
 
-def check_text(name: str, given: object, least: int = 1, most: int = 1 << 20) -> str:
+def check_text(name: str, text: object, least: int = 1, most: int = 1 << 20) -> str:
     """A text that every ledger can keep, else an error that says what it should have been.
 
     >>> check_text("reason", "too long")
     'too long'
     """
-    if not isinstance(given, str) or not least <= len(given) <= most:
-        size = f" of {least} to {most} characters" if isinstance(given, str) and given else " that is not empty" * least
-        raise ValueError(f"{name}: got {str(given)[:100]!r}, expected a text{size}")
-    if "\0" in given or any("\ud800" <= letter <= "\udfff" for letter in given):
-        raise ValueError(f"{name}: got {given!r}, expected no NUL and no lone surrogate, which a database cannot keep")
-    return given
+    if not isinstance(text, str) or not least <= len(text) <= most:
+        size = f" of {least} to {most} characters" if isinstance(text, str) and text else " that is not empty" * least
+        raise ValueError(f"{name}: got {str(text)[:100]!r}, expected a text{size}")
+    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{name}: got {text!r}, expected no NUL and no lone surrogate, which a database cannot keep")
+    return text
 
 
 def check_writable(book: Book, operation: str) -> None:

@@ -198,11 +198,11 @@ def open_blob(data: Any, *, verify: bool = False) -> Blob:
         raise WireError("the padding behind the blob is not zero", end)
     dtype, shape = "", tuple[int, ...]()
     if kind == "tensor":
-        found = _DESCRIPTION.fullmatch(description)
-        if found is None:
+        match = _DESCRIPTION.fullmatch(description)
+        if match is None:
             raise WireError(f"the blob is described as {description[:80]!r}, which is no tensor", _UNIT + length)
-        dtype = found[1].decode()
-        shape = check_shape(dtype, [int(size) for size in found[2].split(b",") if size], length, "a blob's tensor")
+        dtype = match[1].decode()
+        shape = check_shape(dtype, [int(size) for size in match[2].split(b",") if size], length, "a blob's tensor")
     if _describe(kind, dtype, shape) != description:
         raise WireError(f"the blob is described as {description[:80]!r}, which nobody writes", _UNIT + length)
     if kind == "text" and not bytes(payload).isascii():
@@ -243,15 +243,15 @@ class _Gathered:
         self.blobs: dict[str, Blob] = {}
         self._seen: dict[tuple[Any, ...], tuple[str, NDArray[np.uint8]]] = {}
 
-    def add(self, kind: Kind, found: NDArray[np.uint8], dtype: str = "", shape: tuple[int, ...] = ()) -> str | None:
-        """The hash of what `found` holds: a tensor's elements, or bytes in base64; `None` if it is no base64."""
+    def add(self, kind: Kind, content: NDArray[np.uint8], dtype: str = "", shape: tuple[int, ...] = ()) -> str | None:
+        """The hash of what `content` holds: a tensor's elements, or bytes in base64; `None` if it is no base64."""
         # The members of a group show the same pictures: those are known by a hash ten times as fast. A match is
         # compared, not trusted.
-        key = (kind, dtype, shape, len(found), xxhash.xxh3_128_intdigest(found.data))
+        key = (kind, dtype, shape, len(content), xxhash.xxh3_128_intdigest(content.data))
         seen = self._seen.get(key)
-        if seen is not None and np.array_equal(seen[1], found):
+        if seen is not None and np.array_equal(seen[1], content):
             return seen[0]
-        payload = found.data
+        payload = content.data
         if kind == "bytes":
             decoded = _from_base64(payload)
             if decoded is not None:
@@ -262,7 +262,7 @@ class _Gathered:
                 kind = "text"
         name = _digest(kind, _describe(kind, dtype, shape), payload)
         self.blobs.setdefault(name, Blob(name, kind, dtype, shape, payload))
-        self._seen[key] = name, found
+        self._seen[key] = name, content
         return name
 
 
@@ -274,11 +274,11 @@ def _from_base64(text: memoryview) -> bytes | None:
         return None
     # Bits behind the last byte must be zero, which no decoder asks for.
     tail = len(data) // 3 * 3
-    whole = len(data) % 3 == 0 or binascii.b2a_base64(data[tail:], newline=False) == bytes(text[-4:])
-    return data if whole and len(text) == -(-len(data) // 3) * 4 else None
+    canonical = len(data) % 3 == 0 or binascii.b2a_base64(data[tail:], newline=False) == bytes(text[-4:])
+    return data if canonical and len(text) == -(-len(data) // 3) * 4 else None
 
 
-def extract(many: Experiences, least: int = LEAST, evaluation: Sequence[bool] = ()) -> Extracted:
+def extract(records: Experiences, least: int = LEAST, evaluation: Sequence[bool] = ()) -> Extracted:
     """The records without their media of at least `least` bytes, and the media, each once.
 
     `evaluation` says of each record whether it is for evaluation; without it none is.
@@ -293,27 +293,29 @@ def extract(many: Experiences, least: int = LEAST, evaluation: Sequence[bool] = 
     """
     if type(least) is not int or least < 1:
         raise ValueError(f"least: got {least!r}, expected a whole number of bytes, at least 1")
-    columns = many.columns
+    columns = records.columns
     gathered = _Gathered()
     listed: dict[int, list[dict[str, Any]]] = {}
     changed: Columns = {}
     for name, column in columns.items():
-        known = owner(name)
-        if known is None or known[0].kind not in ("json", "media"):
+        field = owner(name)
+        if field is None or field[0].kind not in ("json", "media"):
             continue
-        found = (_heavy_entries if known[0].kind == "media" else _heavy_texts)(column, least, gathered)
-        if found:
-            changed[name] = _with_cuts(column, [cut for _, _, cut in found])
-        for row, at, cut in found:
+        cuts = (_heavy_entries if field[0].kind == "media" else _heavy_texts)(column, least, gathered)
+        if cuts:
+            changed[name] = _with_cuts(column, [cut for _, _, cut in cuts])
+        for row, at, cut in cuts:
             reference = cut.new.removeprefix(_PREFIX).decode()
             listed.setdefault(row, []).append({"column": name, "at": at, "hash": reference})
-    kept = {f"{name}+" if name.startswith(OWN) else name: changed.get(name, c) for name, c in columns.items()}
+    stripped_columns = {
+        f"{name}+" if name.startswith(OWN) else name: changed.get(name, c) for name, c in columns.items()
+    }
     if changed:
-        kept[COLUMN] = pa.array([listed.get(row) for row in range(len(many))], REFERENCES)
+        stripped_columns[COLUMN] = pa.array([listed.get(row) for row in range(len(records))], REFERENCES)
     if any(evaluation):
-        kept[EVALUATION] = pa.array(evaluation, pa.bool_())
-    stripped = many if kept.keys() == columns.keys() else Experiences._of(kept, len(many))
-    uses: list[tuple[str, ...]] = [()] * len(many)
+        stripped_columns[EVALUATION] = pa.array(evaluation, pa.bool_())
+    stripped = records if stripped_columns.keys() == columns.keys() else Experiences._of(stripped_columns, len(records))
+    uses: list[tuple[str, ...]] = [()] * len(records)
     for row, items in listed.items():
         uses[row] = _distinct(items)
     return Extracted(stripped, gathered.blobs, uses)
@@ -337,23 +339,23 @@ def _heavy_entries(column: pa.Array, least: int, gathered: _Gathered) -> list[tu
     there = arrow.validity(column)
     if there is not None:
         where, owners = where[there[owners]], owners[there[owners]]
-    found = []
-    for entry, row, said in zip(where.tolist(), owners.tolist(), _said(entries, where), strict=True):
+    cuts = []
+    for entry, row, description in zip(where.tolist(), owners.tolist(), _said(entries, where), strict=True):
         start, stop = int(bounds[entry]), int(bounds[entry + 1])
         try:
-            shape = check_shape(said["dtype"], said["shape"], stop - start, "")
+            shape = check_shape(description["dtype"], description["shape"], stop - start, "")
         except WireError:
             continue  # not a tensor: it is kept as it is, and whoever makes a row of it is told
-        if name := gathered.add("tensor", memory[start:stop], said["dtype"], shape):
-            found.append((row, entry - int(rows[row]), _Cut(start, stop, _PREFIX + name.encode())))
-    return found
+        if name := gathered.add("tensor", memory[start:stop], description["dtype"], shape):
+            cuts.append((row, entry - int(rows[row]), _Cut(start, stop, _PREFIX + name.encode())))
+    return cuts
 
 
 def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tuple[int, int, _Cut]]:
     """(row, byte where the reference will stand in the row, cut in the column's text) of each heavy piece of base64."""
     shortest = -(-4 * least // 3)
     memory, bounds = _memory(column)
-    found = []
+    cuts = []
     for row in _rows_with_runs(memory, bounds, shortest):
         if not column[row].is_valid:
             continue
@@ -369,9 +371,9 @@ def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tupl
                 continue
             name = gathered.add("bytes", memory[start + first : start + last])
             if name is not None:
-                found.append((row, first + grown, _Cut(start + first, start + last, _PREFIX + name.encode())))
+                cuts.append((row, first + grown, _Cut(start + first, start + last, _PREFIX + name.encode())))
                 grown += _WIDTH - (last - first)
-    return found
+    return cuts
 
 
 def may_hold_media(layout: RowLayout) -> bool:
@@ -461,14 +463,14 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
     written: dict[str, bytes] = {}
     changed: Columns = {}
     room = DEFAULT_LIMITS.max_bytes
-    for name, wanted in places.items():
+    for name, refs in places.items():
         if name not in columns:
             continue
         column = columns[name]
         if not isinstance(column, pa.Array) or column.type not in (MEDIA, pa.large_string()):
             raise WireError(f"{COLUMN}: refers to column {name!r}, which can hold no media")
         cuts = []
-        for (row, item), (start, stop, said) in zip(wanted, _places(column, wanted), strict=True):
+        for (row, item), (start, stop, entry) in zip(refs, _places(column, refs), strict=True):
             where, key = f"record {row}: {name}", item["hash"]
             if start == stop:
                 raise WireError(f"{where}: no reference to sha256:{key} stands at {item['at']}")
@@ -476,11 +478,11 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
                 opened[key] = _fetched(fetch, key, where)
             blob = opened[key]
             new: Any = blob.payload
-            if said is not None:
-                if (blob.kind, blob.dtype, list(blob.shape)) != ("tensor", said["dtype"], said["shape"]):
+            if entry is not None:
+                if (blob.kind, blob.dtype, list(blob.shape)) != ("tensor", entry["dtype"], entry["shape"]):
                     raise WireError(
-                        f"{where}[{said['key']!r}]: sha256:{key} is {blob.kind} {blob.dtype}{list(blob.shape)}, "
-                        f"expected tensor {said['dtype']}{said['shape']}"
+                        f"{where}[{entry['key']!r}]: sha256:{key} is {blob.kind} {blob.dtype}{list(blob.shape)}, "
+                        f"expected tensor {entry['dtype']}{entry['shape']}"
                     )
             elif blob.kind != "text":
                 if key not in written:
@@ -492,23 +494,23 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
                 raise WireError(f"{where}: the media take more than the limit of {DEFAULT_LIMITS.max_bytes} bytes")
             cuts.append(_Cut(start, stop, new))
         changed[name] = _with_cuts(column, cuts)
-    kept = {
+    restored = {
         name[:-1] if name.startswith(OWN) else name: changed.get(name, column)
         for name, column in columns.items()
         if name not in OWN
     }
-    return Experiences._of(kept, len(stripped))
+    return Experiences._of(restored, len(stripped))
 
 
-def _places(column: pa.Array, wanted: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, int, Any]]:
+def _places(column: pa.Array, refs: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, int, Any]]:
     """Where each reference lies in the column's bytes (nowhere, if start is stop), and what a media entry says of its
     tensor."""
     in_media = column.type == MEDIA
     entries, rows = _entries(column) if in_media else (column, None)
     memory, bounds = _memory(entries.field("data") if in_media else column)
-    found: list[tuple[int, int, Any]] = []
+    places: list[tuple[int, int, Any]] = []
     chosen = []
-    for row, item in wanted:
+    for row, item in refs:
         if rows is None:
             start = int(bounds[row]) + item["at"]
             stop, limit = start + _WIDTH, int(bounds[row + 1])
@@ -519,11 +521,11 @@ def _places(column: pa.Array, wanted: list[tuple[int, dict[str, Any]]]) -> list[
             start, stop = (int(bounds[entry]), int(bounds[entry + 1])) if inside else (0, 0)
             limit = stop
         there = stop <= limit and memory[start:stop].tobytes() == _PREFIX + item["hash"].encode()
-        found.append((start, stop if there else start, None))
+        places.append((start, stop if there else start, None))
     if not in_media or not len(entries):
-        return found
-    said = _said(entries, np.array(chosen, dtype=np.int64))
-    return [(start, stop, what) for (start, stop, _), what in zip(found, said, strict=True)]
+        return places
+    descriptions = _said(entries, np.array(chosen, dtype=np.int64))
+    return [(start, stop, description) for (start, stop, _), description in zip(places, descriptions, strict=True)]
 
 
 def _fetched(fetch: Callable[[str], Any], key: str, where: str) -> Blob:
@@ -568,20 +570,20 @@ def _with_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
     array = entries.field("data") if in_media else column
     memory, bounds = _memory(array)
     cuts = sorted(cuts, key=lambda cut: cut.start)
-    if any(one.stop > other.start for one, other in pairwise(cuts)):
+    if any(first.stop > other.start for first, other in pairwise(cuts)):
         raise WireError(f"{COLUMN}: two references share a place")
     stops = np.array([cut.stop for cut in cuts], dtype=np.int64)
     growth = offsets_of([len(cut.new) - (cut.stop - cut.start) for cut in cuts])
     moved = bounds + growth[np.searchsorted(stops, bounds, side="right")] - bounds[0]
-    made = allocate((int(moved[-1]),), np.uint8)
+    joined = allocate((int(moved[-1]),), np.uint8)
     at, done = 0, int(bounds[0])
     for cut in (*cuts, _Cut(int(bounds[-1]), int(bounds[-1]), b"")):
-        kept = cut.start - done
-        made[at : at + kept] = memory[done : cut.start]
-        at += kept
-        made[at : at + len(cut.new)] = np.frombuffer(cut.new, dtype=np.uint8)
+        length = cut.start - done
+        joined[at : at + length] = memory[done : cut.start]
+        at += length
+        joined[at : at + len(cut.new)] = np.frombuffer(cut.new, dtype=np.uint8)
         at, done = at + len(cut.new), cut.stop
-    data = _array(array, [pa.py_buffer(moved), pa.py_buffer(made)])
+    data = _array(array, [pa.py_buffer(moved), pa.py_buffer(joined)])
     if rows is None:
         return data
     parts = [data if part.name == "data" else entries.field(part.name) for part in entries.type]

@@ -77,12 +77,12 @@ class MixedLease:
         """All records as one batch; with weights under `info["weights"]`."""
         if not self:
             raise BookError(f"lease.batch: the lease is empty: {self.short}")
-        made = self.experiences.batch(**options)
+        batch = self.experiences.batch(**options)
         if self.weights is not None:
             import torch
 
-            made.info = {**(made.info or {}), "weights": torch.tensor(self.weights)}
-        return made
+            batch.info = {**(batch.info or {}), "weights": torch.tensor(self.weights)}
+        return batch
 
     def renew(self, seconds: float | None = None) -> None:
         """Start the time of every part anew."""
@@ -165,14 +165,14 @@ class Mix:
 
     def shares(self, n: int, owed: Sequence[float]) -> list[int]:
         """How many of `n` each part gives: what it is owed and its share, rounded so that the sum is `n`."""
-        wanted = [debt + n * part.share / self._total for debt, part in zip(owed, self.parts, strict=True)]
-        given = [max(int(want), 0) for want in wanted]
-        order = sorted(range(len(wanted)), key=lambda i: given[i] - wanted[i])
-        for i in order[: max(n - sum(given), 0)]:
-            given[i] += 1
-        while sum(given) > n:
-            given[max(range(len(given)), key=lambda i: given[i] - wanted[i] if given[i] else -1e18)] -= 1
-        return given
+        shares = [debt + n * part.share / self._total for debt, part in zip(owed, self.parts, strict=True)]
+        counts = [max(int(want), 0) for want in shares]
+        order = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
+        for i in order[: max(n - sum(counts), 0)]:
+            counts[i] += 1
+        while sum(counts) > n:
+            counts[max(range(len(counts)), key=lambda i: counts[i] - shares[i] if counts[i] else -1e18)] -= 1
+        return counts
 
     def lease(
         self, n: int, *, timeout: float | None = 0.0, max_staleness: int | None = None, seconds: float | None = None
@@ -181,10 +181,10 @@ class Mix:
         and the part is not owed for it."""
         check_int("n", n, 1)
         end = None if timeout is None else time.monotonic() + timeout
-        given = self._promise(n)
+        counts = self._promise(n)
         leases: list[Lease] = []
         try:
-            for part, count in zip(self.parts, given, strict=True):
+            for part, count in zip(self.parts, counts, strict=True):
                 if not count:
                     leases.append(empty_lease(part.book, part.consumer))
                     continue
@@ -201,7 +201,7 @@ class Mix:
         except BaseException:
             for lease in leases:
                 lease.nack("another part of the mix failed")
-            self._owe(given, self._due(n))
+            self._owe(counts, self._due(n))
             raise
         return MixedLease(leases)
 
@@ -213,9 +213,9 @@ class Mix:
         """How many of `n` each part gives, noted at once: two who lease from one mix do not pay one debt twice."""
         with self.parts[0].book.ledger.write() as tx:
             owed = self._owed(tx)
-            given = self.shares(n, owed)
-            self._write(tx, [debt + due - count for debt, due, count in zip(owed, self._due(n), given, strict=True)])
-        return given
+            counts = self.shares(n, owed)
+            self._write(tx, [debt + due - count for debt, due, count in zip(owed, self._due(n), counts, strict=True)])
+        return counts
 
     def _owe(self, more: Sequence[float], less: Sequence[float]) -> None:
         with self.parts[0].book.ledger.write() as tx:
@@ -223,8 +223,8 @@ class Mix:
 
     def _owed(self, tx: Transaction) -> list[float]:
         row = tx.one("SELECT value FROM meta WHERE key = ?", (f"mix:{self.name}",))
-        found: list[float] = json.loads(row[0]) if row is not None else []
-        return found if len(found) == len(self.parts) else [0.0] * len(self.parts)
+        debts: list[float] = json.loads(row[0]) if row is not None else []
+        return debts if len(debts) == len(self.parts) else [0.0] * len(self.parts)
 
     def _write(self, tx: Transaction, debts: Sequence[float]) -> None:
         tx.run(

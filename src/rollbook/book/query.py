@@ -62,14 +62,14 @@ def superset(schemas: Iterable[pa.Schema]) -> pa.Schema:
         ...
     ValueError: column 'reward': got float and string, which have no type in common
     """
-    found: dict[str, dict[pa.DataType, None]] = {}
+    types: dict[str, dict[pa.DataType, None]] = {}
     for schema in set_in_order(schemas):
         if len(set(schema.names)) != len(schema.names):
             twice = next(name for name in schema.names if schema.names.count(name) > 1)
             raise ValueError(f"column {twice!r}: stands twice in one schema")
         for field in schema:
-            found.setdefault(field.name, {})[field.type] = None
-    return pa.schema([pa.field(name, _join(name, list(kinds))) for name, kinds in found.items()])
+            types.setdefault(field.name, {})[field.type] = None
+    return pa.schema([pa.field(name, _join(name, list(kinds))) for name, kinds in types.items()])
 
 
 def set_in_order(schemas: Iterable[pa.Schema]) -> list[pa.Schema]:
@@ -92,17 +92,17 @@ def unify(batches: Iterable[pa.RecordBatch], schema: pa.Schema | None = None) ->
     if schema is None:
         schema = superset(batch.schema for batch in batches)
     else:
-        for found in set_in_order(batch.schema for batch in batches):
-            _check_holds(schema, found)
+        for other in set_in_order(batch.schema for batch in batches):
+            _check_holds(schema, other)
     return pa.Table.from_batches([_fit(batch, schema) for batch in batches], schema=schema)
 
 
-def _check_holds(schema: pa.Schema, found: pa.Schema) -> None:
+def _check_holds(schema: pa.Schema, other: pa.Schema) -> None:
     for field in schema:
-        places = found.get_all_field_indices(field.name)
+        places = other.get_all_field_indices(field.name)
         if len(places) > 1:
             raise ValueError(f"column {field.name!r}: stands twice in one schema")
-        kind = found.field(places[0]).type if places else field.type
+        kind = other.field(places[0]).type if places else field.type
         if kind != field.type and _join(field.name, [field.type, kind]) != field.type:
             raise ValueError(f"column {field.name!r}: got {kind}, which {field.type} cannot hold")
 
@@ -339,7 +339,7 @@ def _cell(value: pa.Scalar, size: int) -> str:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         count = len(value.values)
         few = count if count <= 6 else 4
-        inside = ", ".join(_cell(each, max(8, size // 2)) for each in value.values.slice(0, few))
+        inside = ", ".join(_cell(element, max(8, size // 2)) for element in value.values.slice(0, few))
         tail = f", … {count} in all]" if few < count else "]"
         return "[" + _cut(inside, max(8, size - len(tail) - 1)) + tail
     if pa.types.is_floating(kind):
@@ -474,11 +474,11 @@ def _duckdb() -> Any:
 
 def _bytes(memory: str | int) -> int:
     if isinstance(memory, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
-        if found is None or (found[3] and not found[2]):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
+        if match is None or (match[3] and not match[2]):
             raise ValueError(f"memory: got {memory!r}, expected a size such as '1GB' or a number of bytes")
-        unit = _UNITS[found[2].upper()]
-        memory = int(float(found[1]) * (1024 ** list(_UNITS).index(found[2].upper()) if found[3] else unit))
+        unit = _UNITS[match[2].upper()]
+        memory = int(float(match[1]) * (1024 ** list(_UNITS).index(match[2].upper()) if match[3] else unit))
     return check_int("memory", memory, 1)
 
 
@@ -681,10 +681,10 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
     """A source as a dataset that is empty until DuckDB, which by then has planned the query, asks for columns."""
 
     def __init__(self, name: str, source: Source, watch: _Watch) -> None:
-        found = source.schema
-        if len(set(found.names)) != len(found.names):
-            raise ValueError(f"source {name!r}: names a column twice: {', '.join(found.names)}")
-        self.offered = pa.schema([pa.field(field.name, retyped(field.type, _KNOWN)) for field in found])
+        schema = source.schema
+        if len(set(schema.names)) != len(schema.names):
+            raise ValueError(f"source {name!r}: names a column twice: {', '.join(schema.names)}")
+        self.offered = pa.schema([pa.field(field.name, retyped(field.type, _KNOWN)) for field in schema])
         self.empty = self.offered.empty_table()
         super().__init__(self.empty)
         self.name = name
@@ -698,8 +698,8 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
 
     def scanner(self, columns: list[str] | None = None, filter: Any = None, **options: Any) -> _Scan:
         """The rows that pass the filter, of these columns (default: all), as DuckDB calls for them."""
-        wanted = self.offered.names if columns is None else columns
-        needed = [*wanted, *self._only_in(filter, wanted)]
+        names = self.offered.names if columns is None else columns
+        needed = [*names, *self._only_in(filter, names)]
         try:
             self.watch.check()
             with self.lock:
@@ -709,7 +709,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
             raise
         table = pa.table([self.loaded[name] for name in needed], names=needed)
         reader = pa.RecordBatchReader.from_batches(table.schema, self._pieces(table))
-        scanner = ds.Scanner.from_batches(reader, columns=wanted, filter=filter, batch_readahead=4)
+        scanner = ds.Scanner.from_batches(reader, columns=names, filter=filter, batch_readahead=4)
         self.readers.append(scanner.to_reader())
         return _Scan(self.readers[-1])
 
@@ -724,20 +724,20 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
             with contextlib.suppress(pa.ArrowException, OSError, QueryError):
                 reader.close()  # reads what is left, which is at most what was read ahead
 
-    def _only_in(self, filter: Any, wanted: list[str]) -> list[str]:
+    def _only_in(self, filter: Any, names: list[str]) -> list[str]:
         """The columns that the filter reads beside those that are wanted."""
         if filter is None:
             return []
-        found = []
+        only = []
         shown = str(filter)
         for name in self.offered.names:
-            if name not in wanted and name in shown:
+            if name not in names and name in shown:
                 # It may be the text of a constant: the filter reads a column if it cannot do without.
                 try:
                     ds.InMemoryDataset(self.empty.drop_columns([name])).scanner(filter=filter)
                 except pa.ArrowInvalid:
-                    found.append(name)
-        return found
+                    only.append(name)
+        return only
 
     def _load(self, names: list[str]) -> None:
         if not names:

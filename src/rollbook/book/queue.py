@@ -96,9 +96,9 @@ def restore_groups(tx: Transaction, checkpoint: int, consumer: int) -> list[str]
         f"WHERE checkpoint = ? AND consumer = ? ON CONFLICT (consumer, gid) DO UPDATE SET {changing}",
         mine,
     )
-    found = tx.all("SELECT gid FROM groups_before WHERE checkpoint = ? AND consumer = ? ORDER BY seq, gid", mine)
+    gids = tx.all("SELECT gid FROM groups_before WHERE checkpoint = ? AND consumer = ? ORDER BY seq, gid", mine)
     tx.run("DELETE FROM groups_before WHERE checkpoint = ? AND consumer = ?", mine)
-    return [gid for (gid,) in found]
+    return [gid for (gid,) in gids]
 
 
 UNRANKED = math.inf
@@ -171,13 +171,13 @@ def _refresh_group(
     settings = consumer.settings
     size = size or settings.group_size
     waiting = [row for row in members if row[0] == "waiting"]
-    held = any(row[0] == "leased" for row in members)
+    leased = any(row[0] == "leased" for row in members)
     due = None if settings.partial_after is None or since is None else since + settings.partial_after
     # A group of unknown size is what has been brought of it.
     complete = size is None or runs >= size or (due is not None and due <= tx.now)
-    ready = complete and bool(waiting) and not held and first is not None
+    ready = complete and bool(waiting) and not leased and first is not None
     weight = had
-    if other or not (waiting or held):
+    if other or not (waiting or leased):
         rank = UNRANKED
     if ready and first is not None:
         sampler = settings.sampler
@@ -360,11 +360,13 @@ def parse_lineage(values: dict[str, str]) -> Lineage:
     lists: dict[str, Any] = {name: state.get(name) for name in ("branches", "late", "named")}
     numbers = [state.get("seen"), 0 if state.get("top") is None else state.get("top")]
     for (name, entries), width in zip(lists.items(), (3, 4, 3), strict=True):
-        if not isinstance(entries, list) or not all(isinstance(each, list) and len(each) == width for each in entries):
+        if not isinstance(entries, list) or not all(
+            isinstance(entry, list) and len(entry) == width for entry in entries
+        ):
             raise CorruptBookError(
                 f"meta: lineage: {name}: got {str(entries)[:100]!r}, expected lists of {width} numbers"
             )
-        numbers += [number for each in entries for number in each]
+        numbers += [number for entry in entries for number in entry]
     if any(type(number) is not int for number in numbers):
         raise CorruptBookError(f"meta: lineage: got {values['lineage'][:100]!r}, expected whole numbers")
     return Lineage(announced, top=state["top"], seen=state["seen"], **lists)
@@ -474,22 +476,22 @@ def select_rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]
 
 def check_rows(values: Iterable[Any]) -> list[Row]:
     """Rows from a ledger that anybody may have written."""
-    found = list(map(Row._make, values))
-    for row in found:
+    rows = list(map(Row._make, values))
+    for row in rows:
         if not all(map(isinstance, row, _ROW_TYPES)):
             # SQLite keeps whatever it is given, text in a column of numbers too.
             raise CorruptBookError(
                 f"work: record number {row.seq}: got {str(row)[:200]}, which has values of other types"
             )
-    return found
+    return rows
 
 
 def select_rows_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int]) -> list[Row]:
     """The rows of these records, in the order of their numbers."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for _, part in chunks(sorted(seqs), 5000):
-        found += select_rows(tx, f"consumer = ? AND seq {tx.in_ints} ORDER BY seq", (consumer.id, tx.array(part)))
-    return found
+        rows += select_rows(tx, f"consumer = ? AND seq {tx.in_ints} ORDER BY seq", (consumer.id, tx.array(part)))
+    return rows
 
 
 def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, float]]) -> None:
@@ -516,29 +518,29 @@ def count_rows(tx: Transaction, consumer: Consumer, *states: str) -> tuple[int, 
 
 
 def enter_rows(
-    tx: Transaction, consumer: Consumer, made: Sequence[Row], details: Mapping[int, dict[str, Any]] | None = None
+    tx: Transaction, consumer: Consumer, rows: Sequence[Row], details: Mapping[int, dict[str, Any]] | None = None
 ) -> None:
     """Rows for records that this consumer has not seen; groups of a consumer that leases by group are looked at.
     `details`: what the ledger says beside the reason why a record is dropped, by its number."""
     changes: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
-    for row in made:
+    for row in rows:
         entry = changes[row.state, row.reason or ""]
         entry[0] += 1
         entry[1] += row.weight
-    tx.insert("work", ("consumer", *Row._fields), [(consumer.id, *row) for row in made])
+    tx.insert("work", ("consumer", *Row._fields), [(consumer.id, *row) for row in rows])
     add_counts(tx, [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight])
-    consumer.inserts += sum(row.state != DROPPED for row in made)
+    consumer.inserts += sum(row.state != DROPPED for row in rows)
     about = details or {}
     record_events(
         tx,
         [
             Event(DROPPED, row.seq, consumer.id, row.reason, detail=about.get(row.seq))
-            for row in made
+            for row in rows
             if row.state == DROPPED
         ],
     )
     if consumer.grouped:
-        refresh_groups(tx, consumer, dict.fromkeys(row.gid for row in made))
+        refresh_groups(tx, consumer, dict.fromkeys(row.gid for row in rows))
 
 
 def change_rows(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]], events: Iterable[Event]) -> None:
@@ -569,34 +571,34 @@ def change_rows(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, 
 def drop_rows(
     tx: Transaction,
     consumer: Consumer,
-    found: Sequence[Row],
+    rows: Sequence[Row],
     reason: str,
     details: Mapping[int, dict[str, Any]] | None = None,
 ) -> None:
     """Give rows up, for a reason; what was leased counts as never handed out. `details` as in `enter_rows`."""
     about = details or {}
-    consumer.samples -= sum(row.state == LEASED for row in found)
+    consumer.samples -= sum(row.state == LEASED for row in rows)
     change_rows(
         tx,
         consumer,
-        [(row, row._replace(state=DROPPED, reason=reason, lease=None, until=None, attempts=0)) for row in found],
-        [Event(DROPPED, row.seq, consumer.id, reason, lease=row.lease, detail=about.get(row.seq)) for row in found],
+        [(row, row._replace(state=DROPPED, reason=reason, lease=None, until=None, attempts=0)) for row in rows],
+        [Event(DROPPED, row.seq, consumer.id, reason, lease=row.lease, detail=about.get(row.seq)) for row in rows],
     )
 
 
 def drop_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int], reason: str) -> int:
     """Drop those of these records that wait or rest; how many."""
-    found = [row for row in select_rows_by_seq(tx, consumer, seqs) if row.state in (WAITING, COOLING)]
-    drop_rows(tx, consumer, found, reason)
+    rows = [row for row in select_rows_by_seq(tx, consumer, seqs) if row.state in (WAITING, COOLING)]
+    drop_rows(tx, consumer, rows, reason)
     save_consumer(tx, consumer)
-    return len(found)
+    return len(rows)
 
 
-def requeue_rows(tx: Transaction, consumer: Consumer, found: Sequence[Row], kind: str, reason: str | None) -> None:
+def requeue_rows(tx: Transaction, consumer: Consumer, rows: Sequence[Row], kind: str, reason: str | None) -> None:
     """Offer leased rows again, at the place they had; those that came back too often are dropped."""
     most = consumer.settings.max_attempts
-    spent = [row for row in found if most is not None and row.attempts + 1 >= most]
-    back = [row for row in found if most is None or row.attempts + 1 < most]
+    spent = [row for row in rows if most is not None and row.attempts + 1 >= most]
+    back = [row for row in rows if most is None or row.attempts + 1 < most]
     consumer.samples -= len(back)
     sampler = consumer.settings.sampler
     moves = []

@@ -62,15 +62,15 @@ class Frames:
 
     def get(self, place: Place, verify: bool = True) -> Experiences:
         """The frame at a place."""
-        found = self._kept.get(place)
-        if found is None:
-            found = read_frame(self.book, place, verify)
-            self._kept[place] = found
+        frame = self._kept.get(place)
+        if frame is None:
+            frame = read_frame(self.book, place, verify)
+            self._kept[place] = frame
             while len(self._kept) > self.most:
                 self._kept.popitem(last=False)
         else:
             self._kept.move_to_end(place)
-        return found
+        return frame
 
 
 def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
@@ -268,28 +268,28 @@ def _read_records(book: Book, places: Sequence[Location], verify: bool, media: b
     return restore_media(book, records) if media else records
 
 
-def _match(book: Book, many: Experiences, where: Sequence[Location], rows: Sequence[int]) -> bool:
-    """Whether some rows of `many` have the digests that the ledger has for their records."""
-    found = book.ledger.all(
+def _match(book: Book, records: Experiences, where: Sequence[Location], rows: Sequence[int]) -> bool:
+    """Whether some rows of `records` have the digests that the ledger has for their records."""
+    hashes = book.ledger.all(
         "SELECT seq, CASE WHEN revision = 0 THEN whole ELSE (SELECT revisions.whole FROM revisions "
         "WHERE revisions.seq = records.seq AND revisions.n = records.revision) END "
         f"FROM records WHERE seq {book.ledger.in_ints}",
         (book.ledger.array([where[i][0] for i in rows]),),
     )
-    expected = {seq: None if digest is None else bytes(digest) for seq, digest in found}
-    chosen = many if len(rows) == len(many) else many.take(list(rows))
+    expected = {seq: None if digest is None else bytes(digest) for seq, digest in hashes}
+    chosen = records if len(rows) == len(records) else records.take(list(rows))
     try:
         return [expected.get(where[i][0]) for i in rows] == content_hashes(chosen).whole
     except (WireError, ValueError):
         return False
 
 
-def only_fields(many: Experiences, fields: Collection[str]) -> Experiences:
+def only_fields(records: Experiences, fields: Collection[str]) -> Experiences:
     """The columns of some fields alone: enough to gather and to hand on as Arrow, not to make rows of."""
     parts = {
-        name: c for name, c in many.columns.items() if (found := owner(name)) is not None and found[0].name in fields
+        name: c for name, c in records.columns.items() if (entry := owner(name)) is not None and entry[0].name in fields
     }
-    return Experiences._of(parts, len(many))
+    return Experiences._of(parts, len(records))
 
 
 def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:
@@ -359,7 +359,7 @@ def _parts(
     frames = {Place(*place): indices for place, indices in grouped.items()}
     rows = _sparse_rows(book, frames, where, only) if sparse else {}
     rest = [place for place in frames if place not in rows]
-    parts = {place: [many] for place, many in rows.items()}
+    parts = {place: [records] for place, records in rows.items()}
     for memory, run in read_runs(book, rest):
         slots = {place: [where[i][4] for i in frames[place]] for place in run}
         stacked = _stacked(memory, run, verify, slots) if together else None
@@ -370,17 +370,17 @@ def _parts(
             view = memory[place.offset - run[0].offset : place.stop - run[0].offset]
             try:
                 _check_frame(view)
-                many = decode(view, verify=verify, private=book.store.private)
+                records = decode(view, verify=verify, private=book.store.private)
             except WireError as error:
                 raise CorruptBookError(f"segment {place.segment}, byte {place.offset}: {error}") from None
             if only is not None:
-                many = only_fields(many, only)
-            check_slots(place, slots[place], len(many))
+                records = only_fields(records, only)
+            check_slots(place, slots[place], len(records))
             # A whole frame in order is private memory as it is; anything else is gathered.
-            parts[place] = [many if _all_in_order(slots[place], len(many)) else many.take(slots[place])]
+            parts[place] = [records if _all_in_order(slots[place], len(records)) else records.take(slots[place])]
     order = [i for indices in frames.values() for i in indices]
     return _Parts(
-        [many for place in frames for many in parts[place]],
+        [records for place in frames for records in parts[place]],
         None if order == list(range(len(order))) else order,
         sorted(i for place in rows for i in frames[place]),
     )
@@ -423,10 +423,12 @@ def _sparse_rows(
     except CorruptBookError:
         return {}
     rows = {}
-    for place, numbers, many in zip(places, slots, results, strict=True):
-        if many is not None:
+    for place, numbers, records in zip(places, slots, results, strict=True):
+        if records is not None:
             rising = sorted(set(numbers))
-            rows[place] = many if rising == numbers else many.take([bisect_left(rising, number) for number in numbers])
+            rows[place] = (
+                records if rising == numbers else records.take([bisect_left(rising, number) for number in numbers])
+            )
     return rows
 
 
@@ -515,16 +517,16 @@ def _joined(parts: _Parts) -> Experiences:
     return joined.take(back)
 
 
-def restore_media(book: Book, many: Experiences) -> Experiences:
+def restore_media(book: Book, records: Experiences) -> Experiences:
     """Replace references by media."""
-    if not any(name.startswith(OWN) for name in many.columns):
-        return many
-    wanted = {key for keys in references(many) for key in keys}
-    if not wanted:
-        return restore(many, dict[str, Any]().__getitem__)
+    if not any(name.startswith(OWN) for name in records.columns):
+        return records
+    hashes = {key for keys in references(records) for key in keys}
+    if not hashes:
+        return restore(records, dict[str, Any]().__getitem__)
     places: dict[str, Place] = {}
     with book.ledger.read() as tx:
-        for marks, part in chunks(sorted(wanted)):
+        for marks, part in chunks(sorted(hashes)):
             for key, segment, start, size in tx.all(
                 f"SELECT hash, segment, start, size FROM media WHERE hash IN ({marks})", part
             ):
@@ -539,7 +541,7 @@ def restore_media(book: Book, many: Experiences) -> Experiences:
 
     last: list[Place] = []
     try:
-        return restore(many, get)
+        return restore(records, get)
     except WireError as error:
         if not last:
             raise
@@ -562,36 +564,36 @@ def seqs_of(book: Book, uids: Sequence[str]) -> list[int]:
 def read_numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> list[float | None]:
     """One number of each record, from the ledger if it has it, else from the record."""
     if key in index_columns.IndexColumns._fields:
-        found: dict[int, Any] = {}
+        numbers: dict[int, Any] = {}
         for marks, part in chunks(seqs):
-            found.update(tx.all(f"SELECT seq, {key} FROM records WHERE seq IN ({marks})", part))
-        return [None if found[seq] is None else float(found[seq]) for seq in seqs]
+            numbers.update(tx.all(f"SELECT seq, {key} FROM records WHERE seq IN ({marks})", part))
+        return [None if numbers[seq] is None else float(numbers[seq]) for seq in seqs]
     where = locate(tx, seqs)
     return index_columns.number_column(gather(book, [where[seq] for seq in seqs]), key) if seqs else []
 
 
-def uid_of(given: str | EID | Experience) -> str:
+def uid_of(record: str | EID | Experience) -> str:
     """The id, from an id or from what has one."""
-    if isinstance(given, str):
-        return check_text("uid", given, 0)
-    found = getattr(getattr(given, "eid", given), "uid", None)
-    if not isinstance(found, str):
-        raise ValueError(f"uid: got {type(given).__name__}, expected an id, an EID or an Experience")
-    return found
+    if isinstance(record, str):
+        return check_text("uid", record, 0)
+    uid = getattr(getattr(record, "eid", record), "uid", None)
+    if not isinstance(uid, str):
+        raise ValueError(f"uid: got {type(record).__name__}, expected an id, an EID or an Experience")
+    return uid
 
 
-def uids_of(given: Any) -> list[str]:
+def uids_of(records: Any) -> list[str]:
     """Several ids, from one or many."""
-    if isinstance(given, str) or hasattr(given, "uid") or hasattr(given, "eid"):
-        return [uid_of(given)]
-    return list(dict.fromkeys(uid_of(each) for each in given))
+    if isinstance(records, str) or hasattr(records, "uid") or hasattr(records, "eid"):
+        return [uid_of(records)]
+    return list(dict.fromkeys(uid_of(record) for record in records))
 
 
 LEDGER_COLUMNS = (*index_columns.IndexColumns._fields, "seq", "evaluation", "admitted", "revision", "bytes", "gone")
 """What a condition can ask the ledger for."""
 _ASKED = tuple(
     dict.fromkeys(
-        [*LEDGER_COLUMNS, *(name for name, each in FIELDS.items() if each.kind in ("text", "number", "integer"))]
+        [*LEDGER_COLUMNS, *(name for name, field in FIELDS.items() if field.kind in ("text", "number", "integer"))]
     )
 )
 """What a condition can be on, with the entries of `info` and `metrics`."""
@@ -612,16 +614,16 @@ MOST = 10_000
 """How many values one `in` may have; `book.get` takes any number of ids."""
 
 
-def parse_conditions(given: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
+def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
     """Conditions as users give them: `("reward", ">", 0.5)`, and `task="a"` for `("task", "=", "a")`."""
-    found: list[Condition] = []
-    for each in (
-        *given,
+    parsed: list[Condition] = []
+    for condition in (
+        *conditions,
         *((name, "in" if isinstance(value, (list, tuple, set)) else "=", value) for name, value in equal.items()),
     ):
-        if not isinstance(each, tuple) or len(each) != 3 or not isinstance(each[0], str):
-            raise ValueError(f"where: got {each!r}, expected (column, operator, value)")
-        name, test, value = each
+        if not isinstance(condition, tuple) or len(condition) != 3 or not isinstance(condition[0], str):
+            raise ValueError(f"where: got {condition!r}, expected (column, operator, value)")
+        name, test, value = condition
         if test not in OPERATORS:
             raise ValueError(f"where: {name}: got operator {test!r}, expected one of {', '.join(OPERATORS)}")
         head = name.split(".")[0]
@@ -649,9 +651,9 @@ def parse_conditions(given: Sequence[Any], equal: dict[str, Any]) -> list[Condit
                 f"where: {name!r} is a {FIELDS[head].kind}; conditions are on numbers and texts, book.sql on all"
             )
         if name in LEDGER_COLUMNS and value is not None:
-            value = [_fit(name, each) for each in value] if isinstance(value, list) else _fit(name, value)
-        found.append((name, test, value))
-    return found
+            value = [_fit(name, condition) for condition in value] if isinstance(value, list) else _fit(name, value)
+        parsed.append((name, test, value))
+    return parsed
 
 
 def _fit(name: str, value: Any) -> Any:
@@ -664,15 +666,15 @@ def _fit(name: str, value: Any) -> Any:
             raise ValueError(f"where: {name}: got {value!r}, expected a text without NUL and lone surrogates")
         return value
     # Integers beyond 64 bits and numpy's are none to a database.
-    found = check_float(f"where: {name}", int(value) if isinstance(value, (bool, np.bool_)) else value)
-    return int(value) if isinstance(value, Integral) and abs(found) < 2**63 else found
+    number = check_float(f"where: {name}", int(value) if isinstance(value, (bool, np.bool_)) else value)
+    return int(value) if isinstance(value, Integral) and abs(number) < 2**63 else number
 
 
-def in_ledger(asked: Sequence[Condition]) -> tuple[str, list[Any]]:
+def in_ledger(conditions: Sequence[Condition]) -> tuple[str, list[Any]]:
     """The SQL of the conditions that the ledger answers."""
     parts: list[str] = []
     values: list[Any] = []
-    for name, test, value in asked:
+    for name, test, value in conditions:
         if name not in LEDGER_COLUMNS:
             continue
         # The ledger has no number for a reward that is NaN: it differs from every number, and it is not missing.
@@ -704,18 +706,18 @@ class Selection:
     (2, [0.5, 0.75])
     """
 
-    def __init__(self, book: Book, asked: Sequence[Condition], order: str = "seq") -> None:
+    def __init__(self, book: Book, conditions: Sequence[Condition], order: str = "seq") -> None:
         self._book = book
-        self._asked = list(asked)
+        self._asked = list(conditions)
         self._order = order
 
-    def where(self, *given: Condition, **equal: Any) -> Selection:
+    def where(self, *conditions: Condition, **equal: Any) -> Selection:
         """These records, narrowed."""
-        return Selection(self._book, [*self._asked, *parse_conditions(given, equal)], self._order)
+        return Selection(self._book, [*self._asked, *parse_conditions(conditions, equal)], self._order)
 
     @property
     def _late(self) -> list[Condition]:
-        return [each for each in self._asked if each[0] not in LEDGER_COLUMNS]
+        return [condition for condition in self._asked if condition[0] not in LEDGER_COLUMNS]
 
     def count(self) -> int:
         """How many there are, those too whose bytes are gone and runs that failed (`gone` says why)."""
@@ -764,20 +766,20 @@ class Selection:
         last = 0
         while True:
             with self._book.ledger.read() as tx:
-                found = tx.all(
+                page = tx.all(
                     "SELECT seq, uid, segment, start, size, slot, gone, bytes FROM records "
                     f"WHERE seq > ? AND {sql} ORDER BY seq LIMIT ?",
                     (last, *values, rows),
                 )
-            if not found:
+            if not page:
                 return
-            last = found[-1][0]
-            kept = found
+            last = page[-1][0]
+            matches = page
             for condition in self._late:
-                kept = self._filtered(kept, condition)
-            if kept:
-                yield kept
-            if len(found) < rows:
+                matches = self._filtered(matches, condition)
+            if matches:
+                yield matches
+            if len(page) < rows:
                 return
 
     def _filtered(self, piece: list[Any], condition: Condition) -> list[Any]:
@@ -805,7 +807,7 @@ def _values(book: Book, seqs: list[int], name: str) -> dict[int, Any]:
 
 
 def _meets(value: Any, condition: Condition) -> bool:
-    _, test, wanted = condition
+    _, test, operand = condition
     if test == "is":
         return value is None
     if test == "is not":
@@ -814,10 +816,10 @@ def _meets(value: Any, condition: Condition) -> bool:
         return False
     try:
         if test == "in":
-            return value in wanted
+            return value in operand
         if test == "not in":
-            return value not in wanted
-        return bool(_TESTS[test](value, wanted))
+            return value not in operand
+        return bool(_TESTS[test](value, operand))
     except TypeError:
         return False
 
@@ -841,25 +843,27 @@ def checked_columns(columns: Sequence[str] | None) -> list[str] | None:
 def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: int) -> Iterator[pa.RecordBatch]:
     """Batches with what the ledger has of the columns from the ledger, and the rest from the frames: a batch a frame,
     so that columns of mapped segments are not copied."""
-    wanted = checked_columns(columns)
-    names = [*LEDGER_COLUMNS, *(name for name in FIELDS if name not in LEDGER_COLUMNS)] if wanted is None else wanted
+    requested = checked_columns(columns)
+    names = (
+        [*LEDGER_COLUMNS, *(name for name in FIELDS if name not in LEDGER_COLUMNS)] if requested is None else requested
+    )
     from_ledger = [name for name in names if name in LEDGER_COLUMNS]
     from_frames = [name for name in names if name not in LEDGER_COLUMNS]
     if from_frames and set(from_ledger) <= _IN_FRAMES:
         # The frames have the same numbers: the ledger need not be asked twice.
         from_ledger, from_frames = [], names
     for piece in selection._pieces(rows):
-        kept = [row for row in piece if row[2] is not None] if from_frames else piece
-        if not kept:
+        with_bytes = [row for row in piece if row[2] is not None] if from_frames else piece
+        if not with_bytes:
             continue
         arrays: dict[str, pa.Array] = {}
         if from_ledger:
             with book.ledger.read() as tx:
-                arrays = ledger_arrays(tx, from_ledger, [row[0] for row in kept])
+                arrays = ledger_arrays(tx, from_ledger, [row[0] for row in with_bytes])
         if not from_frames:
             yield _batch(names, arrays)
             continue
-        runs = [list(run) for _, run in groupby(kept, key=lambda row: row[2:5])]
+        runs = [list(run) for _, run in groupby(with_bytes, key=lambda row: row[2:5])]
         start = 0
         for run, (present, frame_columns) in zip(runs, _runs(book, runs, from_frames), strict=True):
             here = {name: array.slice(start, len(run)) for name, array in arrays.items()}
@@ -891,11 +895,11 @@ def _runs(
     frames = [(Place(*run[0][2:5]), [row[5] for row in run]) for run in runs]
     done = 0
     try:
-        for run, found in zip(runs, whole_arrays(book, frames, fields), strict=True):
-            if found is None:
+        for run, arrays in zip(runs, whole_arrays(book, frames, fields), strict=True):
+            if arrays is None:
                 yield frame_arrays(book, [row[0] for row in run], fields)
             else:
-                yield [row[0] for row in run], _with_nulls(found, fields, len(run))
+                yield [row[0] for row in run], _with_nulls(arrays, fields, len(run))
             done += 1
     except MissingSegmentError:  # Compaction has moved some.
         for run in runs[done:]:
@@ -943,17 +947,17 @@ _IN_FRAMES = {name for name in LEDGER_COLUMNS if name in FIELDS and FIELDS[name]
 def ledger_arrays(tx: Transaction, names: Sequence[str], seqs: Sequence[int]) -> dict[str, pa.Array]:
     """Columns of the ledger, of records whose numbers rise."""
     chosen = ["seq", *names, *(["scored"] if "reward" in names else [])]
-    found = tx.all(
+    rows = tx.all(
         f"SELECT {', '.join(chosen)} FROM records WHERE seq >= ? AND seq <= ? ORDER BY seq", (seqs[0], seqs[-1])
     )
-    if len(found) != len(seqs):
-        wanted = set(seqs)
-        found = [row for row in found if row[0] in wanted]
+    if len(rows) != len(seqs):
+        requested = set(seqs)
+        rows = [row for row in rows if row[0] in requested]
     arrays = {}
     for i, name in enumerate(names, 1):
-        column = [row[i] for row in found]
+        column = [row[i] for row in rows]
         if name == "reward":
-            column = [float("nan") if row[-1] == index_columns.NOT_A_NUMBER else row[i] for row in found]
+            column = [float("nan") if row[-1] == index_columns.NOT_A_NUMBER else row[i] for row in rows]
         elif name == "evaluation":
             column = [bool(value) for value in column]
         arrays[name] = pa.array(column, LEDGER_TYPES[name])

@@ -108,8 +108,8 @@ def take_rows(book: Book, aside: str, report: Report) -> salvage.Lost:
     for table in _SALVAGED:
         if lost.any(table):
             gaps, wrong = lost.gaps.get(table, 0), lost.rows.get(table, 0)
-            what = lost.tables.get(table, f"{gaps} ranges and {wrong} single rows could not be read")
-            report.did("lost", what, f"table {table}")
+            description = lost.tables.get(table, f"{gaps} ranges and {wrong} single rows could not be read")
+            report.did("lost", description, f"table {table}")
     with book.ledger.write() as tx:
         if lost.any("meta") and tx.one(f"SELECT 1 FROM events WHERE kind = '{queue.QUARANTINED}' LIMIT 1"):
             queue.add_to_quarantine(tx, [], first=0)
@@ -244,19 +244,19 @@ def _admit(book: Book, report: Report) -> None:
         )
     while True:
         with book.ledger.read() as tx:
-            found = tx.all(f"SELECT segment, start, size, slot, uid, n FROM found ORDER BY 1, 2, 4 LIMIT {PAGE}")
-        if not found:
+            page = tx.all(f"SELECT segment, start, size, slot, uid, n FROM found ORDER BY 1, 2, 4 LIMIT {PAGE}")
+        if not page:
             return
         frames: defaultdict[Place, list[tuple[int, str, int]]] = defaultdict(list)
-        for segment, start, size, slot, uid, n in found:
+        for segment, start, size, slot, uid, n in page:
             frames[Place(segment, start, size)].append((slot, uid, n))
         for place, mine in frames.items():
             try:
                 stripped = read_frame(book, place).take([slot for slot, _, _ in mine])
-                many = restore_media(book, stripped)
-                told, digest, uses = (
-                    index_columns.index_columns(many),
-                    content_hash.content_hashes(many),
+                records = restore_media(book, stripped)
+                entries, digest, uses = (
+                    index_columns.index_columns(records),
+                    content_hash.content_hashes(records),
                     media.references(stripped),
                 )
                 purposes = media.purposes(stripped)
@@ -266,7 +266,7 @@ def _admit(book: Book, report: Report) -> None:
             else:
                 numbers = _numbers(book, [uid for _, uid, _ in mine])
                 seqs = [numbers.get(uid, base + i) for i, (_, uid, _) in enumerate(mine)]
-                _insert(book, seqs, place, mine, many, told, digest, uses, purposes)
+                _insert(book, seqs, place, mine, records, entries, digest, uses, purposes)
                 base += len(mine)
                 for _, uid, n in mine:
                     history = "its number is known" if uid in numbers else "its history is not known"
@@ -338,8 +338,8 @@ def _insert(
     seqs: Sequence[int],
     place: Place,
     mine: Sequence[tuple[int, str, int]],
-    many: Experiences,
-    told: Sequence[index_columns.IndexColumns],
+    records: Experiences,
+    entries: Sequence[index_columns.IndexColumns],
     digest: content_hash.ContentHashes,
     uses: Sequence[tuple[str, ...]],
     purposes: Sequence[bool],
@@ -355,7 +355,7 @@ def _insert(
             f"INSERT INTO records ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
             [
                 (
-                    *(seqs[i], *told[i], int(purposes[i]), tx.now, 0, digest.whole[i], digest.core[i]),
+                    *(seqs[i], *entries[i], int(purposes[i]), tx.now, 0, digest.whole[i], digest.core[i]),
                     *(place.segment, place.offset, place.length, slot, share),
                 )
                 for i, (slot, _, _) in enumerate(mine)
@@ -367,7 +367,7 @@ def _insert(
         )
         tx.many(
             "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING",
-            sorted(index_columns.column_types(many)),
+            sorted(index_columns.column_types(records)),
         )
         queue.record_events(tx, [queue.Event(RECOVERED, seq) for seq in seqs])
 
@@ -440,7 +440,7 @@ def _unsound(address: str, path: Path) -> str | None:
         raise
     except (BookError, OSError, sqlite3.Error) as error:
         return str(error)
-    return next((f"{each.where}: {each.what}" for each in report.findings), None)
+    return next((f"{finding.where}: {finding.what}" for finding in report.findings), None)
 
 
 _UNMENDED = {"orphan", "unused", "stranger", "event", QUARANTINED}
@@ -585,8 +585,8 @@ def _mend_consumers(book: Book, report: Report) -> bool:
         for (number,) in lost:
             # The first consumer of every book is "train".
             name = "train" if number == 1 else f"recovered-{number}"
-            made = create_consumer(tx, name, ConsumerConfig())
-            tx.run("UPDATE consumers SET id = ? WHERE id = ?", (number, made.id))
+            consumer = create_consumer(tx, name, ConsumerConfig())
+            tx.run("UPDATE consumers SET id = ? WHERE id = ?", (number, consumer.id))
             report.did("consumer", f"number {number} had no row: it has the settings of a new one now", name)
         return not lost and tx.one("SELECT 1 FROM consumers LIMIT 1") is not None
 
@@ -641,9 +641,9 @@ def _give_up(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) ->
     if not seqs:
         return
     with book.ledger.write() as tx:
-        held: set[str] = set()
+        busy: set[str] = set()
         for marks, part in chunks(seqs):
-            held.update(
+            busy.update(
                 name
                 for (name,) in tx.all(
                     f"SELECT DISTINCT segment FROM records WHERE segment IS NOT NULL AND seq IN ({marks})", part
@@ -661,12 +661,12 @@ def _give_up(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) ->
             rows = [row for row in queue.select_rows_by_seq(tx, consumer, seqs) if row.state in living]
             queue.drop_rows(tx, consumer, rows, DAMAGED)
             save_consumer(tx, consumer)
-    for seq, uid, what in bad:
+    for seq, uid, description in bad:
         if seq in seqs:
             seqs.remove(seq)
-            report.did("lost", what, uid)
+            report.did("lost", description, uid)
     if isinstance(book.store, FileSegmentStore) and report.aside is not None:
-        for name in filter(is_name, held):
+        for name in filter(is_name, busy):
             _link(book.store, name, report.aside)
 
 
@@ -714,50 +714,50 @@ def _mend_work(book: Book, report: Report, gaps: bool) -> None:
 def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Report, gaps: bool) -> None:
     key = consumer.settings.sampler.key
     while True:
-        found = tx.all(
+        rows = tx.all(
             "SELECT seq, uid, gid, version_min, gone FROM records WHERE evaluation = 0 AND NOT EXISTS "
             "(SELECT 1 FROM work WHERE work.consumer = ? AND work.seq = records.seq) ORDER BY seq "
             f"LIMIT {PAGE}",
             (consumer.id,),
         )
-        if not found:
+        if not rows:
             return
-        stored = [row[0] for row in found if row[4] is None]
+        stored = [row[0] for row in rows if row[4] is None]
         numbers = dict(zip(stored, read_numbers(book, tx, stored, key), strict=True)) if key is not None else {}
-        said = past(tx, [row[0] for row in found])
-        known = {
+        histories = past(tx, [row[0] for row in rows])
+        versions = {
             seq
-            for marks, part in chunks([row[0] for row in found])
+            for marks, part in chunks([row[0] for row in rows])
             for (seq,) in tx.all(f"SELECT seq FROM events WHERE kind = 'admitted' AND seq IN ({marks})", part)
         }
         quarantined = queue.find_quarantined(tx, stored)
-        made = []
+        entries = []
         unknown = []
-        for seq, uid, gid, version, gone in found:
-            mine = said.get((seq, consumer.id), Past())
+        for seq, uid, gid, version, gone in rows:
+            mine = histories.get((seq, consumer.id), Past())
             reason = gone or (mine.reason if mine.kind == queue.DROPPED else None)
             if gone is None and mine.kind not in (queue.DROPPED, queue.TRAINED):
-                if seq not in quarantined and (gaps or seq not in known):
+                if seq not in quarantined and (gaps or seq not in versions):
                     unknown.append(seq)
-                reason = QUARANTINED if seq in quarantined or gaps or seq not in known else None
+                reason = QUARANTINED if seq in quarantined or gaps or seq not in versions else None
             row = queue.new_row(consumer, seq, gid, version, numbers.get(seq), reason)
             uses = len(mine.acks)
             if mine.kind == queue.TRAINED:
                 row = row._replace(state=queue.TRAINED, reason=None)
-            made.append(row._replace(uses=uses))
+            entries.append(row._replace(uses=uses))
             report.did("work", f"consumer {consumer.name!r} had no row for it: {row.state} now, as its events say", uid)
         if unknown:
             queue.add_to_quarantine(tx, unknown)
-        queue.enter_rows(tx, consumer, made)
+        queue.enter_rows(tx, consumer, entries)
 
 
 def _mend_leases(book: Book, report: Report) -> None:
     with book.ledger.write() as tx:
         for consumer in all_consumers(tx):
-            found = queue.select_rows(tx, f"consumer = ? AND {UNHELD} ORDER BY seq", (consumer.id,))
-            queue.requeue_rows(tx, consumer, found, "expired", "repair")
+            rows = queue.select_rows(tx, f"consumer = ? AND {UNHELD} ORDER BY seq", (consumer.id,))
+            queue.requeue_rows(tx, consumer, rows, "expired", "repair")
             save_consumer(tx, consumer)
-            report.did("lease", f"consumer {consumer.name!r}: records that nobody held wait again", count=len(found))
+            report.did("lease", f"consumer {consumer.name!r}: records that nobody held wait again", count=len(rows))
         count = tx.count(f"UPDATE work SET lease = NULL WHERE {FORGOTTEN}")
         report.did("lease", "rows that named a lease and were not leased", count=count)
         count = tx.count(f"UPDATE leases SET state = 'voided' WHERE {EMPTY}", (tx.now,))
@@ -818,9 +818,9 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
     sizes = store.segments()
     if not sizes and not path.exists():
         raise NotABookError(f"{folder}: there is no book here: neither a ledger nor segments")
-    held = [name for name in sizes if store.busy(name)]
-    if held:
-        raise BookError(f"{folder}: a living process writes to {held[0]}; a ledger is built anew when all are away")
+    busy = [name for name in sizes if store.busy(name)]
+    if busy:
+        raise BookError(f"{folder}: a living process writes to {busy[0]}; a ledger is built anew when all are away")
     report.did("ledger", f"built anew: {why}", LEDGER)
     report.aside = aside = _aside(folder)
     for tail in LOGS:

@@ -101,14 +101,14 @@ def history(book: Book, uid: str) -> list[Entry]:
         row = tx.one("SELECT seq FROM records WHERE uid = ?", (uid,))
         if row is None:
             raise KeyError(f"uid: got {uid!r}, which is not in the book")
-        found = tx.all(
+        rows = tx.all(
             "SELECT events.time, events.kind, events.reason, consumers.name, events.step, events.lease, events.detail "
             "FROM events LEFT JOIN consumers ON consumers.id = events.consumer WHERE events.seq = ? ORDER BY events.id",
             row,
         )
     return [
         Entry(at, kind, reason, consumer, step, lease, parsed(detail, "an event's detail") if detail else {})
-        for at, kind, reason, consumer, step, lease, detail in found
+        for at, kind, reason, consumer, step, lease, detail in rows
     ]
 
 
@@ -148,7 +148,7 @@ def keep_rates(
     queue.drain_inboxes(book)
     with book.ledger.read() as tx:
         mine = (get_consumer(tx, consumer).id,)
-        found = tx.all(
+        rows = tx.all(
             f"SELECT records.{column}, work.state, work.uses, COUNT(*) FROM work "
             "JOIN records ON records.seq = work.seq "
             f"WHERE work.consumer = ? AND records.{column} IS NOT NULL "
@@ -157,16 +157,16 @@ def keep_rates(
             mine,
         )
     if edges is None:
-        edges = _edges([row[0] for row in found])
+        edges = _edges([row[0] for row in rows])
     rising = [float(edge) for edge in edges]
     if len(rising) < 2 or any(b <= a for a, b in pairwise(rising)):
-        if not found:
+        if not rows:
             return []
         raise ValueError(f"edges: got {list(edges)!r}, expected at least two numbers that rise")
     rates = []
     for low, high in pairwise(rising):
         last = high == rising[-1]
-        inside = [row for row in found if low <= row[0] < high or (last and row[0] == high)]
+        inside = [row for row in rows if low <= row[0] < high or (last and row[0] == high)]
         rates.append(
             KeepRate(
                 low,
@@ -224,29 +224,29 @@ def _number(name: str, value: Any) -> int | float | str:
     if isinstance(value, Integral) and -_MOST <= int(value) < _MOST:
         return int(value)
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
         raise ValueError(f"metrics[{name!r}]: got {value.__class__.__name__}, too large for a float") from None
-    if math.isfinite(found):
-        return found
-    return "NaN" if math.isnan(found) else "Infinity" if found > 0 else "-Infinity"
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
-def finite_numbers(told: Mapping[str, Any], what: str) -> dict[str, float]:
+def finite_numbers(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
     """Numbers from what `json_number` made of them, which anybody may have written.
 
     >>> finite_numbers({"loss": 0.5, "kl": "NaN", "tokens": 7}, "a line")
     {'loss': 0.5, 'kl': nan, 'tokens': 7}
     """
-    found: dict[str, float] = {}
-    for name, value in told.items():
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
         if value in ("NaN", "Infinity", "-Infinity"):
-            found[name] = float(value)
+            numbers[name] = float(value)
         elif type(value) in (int, float):
-            found[name] = value
+            numbers[name] = value
         else:
-            raise CorruptBookError(f"{what}: {name}: got {str(value)[:60]!r}, expected a number")
-    return found
+            raise CorruptBookError(f"{label}: {name}: got {str(value)[:60]!r}, expected a number")
+    return numbers
 
 
 def log_metrics(book: Book, step: int, metrics: Mapping[str, Any]) -> None:
@@ -262,25 +262,25 @@ def read_metrics(book: Book) -> list[tuple[int, dict[str, float]]]:
     """See `Book.metrics`."""
     with book.ledger.read() as tx:
         # Events of no record are few, and together in the index.
-        found = tx.all(
+        rows = tx.all(
             "SELECT id, kind, step, detail FROM events WHERE seq IS NULL AND kind IN ('metrics', 'rewound') ORDER BY id"
         )
-    kept: list[tuple[int, int, dict[str, float]]] = []
-    for event, kind, step, detail in found:
-        told = parsed(detail, f"event {event}")
+    entries: list[tuple[int, int, dict[str, float]]] = []
+    for event, kind, step, detail in rows:
+        metrics = parsed(detail, f"event {event}")
         if kind == METRICS_KIND:
             if type(step) is not int:
                 raise CorruptBookError(f"event {event}: step: got {step!r}, expected a whole number")
-            kept.append((event, step, finite_numbers(told, f"event {event}")))
+            entries.append((event, step, finite_numbers(metrics, f"event {event}")))
         else:
-            back = told.get("event")
+            back = metrics.get("event")
             if type(back) is not int:
                 raise CorruptBookError(
-                    f"event {event}: got {str(told)[:60]!r}, expected the checkpoint that was gone back to"
+                    f"event {event}: got {str(metrics)[:60]!r}, expected the checkpoint that was gone back to"
                 )
-            while kept and kept[-1][0] > back:
-                kept.pop()
+            while entries and entries[-1][0] > back:
+                entries.pop()
     steps: dict[int, dict[str, float]] = {}
-    for _, step, told in kept:
-        steps.setdefault(step, {}).update(told)
+    for _, step, metrics in entries:
+        steps.setdefault(step, {}).update(metrics)
     return sorted(steps.items())

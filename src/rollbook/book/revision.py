@@ -84,22 +84,22 @@ def compare(old: Experience, new: Experience) -> Addition:
     """
     added: list[str] = []
     brought: dict[str, Any] = {}
-    kept: dict[str, Any] = {}
+    additions: dict[str, Any] = {}
     for name, field in FIELDS.items():
         a, b = getattr(old, name), getattr(new, name)
         if not is_late(field):
             if not same(a, b):
                 return Addition(old, conflict=_difference(name, a, b))
         elif field.kind == "json":
-            found, conflict = _compare_entries(name, a, b)
+            new_entries, conflict = _compare_entries(name, a, b)
             if conflict is not None:
                 return Addition(old, conflict=conflict)
-            added.extend(f"{name}.{key}" for key in found)
-            if found:
-                brought[name] = {**a, **found}
-            kept[name] = {**b, **a}
+            added.extend(f"{name}.{key}" for key in new_entries)
+            if new_entries:
+                brought[name] = {**a, **new_entries}
+            additions[name] = {**b, **a}
         elif b is None:
-            kept[name] = a
+            additions[name] = a
         elif a is None:
             added.append(name)
             brought[name] = b
@@ -113,18 +113,18 @@ def compare(old: Experience, new: Experience) -> Addition:
     if not added:
         return Addition(old)
     # A record read with odd shapes keeps them only by its own `replace`.
-    return Addition(new.replace(**kept) if new.odd else old.replace(**brought), tuple(added))
+    return Addition(new.replace(**additions) if new.odd else old.replace(**brought), tuple(added))
 
 
 def _compare_entries(name: str, old: dict[Any, Any], new: dict[Any, Any]) -> tuple[dict[Any, Any], Difference | None]:
     """The entries that only `new` has, and the first that both have and that differs."""
-    found: dict[Any, Any] = {}
+    additions: dict[Any, Any] = {}
     for key, value in new.items():
         if key not in old:
-            found[key] = value
+            additions[key] = value
         elif not same(old[key], value):
             return {}, _difference(f"{name}.{key}", old[key], value)
-    return found, None
+    return additions, None
 
 
 _short = Repr()
@@ -251,7 +251,7 @@ def rewrite_records(
     kind: str,
     author: str,
     reason: str | None,
-    given: Sequence[bytes] | None = None,
+    hashes: Sequence[bytes] | None = None,
     retrain: bool | str = False,
     also: AppendTransaction | None = None,
     timeout: float | None = None,
@@ -262,15 +262,15 @@ def rewrite_records(
         with book.ledger.read() as tx:
             before = _revisions(tx, seqs)
         rows = fetch(book, seqs).rows()
-        made: list[tuple[int, int, Experience, Experience, Sequence[str]]] = []
+        rewritten: list[tuple[int, int, Experience, Experience, Sequence[str]]] = []
         for i, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
-            found = change(row, i)
-            if found is not None:
-                made.append((i, seq, row, *found))
-        if not made:
+            changed = change(row, i)
+            if changed is not None:
+                rewritten.append((i, seq, row, *changed))
+        if not rewritten:
             return []
-        many = from_rows([new for _, _, _, new, _ in made])
-        lifted = extract(many, evaluation=[before[seq][2] for _, seq, *_ in made])
+        records = from_rows([new for _, _, _, new, _ in rewritten])
+        lifted = extract(records, evaluation=[before[seq][2] for _, seq, *_ in rewritten])
         blobs = list(lifted.blobs)
         parts = [encode(lifted.stripped), *(lifted.blobs[key].data for key in blobs)]
         if book.quota is not None and kind != "redacted":  # What must go is never kept for want of room.
@@ -281,26 +281,26 @@ def rewrite_records(
             also.write_bytes()
         places = book.store.put(parts)
         media = dict(zip(blobs, places[1:], strict=True))
-        found_tags = index_columns.index_columns(many)
-        digest = content_hash.content_hashes(many).whole if given is None else [given[i] for i, *_ in made]
+        found_tags = index_columns.index_columns(records)
+        digest = content_hash.content_hashes(records).whole if hashes is None else [hashes[i] for i, *_ in rewritten]
         values: dict[str, list[float | None]] = {}
         with queue.write_drained(book, timeout=timeout) as tx:
             if _revisions(tx, seqs) != before or not book.store.has(places[0].segment):
                 continue  # Somebody else revised or deleted one of them meanwhile: on top of that, then.
             if kind == "redacted":
-                to_purge(tx, [seq for _, seq, *_ in made])
+                to_purge(tx, [seq for _, seq, *_ in rewritten])
                 _scrub(tx, seqs)
             segment = places[0].segment
             if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
                 book.store.seal()  # As in an append.
-            share = -(-places[0].length // len(made))
+            share = -(-places[0].length // len(rewritten))
             columns = (*index_columns.IndexColumns._fields, "revision", "segment", "start", "size", "slot", "bytes")
             place = (places[0].segment, places[0].offset, places[0].length)
             tx.many(
                 f"UPDATE records SET {', '.join(f'{name} = ?' for name in columns)} WHERE seq = ?",
                 [
                     (*found_tags[slot], before[seq][0] + 1, *place, slot, share, seq)
-                    for slot, (_, seq, *_) in enumerate(made)
+                    for slot, (_, seq, *_) in enumerate(rewritten)
                 ],
             )
             tx.many(
@@ -310,13 +310,13 @@ def rewrite_records(
                         *(seq, before[seq][0] + 1, tx.now, author, reason, ",".join(names)),
                         digest[slot],
                     )
-                    for slot, (_, seq, _, _, names) in enumerate(made)
+                    for slot, (_, seq, _, _, names) in enumerate(rewritten)
                 ],
             )
-            tx.many("DELETE FROM media_uses WHERE seq = ?", [(seq,) for _, seq, *_ in made])
+            tx.many("DELETE FROM media_uses WHERE seq = ?", [(seq,) for _, seq, *_ in rewritten])
             uses = [
                 (key, seq)
-                for (_, seq, *_), keys in zip(made, lifted.uses or [()] * len(made), strict=True)
+                for (_, seq, *_), keys in zip(rewritten, lifted.uses or [()] * len(rewritten), strict=True)
                 for key in keys
             ]
             tx.many(
@@ -325,7 +325,7 @@ def rewrite_records(
             )
             tx.many("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", uses)
             events = []
-            for _, seq, old, new, names in made:
+            for _, seq, old, new, names in rewritten:
                 detail: dict[str, Any] = {"author": author, "fields": list(names), "revision": before[seq][0] + 1}
                 if kind == "revised":
                     detail["was"] = {name: _scalar(old, name) for name in names if _scalar(old, name) is not None}
@@ -334,14 +334,14 @@ def rewrite_records(
             queue.record_events(tx, events)
             tx.many(
                 "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING",
-                sorted(index_columns.column_types(many)),
+                sorted(index_columns.column_types(records)),
             )
             for consumer in all_consumers(tx):
                 ranked_by = consumer.settings.sampler.key
                 if ranked_by is not None and ranked_by not in values:
-                    found_numbers = index_columns.number_column(many, ranked_by)
+                    found_numbers = index_columns.number_column(records, ranked_by)
                     values[ranked_by] = [None if n is None or math.isnan(n) else n for n in found_numbers]
-                seqs_made = [seq for _, seq, *_ in made]
+                seqs_made = [seq for _, seq, *_ in rewritten]
                 follow_revisions(tx, consumer, seqs_made, values.get(ranked_by or ""), retrain is not False)
                 if retrain == "group":
                     follow_revisions(
@@ -350,9 +350,9 @@ def rewrite_records(
             if also is not None:
                 also(tx)
             if kind == "redacted":
-                blanked = [(new.eid.uid, tuple(names)) for _, _, _, new, names in made]
+                blanked = [(new.eid.uid, tuple(names)) for _, _, _, new, names in rewritten]
                 add_deletion(book.store, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
-        return [i for i, *_ in made]
+        return [i for i, *_ in rewritten]
     raise BookError(f"records {list(seqs)[:3]}...: others revised them {_TRIES} times while this revision was made")
 
 
@@ -367,16 +367,16 @@ def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str
 
 def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> list[int]:
     """The other records of these groups that can be trained on."""
-    found: list[int] = []
+    siblings: list[int] = []
     for marks, part in chunks(list(dict.fromkeys(gids))):
-        found += [
+        siblings += [
             row[0]
             for row in tx.all(
                 f"SELECT seq FROM records WHERE gid IN ({marks}) AND evaluation = 0 AND gone IS NULL ORDER BY seq", part
             )
         ]
     left = set(besides)
-    return [seq for seq in found if seq not in left]
+    return [seq for seq in siblings if seq not in left]
 
 
 def _scalar(row: Experience, name: str) -> Any:
@@ -394,14 +394,14 @@ def follow_revisions(
     tx: Transaction, consumer: Consumer, seqs: Sequence[int], values: Sequence[float | None] | None, retrain: bool
 ) -> None:
     """Let a consumer know of the new numbers, and have the records wait again if that is asked."""
-    known = dict(zip(seqs, values, strict=True)) if values is not None else {}
+    numbers = dict(zip(seqs, values, strict=True)) if values is not None else {}
     sampler = consumer.settings.sampler
     moves = []
     events = []
     for row in queue.select_rows_by_seq(tx, consumer, seqs):
         new = row
-        if row.seq in known and known[row.seq] != row.value:
-            item = consumer.item(row.seq, row.uses, row.version, known[row.seq])
+        if row.seq in numbers and numbers[row.seq] != row.value:
+            item = consumer.item(row.seq, row.uses, row.version, numbers[row.seq])
             new = new._replace(value=item.value, weight=sampler.weight(item))
             if row.state == queue.WAITING:
                 new = new._replace(rank=sampler.rank(item, consumer.state))
@@ -421,7 +421,7 @@ def follow_revisions(
 
 def add_fields(
     book: Book,
-    coming: PendingAppend,
+    pending: PendingAppend,
     revisions: Sequence[tuple[int, int]],
     author: str,
     also: AppendTransaction | None,
@@ -430,7 +430,7 @@ def add_fields(
     """Late fields that came with records the book has already, and new records beside them if they change any; the ids
     of those that they changed."""
     indices = [i for i, _ in revisions]
-    rows = coming.select(indices).rows()
+    rows = pending.select(indices).rows()
 
     def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
         addition = compare(old, rows[i])
@@ -441,25 +441,25 @@ def add_fields(
             )
         return (addition.merged, addition.added) if addition.added else None
 
-    digest = [coming.digests.whole[i] for i in indices]
+    digest = [pending.digests.whole[i] for i in indices]
     seqs = [seq for _, seq in revisions]
     revised = rewrite_records(
-        book, seqs, change, kind="revised", author=author, reason="append", given=digest, also=also, timeout=timeout
+        book, seqs, change, kind="revised", author=author, reason="append", hashes=digest, also=also, timeout=timeout
     )
     if len(revised) < len(seqs):
         _remember(book, seqs, digest, author)
-    return [coming.tags[indices[i]].uid for i in revised]
+    return [pending.tags[indices[i]].uid for i in revised]
 
 
 def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: str) -> None:
     """Note the digests of records that brought nothing new, so that they are known at once the next time."""
     with book.ledger.write() as tx:
-        for seq, whole in zip(seqs, digest, strict=True):
-            if tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, whole)) is None:
+        for seq, content in zip(seqs, digest, strict=True):
+            if tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, content)) is None:
                 n = tx.one("SELECT COALESCE(MIN(n), 0) FROM revisions WHERE seq = ? AND n <= 0", (seq,))[0] - 1
                 tx.run(
                     "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (seq, n, tx.now, author, "append", "", whole),
+                    (seq, n, tx.now, author, "append", "", content),
                 )
 
 
@@ -484,12 +484,12 @@ def revise_records(
     listed = list(changes.values())
 
     def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
-        wanted = {
+        new_fields = {
             name: {**getattr(old, name), **value} if FIELDS[name].kind == "json" else value
             for name, value in listed[i].items()
         }
-        new = old.replace(**wanted)
-        names = [name for name in wanted if not same(getattr(old, name), getattr(new, name))]
+        new = old.replace(**new_fields)
+        names = [name for name in new_fields if not same(getattr(old, name), getattr(new, name))]
         return (new, names) if names else None
 
     seqs = seqs_of(book, list(changes))
@@ -503,14 +503,14 @@ def revise_records(
 def _return(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
     """Have records wait again to which a revision changed nothing."""
     with queue.write_drained(book) as tx:
-        found = list(seqs)
+        returned = list(seqs)
         if retrain == "group":
             gids: list[str] = []
             for marks, part in chunks(seqs):
                 gids += [row[0] for row in tx.all(f"SELECT gid FROM records WHERE seq IN ({marks})", part)]
-            found += _siblings(tx, gids, seqs)
+            returned += _siblings(tx, gids, seqs)
         for consumer in all_consumers(tx):
-            follow_revisions(tx, consumer, found, None, True)
+            follow_revisions(tx, consumer, returned, None, True)
 
 
 REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
@@ -519,11 +519,13 @@ REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messa
 
 def redact_records(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: str, reason: str | None) -> int:
     """See `Book.redact`."""
-    known = (*REDACTABLE, "info", "metrics", "multi_modal_inputs")
+    allowed = (*REDACTABLE, "info", "metrics", "multi_modal_inputs")
     for name in fields:
         head, dot, _ = name.partition(".")
-        if head not in known or (dot and head not in known[len(REDACTABLE) :]):
-            raise ValueError(f"redact: {name!r} is none of the fields that can be blanked{suggest(name, list(known))}")
+        if head not in allowed or (dot and head not in allowed[len(REDACTABLE) :]):
+            raise ValueError(
+                f"redact: {name!r} is none of the fields that can be blanked{suggest(name, list(allowed))}"
+            )
 
     def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
         blank: dict[str, Any] = {}

@@ -223,8 +223,8 @@ def connect(path: str, fresh: str) -> sqlite3.Connection | None:
             connection.execute("PRAGMA trusted_schema=OFF")
             connection.execute("PRAGMA writable_schema=ON")  # A file that is shorter than it says is read, too.
             connection.execute("PRAGMA cell_size_check=ON")
-            found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if found & set(TABLES):
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if tables & set(TABLES):
                 return connection
         except sqlite3.Error:
             pass
@@ -294,12 +294,12 @@ def _apply_log(path: str) -> None:
 
 def _sum(data: bytes, start: tuple[int, int], order: str) -> tuple[int, int]:
     """The running checksum of a log."""
-    one, two = start
+    first, second = start
     words = struct.unpack(f"{order}{len(data) // 4}I", data)
     for i in range(0, len(words), 2):
-        one = (one + words[i] + two) & 0xFFFFFFFF
-        two = (two + words[i + 1] + one) & 0xFFFFFFFF
-    return one, two
+        first = (first + words[i] + second) & 0xFFFFFFFF
+        second = (second + words[i + 1] + first) & 0xFFFFFFFF
+    return first, second
 
 
 def _children(data: bytes) -> list[int]:
@@ -319,7 +319,7 @@ def rows(connection: sqlite3.Connection, table: str, lost: Lost) -> Iterator[tup
     at, count = _FIRST, _PAGE_ROWS
     while True:
         try:
-            found = connection.execute(sql, (at, count)).fetchall()
+            batch = connection.execute(sql, (at, count)).fetchall()
         except (sqlite3.Error, OverflowError) as error:
             if "no such" in str(error):
                 lost.tables[table] = str(error)
@@ -333,14 +333,14 @@ def rows(connection: sqlite3.Connection, table: str, lost: Lost) -> Iterator[tup
                 return
             at = after
             continue
-        for row in found:
+        for row in batch:
             if all(_fits(value, column) for value, column in zip(row[1:], columns, strict=True)):
                 yield row[1:]
             else:
                 lost.rows[table] = lost.rows.get(table, 0) + 1
-        if len(found) < count or found[-1][0] == _LAST:
+        if len(batch) < count or batch[-1][0] == _LAST:
             return
-        at, count = found[-1][0] + 1, min(2 * count, _PAGE_ROWS)
+        at, count = batch[-1][0] + 1, min(2 * count, _PAGE_ROWS)
 
 
 def _next_readable(connection: sqlite3.Connection, sql: str, at: int) -> int | None:
@@ -444,10 +444,10 @@ def parts(store: SegmentStore, segment: str, size: int) -> Iterator[Part]:
     """Every part of a segment that is whole, in order. Damage is stepped over, 64 bytes at a time."""
     at = ALIGN
     while at + ALIGN <= size:
-        found = _part(store, segment, at, size)
-        if found is not None:
-            yield found
-            at += -(-found.place.length // ALIGN) * ALIGN
+        part = _part(store, segment, at, size)
+        if part is not None:
+            yield part
+            at += -(-part.place.length // ALIGN) * ALIGN
         else:
             at += ALIGN
 
@@ -465,7 +465,7 @@ def _part(store: SegmentStore, segment: str, at: int, size: int) -> Part | None:
         if frame.compression is not None or at + frame.stop > size:
             return None
         place = Place(segment, at, frame.stop)
-        many: Experiences = decode(store.get(place), private=store.private)
-        return Part(place, list(printed_ids(many.columns["eid"]).uid) if len(many) else [], None)
+        records: Experiences = decode(store.get(place), private=store.private)
+        return Part(place, list(printed_ids(records.columns["eid"]).uid) if len(records) else [], None)
     except (WireError, MissingSegmentError, CorruptBookError):
         return None

@@ -266,15 +266,15 @@ class Balanced(_Ordered):
     edges: tuple[float, ...] = (0.25, 0.5, 0.75)
 
     def __post_init__(self) -> None:
-        given = self.edges if isinstance(self.edges, (list, tuple)) else (self.edges,)
-        object.__setattr__(self, "edges", tuple(check_float("Balanced.edges", edge) for edge in given))
+        edges = self.edges if isinstance(self.edges, (list, tuple)) else (self.edges,)
+        object.__setattr__(self, "edges", tuple(check_float("Balanced.edges", edge) for edge in edges))
         if list(self.edges) != sorted(set(self.edges)):
             raise ValueError(f"Balanced.edges: got {list(self.edges)}, expected numbers that rise")
 
     def rank(self, item: Item, state: State) -> float:
         bands = len(self.edges) + 1
-        known = item.value is not None and not math.isnan(item.value)
-        band = sum(item.value >= edge for edge in self.edges) if known else bands  # type: ignore[operator]
+        has_value = item.value is not None and not math.isnan(item.value)
+        band = sum(item.value >= edge for edge in self.edges) if has_value else bands  # type: ignore[operator]
         # Rounds are whole numbers; within a round the bands come in order. A group's turn is not one of its records'.
         turns = state.setdefault("group_rounds" if item.group else "rounds", {})
         turn = max(int(turns.get(str(band), 0)), int(state.get("round", 0))) + 1
@@ -296,16 +296,16 @@ def described(part: Any) -> dict[str, Any]:
     return {"name": type(part).__name__, **asdict(part)}
 
 
-def built(kinds: dict[str, type], what: str, description: Any) -> Any:
+def built(kinds: dict[str, type], label: str, description: Any) -> Any:
     """The part that `described` described; only those that are known are ever made."""
     if not isinstance(description, dict) or str(description.get("name")) not in kinds:
-        raise ValueError(f"{what}: got {description!r}, expected one of {', '.join(kinds)}")
+        raise ValueError(f"{label}: got {description!r}, expected one of {', '.join(kinds)}")
     kind = kinds[str(description["name"])]
-    known = {f.name for f in fields(kind)}
+    names = {f.name for f in fields(kind)}
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items() if k != "name"}
-    if not known.issuperset(options):
-        raise ValueError(f"{what} {description['name']}: unknown option {sorted(set(options) - known)[0]!r}")
+    if not names.issuperset(options):
+        raise ValueError(f"{label} {description['name']}: unknown option {sorted(set(options) - names)[0]!r}")
     needed = {f.name for f in fields(kind) if f.default is MISSING}
     if not needed.issubset(options):
-        raise ValueError(f"{what} {description['name']}: {sorted(needed - set(options))[0]!r} is missing")
+        raise ValueError(f"{label} {description['name']}: {sorted(needed - set(options))[0]!r} is missing")
     return kind(**options)

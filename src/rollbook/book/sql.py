@@ -51,7 +51,7 @@ def _type(table: str, column: str) -> pa.DataType:
         return pa.large_string()
     if (table, column) == ("media", "uses"):
         return pa.int64()
-    declared = next(each for each in schema.TABLES[table] if each.split()[0] == column).split()[1]
+    declared = next(definition for definition in schema.TABLES[table] if definition.split()[0] == column).split()[1]
     return _KINDS.get(declared.strip("{}"), pa.large_string())
 
 
@@ -66,7 +66,7 @@ class LedgerTable:
     def load(self, columns: list[str]) -> pa.Table:
         """These columns, read in one go."""
         name = self.name
-        told = {
+        expressions = {
             "uid": "records.uid",
             "consumer": "consumers.name",
             "uses": "(SELECT COUNT(*) FROM media_uses WHERE media_uses.hash = media.hash)"
@@ -79,11 +79,11 @@ class LedgerTable:
         if "consumer" in columns:
             joins += f" LEFT JOIN consumers ON consumers.id = {name}.consumer"
         order = {"events": "id", "leases": "id", "checkpoints": "event", "media": "hash"}.get(name, "seq")
-        asked = ", ".join(told.get(column, f"{name}.{column}") for column in columns)
+        listed = ", ".join(expressions.get(column, f"{name}.{column}") for column in columns)
         source = _WORK if name == "work" else name
         with self.book.ledger.read() as tx:
-            found = tx.all(f"SELECT {asked} FROM {source}{joins} ORDER BY {name}.{order}")
-        arrays = [pa.array([row[i] for row in found], self.schema.field(c).type) for i, c in enumerate(columns)]
+            rows = tx.all(f"SELECT {listed} FROM {source}{joins} ORDER BY {name}.{order}")
+        arrays = [pa.array([row[i] for row in rows], self.schema.field(c).type) for i, c in enumerate(columns)]
         return pa.Table.from_arrays(arrays, names=columns)
 
 
@@ -107,7 +107,7 @@ class RecordsTable:
         with book.ledger.read() as tx:
             self.last = tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0]
             noted = tx.all("SELECT name, type FROM columns ORDER BY name, type")
-        told = {
+        types = {
             "seq": pa.int64(),
             "uid": pa.large_string(),
             "train_step": pa.int64(),
@@ -115,8 +115,8 @@ class RecordsTable:
             "rid": pa.large_string(),
             **LEDGER_TYPES,
         }
-        self.frames = {name: kind for name, kind in arrow_types(noted).items() if name not in told}
-        self.schema = pa.schema([*told.items(), *self.frames.items()])
+        self.frames = {name: kind for name, kind in arrow_types(noted).items() if name not in types}
+        self.schema = pa.schema([*types.items(), *self.frames.items()])
 
     def where(self, condition: str) -> RecordsTable:
         """The same table with the records that meet another condition."""
@@ -128,7 +128,7 @@ class RecordsTable:
         """These columns; frames are read only if one of them is not the ledger's."""
         from_frames = [name for name in columns if name in self.frames]
         from_ledger = [name for name in columns if name not in self.frames]
-        wanted = self.schema if not columns else pa.schema([self.schema.field(name) for name in columns])
+        requested = self.schema if not columns else pa.schema([self.schema.field(name) for name in columns])
         batches = []
         for seqs, stored in self._pieces(bool(from_frames)):
             arrays: dict[str, pa.Array] = {}
@@ -141,30 +141,30 @@ class RecordsTable:
                     indices = pa.array([place.get(seq) for seq in seqs], pa.int64())
                     columns_read = {name: array.take(indices) for name, array in columns_read.items()}
                 arrays |= columns_read
-            kept = [name for name in columns if name in arrays and not pa.types.is_null(arrays[name].type)]
-            if not kept:
+            chosen = [name for name in columns if name in arrays and not pa.types.is_null(arrays[name].type)]
+            if not chosen:
                 # Bytes that are gone: as many nulls as there are records.
-                kept, arrays = [columns[0]], {columns[0]: pa.nulls(len(seqs), wanted.field(columns[0]).type)}
-            batches.append(pa.RecordBatch.from_arrays([arrays[name] for name in kept], names=kept))
-        return unify(batches, wanted)
+                chosen, arrays = [columns[0]], {columns[0]: pa.nulls(len(seqs), requested.field(columns[0]).type)}
+            batches.append(pa.RecordBatch.from_arrays([arrays[name] for name in chosen], names=chosen))
+        return unify(batches, requested)
 
     def _pieces(self, by_frame: bool) -> Iterator[tuple[list[int], bool]]:
         """The numbers of all records, in order, those of one frame together."""
         last = 0
         while True:
             with self.book.ledger.read() as tx:
-                found = tx.all(
+                rows = tx.all(
                     "SELECT seq, segment, start FROM records "
                     f"WHERE seq > ? AND seq <= ? AND {self.condition} ORDER BY seq LIMIT 10000",
                     (last, self.last),
                 )
-            if not found:
+            if not rows:
                 return
-            last = found[-1][0]
+            last = rows[-1][0]
             if not by_frame:
-                yield [row[0] for row in found], False
+                yield [row[0] for row in rows], False
                 continue
-            for place, run in groupby(found, key=lambda row: row[1:]):
+            for place, run in groupby(rows, key=lambda row: row[1:]):
                 yield [row[0] for row in run], place[0] is not None
 
     def _from_ledger(self, columns: list[str], seqs: list[int]) -> dict[str, pa.Array]:
@@ -210,11 +210,11 @@ class MetricsTable:
 def sql_tables(book: Book) -> dict[str, query.Source]:
     """The tables of a book by name."""
     records = RecordsTable(book)
-    found: dict[str, query.Source] = {name: records.where(condition) for name, condition in RECORDS.items()}
-    found["metrics"] = MetricsTable(book)
-    found |= {name: LedgerTable(book, name) for name in SHOWN}
-    found["ledger"] = found["events"]
-    return found
+    tables: dict[str, query.Source] = {name: records.where(condition) for name, condition in RECORDS.items()}
+    tables["metrics"] = MetricsTable(book)
+    tables |= {name: LedgerTable(book, name) for name in SHOWN}
+    tables["ledger"] = tables["events"]
+    return tables
 
 
 def run_sql(
@@ -230,17 +230,17 @@ _PORTABLE = {d.name: pa.from_numpy_dtype(d.portable) for d in BY_CODE.values()}
 
 def arrow_types(noted: Iterable[tuple[str, str]]) -> dict[str, pa.DataType]:
     """The type of every field's column that holds all that was noted of it."""
-    found: dict[str, list[pa.DataType]] = {}
+    noted_types: dict[str, list[pa.DataType]] = {}
     for name, text in noted:
         kind = _parse_type(text)
         if name in FIELDS and FIELDS[name].kind == "tensor" and kind is not None:
-            found.setdefault(name, []).append(kind)
+            noted_types.setdefault(name, []).append(kind)
     types = {}
     for name, field in FIELDS.items():
         if field.kind != "tensor":
             types[name] = PLAIN_TYPES[field.kind, ""]
-        elif name in found:
-            types[name] = superset([pa.schema([(name, kind)]) for kind in found[name]]).field(name).type
+        elif name in noted_types:
+            types[name] = superset([pa.schema([(name, kind)]) for kind in noted_types[name]]).field(name).type
         else:
             types[name] = arrow.empty_type(field)
     return types

@@ -163,9 +163,9 @@ def _copy_book(book: Book, url: str | os.PathLike[str], name: str | None, option
     address = os.fspath(url)
     if not isinstance(address, str) or not address or ("://" in address and not address.startswith(POSTGRES)):
         raise ValueError(f"url: got {redacted(url)!r}, expected a folder, 'memory:' or 'postgresql://...'")
-    for each in options:
-        if each not in OPTIONS:
-            raise ValueError(f"snapshot: {each!r} is none of its options{suggest(each, list(OPTIONS))}")
+    for option in options:
+        if option not in OPTIONS:
+            raise ValueError(f"snapshot: {option!r} is none of its options{suggest(option, list(OPTIONS))}")
     if name is not None:
         with book.ledger.read() as tx:
             find_checkpoint(tx, name)
@@ -185,13 +185,13 @@ def _copy_book(book: Book, url: str | os.PathLike[str], name: str | None, option
 def _to_memory(book: Book, name: str | None, options: Mapping[str, Any]) -> Book:
     from rollbook.book.book import open
 
-    made = open("memory:", **options)
+    copy = open("memory:", **options)
     try:
-        _fill(book, made, name)
+        _fill(book, copy, name)
     except BaseException:
-        made.close()
+        copy.close()
         raise
-    return made
+    return copy
 
 
 def _to_folder(book: Book, address: str, name: str | None, options: Mapping[str, Any]) -> Book:
@@ -204,8 +204,8 @@ def _to_folder(book: Book, address: str, name: str | None, options: Mapping[str,
     above, last = os.path.split(target)
     aside = os.path.join(above, f".{last}.{os.urandom(8).hex()}.copying")
     try:
-        with open(aside, **options) as made:
-            _fill(book, made, name)
+        with open(aside, **options) as copy:
+            _fill(book, copy, name)
         hit("before rename")
         disk.rename(aside, target)
     except BaseException:
@@ -229,12 +229,12 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
         if connection.execute("SELECT 1 FROM pg_tables WHERE schemaname = %s LIMIT 1", (schema,)).fetchone():
             raise BookError(f"schema {schema!r}: something is there already, expected a new or an empty one")
         try:
-            with open(target.with_schema(aside), **options) as made:
-                if made.store.segments():
+            with open(target.with_schema(aside), **options) as copy:
+                if copy.store.segments():
                     raise BookError(
                         f"data: {redacted(str(options.get('data')))!r} holds segments already, expected an empty place"
                     )
-                _fill(book, made, name)
+                _fill(book, copy, name)
             hit("before rename")
             with connection.transaction():
                 # Only an empty schema is dropped: one that others filled meanwhile is an error.
@@ -251,9 +251,9 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
 # --- the ledger ---------------------------------------------------------------------------------------------------
 
 
-def _fill(book: Book, made: Book, name: str | None) -> None:
+def _fill(book: Book, copy: Book, name: str | None) -> None:
     with _apart(book) as source:
-        with source.read() as tx, made.ledger.write() as out:
+        with source.read() as tx, copy.ledger.write() as out:
             point = None if name is None else find_checkpoint(tx, name)
             for table in TABLES:
                 if table != "meta":
@@ -262,7 +262,7 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
                     _copy_table(tx, out, table, point)
             out.run("DELETE FROM media WHERE hash NOT IN (SELECT hash FROM media_uses)")
             _copy_meta(tx, out, point)
-            if made.ledger.dialect == "postgresql":
+            if copy.ledger.dialect == "postgresql":
                 # Numbers that were written are none that the sequence gave: it goes on behind them.
                 number = "(SELECT COALESCE(MAX(id), 0) + 1 FROM events)"
                 out.one(f"SELECT setval(pg_get_serial_sequence('events', 'id'), {number}, false)")
@@ -270,11 +270,11 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
                     out.one(
                         f"SELECT setval('{table}_numbers', (SELECT COALESCE(MAX({key}), 0) + 1 FROM {table}), false)"
                     )
-        delete_removed_consumers(made.ledger)
+        delete_removed_consumers(copy.ledger)
         hit("during snapshot")
-        _copy_records(book, source, made)
-        _copy_media(book, source, made)
-    with made.ledger.write() as out:
+        _copy_records(book, source, copy)
+        _copy_media(book, source, copy)
+    with copy.ledger.write() as out:
         if point is None:
             void_leases(out, "copied")
             for consumer in all_consumers(out):
@@ -287,7 +287,7 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
             _void_then(out, point)
             last = out.one("SELECT MAX(id) FROM events")[0]
             lineage = queue.read_lineage(out)
-            undo_work(out, made, point, "drop")
+            undo_work(out, copy, point, "drop")
             # In this book nothing of what was undone ever happened.
             queue.save_lineage(out, lineage.clipped(point.seq))
             out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (last,))
@@ -300,21 +300,21 @@ def _fill(book: Book, made: Book, name: str | None) -> None:
 def _apart(book: Book) -> Iterator[Ledger]:
     """The ledger through a connection of its own, so that nobody who uses the book waits for a long read."""
     ledger: Any = book.ledger
-    own: Ledger
+    separate: Ledger
     if ledger.dialect == "postgresql":
         from rollbook.book.postgres import PostgresLedger
 
-        own = PostgresLedger(ledger.url, ledger.schema, read_only=True, clock=ledger.clock)
+        separate = PostgresLedger(ledger.url, ledger.schema, read_only=True, clock=ledger.clock)
     elif ledger.path is not None:
-        own = SQLiteLedger(ledger.path, read_only=True, clock=ledger.clock)
+        separate = SQLiteLedger(ledger.path, read_only=True, clock=ledger.clock)
     else:
         # What is in memory cannot be reached twice.
         yield ledger
         return
     try:
-        yield own
+        yield separate
     finally:
-        own.close()
+        separate.close()
 
 
 def _columns(table: str) -> tuple[list[str], list[str]]:
@@ -340,27 +340,27 @@ def _copy_table(tx: Transaction, out: Transaction, table: str, point: Point | No
         where = "1 = 0"  # a checkpoint is made when all inboxes are empty
     elif point is not None and table in _OF_RECORDS:
         where = f"seq <= {point.seq}"
-    at = [names.index(each) for each in key]
+    at = [names.index(column) for column in key]
     last: tuple[Any, ...] | None = None
     while True:
         after = "" if last is None else f" AND ({keys}) > ({', '.join('?' * len(key))})"
-        found = tx.all(f"SELECT {listed} FROM {table} WHERE {where}{after} ORDER BY {keys} LIMIT {PIECE}", last or ())
-        if not found:
+        rows = tx.all(f"SELECT {listed} FROM {table} WHERE {where}{after} ORDER BY {keys} LIMIT {PIECE}", last or ())
+        if not rows:
             return
-        out.many(f"INSERT INTO {table} ({listed}) VALUES ({marks})", found)
-        last = tuple(found[-1][i] for i in at)
+        out.many(f"INSERT INTO {table} ({listed}) VALUES ({marks})", rows)
+        last = tuple(rows[-1][i] for i in at)
 
 
 def _copy_meta(tx: Transaction, out: Transaction, point: Point | None) -> None:
     """All that is said of the book, but not what is each book's own; and where it comes from."""
-    found = dict(tx.all("SELECT key, value FROM meta"))
-    told = {
-        "book": found["book"],
+    values = dict(tx.all("SELECT key, value FROM meta"))
+    meta = {
+        "book": values["book"],
         "event": tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0] if point is None else point.event,
         "checkpoint": None if point is None else point.name,
-        "from": json.loads(found["from"]) if "from" in found else None,
+        "from": json.loads(values["from"]) if "from" in values else None,
     }
-    new = {key: value for key, value in found.items() if key not in OWN} | {"from": json.dumps(told)}
+    new = {key: value for key, value in values.items() if key not in OWN} | {"from": json.dumps(meta)}
     for key, value in new.items():
         out.run("DELETE FROM meta WHERE key = ?", (key,))
         out.run("INSERT INTO meta (key, value) VALUES (?, ?)", (key, value))
@@ -395,9 +395,9 @@ def _count_anew(out: Transaction) -> None:
 # --- the bytes ----------------------------------------------------------------------------------------------------
 
 
-def _copy_records(book: Book, source: Ledger, made: Book) -> None:
+def _copy_records(book: Book, source: Ledger, copy: Book) -> None:
     """Put every frame that the copied ledger speaks of on the new store, less the records that it does not speak of."""
-    with made.ledger.read() as out:
+    with copy.ledger.read() as out:
         sizes = out.all("SELECT segment, COUNT(*) FROM records WHERE segment IS NOT NULL GROUP BY segment ORDER BY 1")
     waiting = deque(sizes)
     while waiting:
@@ -408,56 +408,56 @@ def _copy_records(book: Book, source: Ledger, made: Book) -> None:
             name, count = waiting.popleft()
             names.append(name)
             rows += count
-        frames = _frames(made, names)
+        frames = _frames(copy, names)
         batch: list[tuple[list[tuple[int, int]], Any]] = []
         size = 0
         for place, members in frames.items():
             try:
                 part = _part(book, place, [slot for _, slot in members])
             except MissingSegmentError:
-                waiting += _moved(source, made, place, [seq for seq, _ in members])
+                waiting += _moved(source, copy, place, [seq for seq, _ in members])
                 continue
             batch.append(([(seq, i) for i, (seq, _) in enumerate(members)], part))
             size += memoryview(part).nbytes
             if size >= PUT_BYTES:
-                _put_frames(made, batch)
+                _put_frames(copy, batch)
                 batch, size = [], 0
-        _put_frames(made, batch)
+        _put_frames(copy, batch)
 
 
-def _frames(made: Book, names: Sequence[str]) -> dict[Place, list[tuple[int, int]]]:
+def _frames(copy: Book, names: Sequence[str]) -> dict[Place, list[tuple[int, int]]]:
     """The frames of some segments: where they lie, and the records (number, slot) that are wanted of each."""
-    found: dict[Place, list[tuple[int, int]]] = {}
-    with made.ledger.read() as out:
+    frames: dict[Place, list[tuple[int, int]]] = {}
+    with copy.ledger.read() as out:
         for marks, part in chunks(names):
             for seq, segment, start, size, slot in out.all(
                 f"SELECT seq, segment, start, size, slot FROM records WHERE segment IN ({marks}) "
                 "ORDER BY segment, start, slot",
                 part,
             ):
-                found.setdefault(Place(segment, start, size), []).append((seq, slot))
-    return found
+                frames.setdefault(Place(segment, start, size), []).append((seq, slot))
+    return frames
 
 
 def _part(book: Book, place: Place, slots: list[int]) -> Any:
     """A frame with these of its records only."""
     view = book.store.get(place)
     try:
-        many = decode(view)
+        records = decode(view)
     except WireError as error:
         raise CorruptBookError(f"segment {place.segment}, byte {place.offset}: {error}") from None
-    check_slots(place, slots, len(many))
-    return view if slots == list(range(len(many))) else encode(many.take(slots))
+    check_slots(place, slots, len(records))
+    return view if slots == list(range(len(records))) else encode(records.take(slots))
 
 
-def _moved(source: Ledger, made: Book, place: Place, seqs: Sequence[int]) -> list[tuple[str, int]]:
+def _moved(source: Ledger, copy: Book, place: Place, seqs: Sequence[int]) -> list[tuple[str, int]]:
     """Where compaction has brought a frame's records meanwhile; the segments that have to be looked at for them."""
-    now, then = _places(source, seqs), _places(made.ledger, seqs)
+    now, then = _places(source, seqs), _places(copy.ledger, seqs)
     if any(now[seq][0] is None or now[seq][4] != then[seq][4] for seq in seqs):
         raise _SourceChangedError
     if any(Place(*now[seq][:3]) == place for seq in seqs):
         raise CorruptBookError(f"segment {place.segment} is missing, and the ledger speaks of it; see `rollbook check`")
-    with made.ledger.write() as out:
+    with copy.ledger.write() as out:
         out.many(
             "UPDATE records SET segment = ?, start = ?, size = ?, slot = ? WHERE seq = ?",
             [(*now[seq][:4], seq) for seq in seqs],
@@ -467,20 +467,20 @@ def _moved(source: Ledger, made: Book, place: Place, seqs: Sequence[int]) -> lis
 
 def _places(ledger: Ledger, seqs: Sequence[int]) -> dict[int, tuple[Any, ...]]:
     """segment, start, size, slot and revision of records"""
-    found: dict[int, tuple[Any, ...]] = {}
+    places: dict[int, tuple[Any, ...]] = {}
     with ledger.read() as tx:
         for marks, part in chunks(seqs):
             sql = f"SELECT seq, segment, start, size, slot, revision FROM records WHERE seq IN ({marks})"
-            found.update((row[0], tuple(row[1:])) for row in tx.all(sql, part))
-    return found
+            places.update((row[0], tuple(row[1:])) for row in tx.all(sql, part))
+    return places
 
 
-def _put_frames(made: Book, batch: Sequence[tuple[list[tuple[int, int]], Any]]) -> None:
+def _put_frames(copy: Book, batch: Sequence[tuple[list[tuple[int, int]], Any]]) -> None:
     if not batch:
         return
-    places = made.store.put([part for _, part in batch])
-    with made.ledger.write() as out:
-        _check_there(made, places)
+    places = copy.store.put([part for _, part in batch])
+    with copy.ledger.write() as out:
+        _check_there(copy, places)
         out.many(
             "UPDATE records SET segment = ?, start = ?, size = ?, slot = ?, bytes = ? WHERE seq = ?",
             [
@@ -491,31 +491,31 @@ def _put_frames(made: Book, batch: Sequence[tuple[list[tuple[int, int]], Any]]) 
         )
 
 
-def _check_there(made: Book, places: Sequence[Place]) -> None:
+def _check_there(copy: Book, places: Sequence[Place]) -> None:
     """What was put is sure to stay only with a commit that saw it."""
-    if not all(made.store.has(name) for name in {place.segment for place in places}):
-        raise BookError(f"{made.url}: the server lost what was put before it was committed")
+    if not all(copy.store.has(name) for name in {place.segment for place in places}):
+        raise BookError(f"{copy.url}: the server lost what was put before it was committed")
 
 
-def _copy_media(book: Book, source: Ledger, made: Book) -> None:
+def _copy_media(book: Book, source: Ledger, copy: Book) -> None:
     last = ""
     while True:
-        with made.ledger.read() as out:
-            found = out.all(
+        with copy.ledger.read() as out:
+            rows = out.all(
                 f"SELECT hash, segment, start, size FROM media WHERE hash > ? ORDER BY hash LIMIT {PIECE}", (last,)
             )
-        if not found:
+        if not rows:
             return
         batch: list[tuple[str, Any]] = []
         size = 0
-        for key, *place in found:
+        for key, *place in rows:
             batch.append((key, _medium(book, source, key, Place(*place))))
             size += memoryview(batch[-1][1]).nbytes
             if size >= PUT_BYTES:
-                _put_media(made, batch)
+                _put_media(copy, batch)
                 batch, size = [], 0
-        _put_media(made, batch)
-        last = found[-1][0]
+        _put_media(copy, batch)
+        last = rows[-1][0]
 
 
 def _medium(book: Book, source: Ledger, key: str, place: Place) -> memoryview:
@@ -533,12 +533,12 @@ def _medium(book: Book, source: Ledger, key: str, place: Place) -> memoryview:
         return _medium(book, source, key, Place(*row))
 
 
-def _put_media(made: Book, batch: Sequence[tuple[str, Any]]) -> None:
+def _put_media(copy: Book, batch: Sequence[tuple[str, Any]]) -> None:
     if not batch:
         return
-    places = made.store.put([data for _, data in batch])
-    with made.ledger.write() as out:
-        _check_there(made, places)
+    places = copy.store.put([data for _, data in batch])
+    with copy.ledger.write() as out:
+        _check_there(copy, places)
         out.many(
             "UPDATE media SET segment = ?, start = ?, size = ? WHERE hash = ?",
             [(p.segment, p.offset, p.length, key) for (key, _), p in zip(batch, places, strict=True)],

@@ -162,8 +162,8 @@ def check_place(place: Place) -> Place:
     """The place, if it can be one of any segment."""
     check_name(place.segment)
     # SQLite keeps whatever it is given, text in a column of numbers too.
-    whole = type(place.offset) is int and type(place.length) is int
-    if not whole or place.offset < ALIGN or place.length < 0:
+    is_integer = type(place.offset) is int and type(place.length) is int
+    if not is_integer or place.offset < ALIGN or place.length < 0:
         raise CorruptBookError(
             f"segment {place.segment}: no part lies at byte {place.offset!r} with {place.length!r} bytes"
         )
@@ -403,10 +403,10 @@ class FileSegmentStore:
         """Every segment there, oldest first, and how many bytes it has."""
         try:
             self._check_folder()
-            found = self.disk.sizes(self.folder)
+            sizes = self.disk.sizes(self.folder)
         except FileNotFoundError:
             return {}
-        return {name: size for name, size in found.items() if is_name(name)}
+        return {name: size for name, size in sizes.items() if is_name(name)}
 
     def busy(self, segment: str) -> bool:
         """Whether a living writer, of this or another process, may still append to it."""
@@ -511,7 +511,7 @@ class MemorySegmentStore:
             memory = self._segments[place.segment]
             if place.stop > len(memory):
                 raise too_short(place, len(memory))
-            with memoryview(memory) as whole, whole[place.offset : place.stop] as part:
+            with memoryview(memory) as view, view[place.offset : place.stop] as part:
                 return np.array(part, dtype=np.uint8).data
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:

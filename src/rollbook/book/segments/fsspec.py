@@ -154,8 +154,8 @@ class _Objects:
 
     def read(self, place: Place) -> memoryview:
         fs = self.fs
-        kept = self._parts.get(place)
-        if kept is None:
+        cached = self._parts.get(place)
+        if cached is None:
             checked = self._checked.get(place.segment) is not None
             start = place.offset if checked or place.offset > _NEAR else 0
             data = self._bytes(fs, place, start, place.stop) if place.length or not checked else b""
@@ -164,9 +164,9 @@ class _Objects:
                 self._checked.add(place.segment, True, 1)
             if start + len(data) < place.stop:
                 raise too_short(place, start + len(data))
-            kept = data[place.offset - start :]
-            self._parts.add(place, kept, len(kept))
-        return np.frombuffer(kept, dtype=np.uint8).copy().data
+            cached = data[place.offset - start :]
+            self._parts.add(place, cached, len(cached))
+        return np.frombuffer(cached, dtype=np.uint8).copy().data
 
     def read_many(self, places: Sequence[Place]) -> list[Buffer]:
         """Ranges, asked for at once; with the header of each object that was not checked yet."""
@@ -210,10 +210,10 @@ class _Objects:
         fs = self.fs
         fs.invalidate_cache()  # other processes write, and a listing that was kept does not show it
         try:
-            found = fs.ls(self.root, detail=True)
+            entries = fs.ls(self.root, detail=True)
         except FileNotFoundError:
             return {}
-        names = ((entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in found)
+        names = ((entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries)
         return {
             name: int(entry["size"])
             for name, entry in sorted(names, key=lambda pair: pair[0])

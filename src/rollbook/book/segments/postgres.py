@@ -97,11 +97,11 @@ class PostgresSegmentStore:
         spans, pieces = lay_out(parts)
         if not spans:
             return []
-        whole = sum(map(len, pieces)) + ALIGN <= ROW_BYTES
+        fits_row = sum(map(len, pieces)) + ALIGN <= ROW_BYTES
 
         def insert(connection: psycopg.Connection[Any]) -> None:
             # One row is one statement, and that its own transaction: one exchange with the server.
-            with nullcontext() if whole else connection.transaction():
+            with nullcontext() if fits_row else connection.transaction():
                 for number, data in enumerate(_rows([header(), *pieces])):
                     connection.execute(self._sql(_PUT), (_row_name(name, number), data))
 
@@ -121,12 +121,12 @@ class PostgresSegmentStore:
             """The row's first bytes, its length, and what of the place lies in it."""
             start, stop = (min(max(byte - number * ROW_BYTES, 0), ROW_BYTES) for byte in (place.offset, place.stop))
             values = (start + 1, stop - start, _row_name(place.segment, number))
-            found = connection.execute(self._sql(_GET), values, binary=True).fetchone()
-            if found is None and number == 0:
+            fetched = connection.execute(self._sql(_GET), values, binary=True).fetchone()
+            if fetched is None and number == 0:
                 raise MissingSegmentError(place.segment)
-            if found is None or found[1] < stop:
+            if fetched is None or fetched[1] < stop:
                 raise too_short(place, self._sizes(connection).get(place.segment, 0))
-            return found
+            return fetched
 
         # Several rows are read in one snapshot: a remover takes all of them or none.
         with connection.transaction() if last else nullcontext():
@@ -207,8 +207,8 @@ class PostgresSegmentStore:
             with connection.transaction():
                 number, size = 0, ROW_BYTES
                 while size == ROW_BYTES:  # only the last row is shorter
-                    found = connection.execute(self._sql(_REMOVE), (_row_name(segment, number),)).fetchone()
-                    number, size = number + 1, 0 if found is None else found[0]
+                    row = connection.execute(self._sql(_REMOVE), (_row_name(segment, number),)).fetchone()
+                    number, size = number + 1, 0 if row is None else row[0]
 
         self._run(delete)
 
@@ -243,13 +243,13 @@ class PostgresSegmentStore:
     def _explained(self, error: psycopg.Error) -> Exception:
         import psycopg
 
-        said = str(error).strip()
+        message = str(error).strip()
         if isinstance(error, (psycopg.errors.DiskFull, psycopg.errors.OutOfMemory)):
             code = errno.ENOSPC if isinstance(error, psycopg.errors.DiskFull) else errno.ENOMEM
-            return OSError(code, f"PostgreSQL, schema {self.schema!r}: {said}")
+            return OSError(code, f"PostgreSQL, schema {self.schema!r}: {message}")
         if isinstance(error, (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName)):
-            return NotABookError(f"schema {self.schema!r}: there is no book here: {said}")
-        return BookError(f"PostgreSQL, schema {self.schema!r}: {said}")
+            return NotABookError(f"schema {self.schema!r}: there is no book here: {message}")
+        return BookError(f"PostgreSQL, schema {self.schema!r}: {message}")
 
 
 def _row_name(segment: str, number: int) -> str:
