@@ -247,7 +247,7 @@ def test_a_book_that_is_moved_or_replaced_takes_no_writes(tmp_path: Path, name: 
             return
         with pytest.raises(BookError, match=r"moved, removed or replaced .* reopen it"):
             book.append(made(Piece("b", 2, 2)))
-        with pytest.raises(BookError, match="reopen it|segment that the ledger speaks of"):
+        with pytest.raises(BookError, match="reopen it|segment that the ledger refers to"):
             lease.experiences  # noqa: B018
         assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before, "nothing was written anywhere"
         if name != "no segments":

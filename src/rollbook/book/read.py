@@ -214,7 +214,7 @@ def retried(
             return read([where[seq] for seq in seqs if seq in where])
         except MissingSegmentError as missing:
             gone = missing
-    raise CorruptBookError(f"{gone}: a segment that the ledger speaks of; see `rollbook check`") from None
+    raise CorruptBookError(f"{gone}: a segment that the ledger refers to; see `rollbook check`") from None
 
 
 def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
