@@ -136,7 +136,7 @@ def test_one_record_or_one_step_is_read_alone(
         return runs(book, places)
 
     monkeypatch.setattr(bulk.Bulk, "rows", count_rows)
-    monkeypatch.setattr(reading, "runs", count_frames)
+    monkeypatch.setattr(reading, "read_runs", count_frames)
 
     def read(*arguments: str) -> tuple[int, int]:
         measured.clear()
