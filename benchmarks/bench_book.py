@@ -278,7 +278,7 @@ def reads(workload: Workload, theirs: Trinity, scratch: Path, places: dict[str, 
         return theirs.run(stored.held.query(0, n))
 
     def scan(book: Book) -> list[Any]:
-        found = list(book.scan(columns=list(COLUMNS)))
+        found = list(book.where().scan(list(COLUMNS)))
         if sum(batch.num_rows for batch in found) != n:
             raise AssertionError("not every record was scanned")
         return found
@@ -400,7 +400,7 @@ peak = 0
 def anonymous():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
-for batch in book.scan(columns=["tokens", "reward"], rows=64):
+for batch in book.where().scan(["tokens", "reward"], rows=64):
     batch["tokens"].values.to_numpy(zero_copy_only=False).sum()
     peak = max(peak, anonymous())
 print(peak / 1024)
@@ -440,12 +440,13 @@ def uid(i: int) -> str:
 
 def grow(book: Book, count: int) -> None:
     """Rows for records until there are `count`, as many appends would have left them, all at the place of the first."""
-    from rollbook.book import consumers, reports, work
-    from rollbook.book.inbox import new_row
+    from rollbook.book import reports
+    from rollbook.book.consumer import all_consumers, save_consumer
+    from rollbook.book.queue import Event, enter_rows, new_row, record_events
 
     with book.ledger.write() as tx:
         have, last = tx.one("SELECT COUNT(*), MAX(seq) FROM records")
-        listening = consumers.all_consumers(tx)
+        listening = all_consumers(tx)
         columns = [row[1] for row in tx.all("PRAGMA table_info(records)")]
         pattern = dict(
             zip(columns, tx.one(f"SELECT {', '.join(columns)} FROM records WHERE seq = ?", (last,)), strict=True)
@@ -468,13 +469,13 @@ def grow(book: Book, count: int) -> None:
                 }
                 rows.append(tuple(made.values()))
             tx.many(f"INSERT INTO records ({', '.join(columns)}) VALUES ({marks})", rows)
-            work.record(tx, [work.Event("admitted", row[0]) for row in rows])
+            record_events(tx, [Event("admitted", row[0]) for row in rows])
             reports.admitted(tx, False, len(rows))
             reward = columns.index("reward")
             for consumer in listening:
                 values = [None if consumer.settings.sampler.key is None else row[reward] for row in rows]
                 gids = columns.index("gid")
-                work.enter(
+                enter_rows(
                     tx,
                     consumer,
                     [
@@ -483,7 +484,7 @@ def grow(book: Book, count: int) -> None:
                     ],
                 )
         for consumer in listening:
-            consumers.save(tx, consumer)
+            save_consumer(tx, consumer)
 
 
 def million(options: Options) -> Report:

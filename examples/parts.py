@@ -16,6 +16,7 @@ import rollbook
 from rollbook.algorithms import estimate
 from rollbook.algorithms.losses import ppo
 from rollbook.batch.plan import plan
+from rollbook.book import export_records
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
@@ -78,7 +79,7 @@ def show(folder: Path, tasks: int, runs: int) -> None:
         print(f"made     {Experiences(rollouts)}")
         print(f"append   {book.append(rollouts)}")
         print(f"again    {book.append(rollouts)}")
-        book.export(parquet, overwrite=True)
+        export_records(book, parquet, overwrite=True)
         with book.lease(tasks, by="group") as lease:
             many = lease.experiences
             # Runs of one task come together, whatever order they were brought in.

@@ -298,7 +298,7 @@ def test_an_import_that_fails_leaves_nothing(folder: Path, tmp_path: Path, capsy
     )
     status, _, err = run(capsys, "import", tmp_path / "deep" / "new", rows, "--skip")
     assert status == 0
-    assert err.startswith("rollbook import: warning: import_: 1 rows of ") and len(err.splitlines()) == 1
+    assert err.startswith("rollbook import: warning: import_records: 1 rows of ") and len(err.splitlines()) == 1
     assert run(capsys, "ls", tmp_path / "deep" / "new", "--json")[0] == 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import rollbook
-from rollbook.book import reading
+from rollbook.book import read as reading
 from rollbook.cli import main
 from rollbook.cli.parser import COMMANDS
 from rollbook.core import metrics, terminal
@@ -125,7 +125,7 @@ def test_one_record_or_one_step_is_read_alone(
 ) -> None:
     measured: list[int] = []
     frames: set[Any] = set()
-    rows, runs = follower.Bulk.rows, reading.runs
+    rows, runs = follower.Bulk.rows, reading.read_runs
 
     def count_rows(self: follower.Bulk, columns: Any, count: int) -> Any:
         measured.append(count)
@@ -136,7 +136,7 @@ def test_one_record_or_one_step_is_read_alone(
         return runs(book, places)
 
     monkeypatch.setattr(follower.Bulk, "rows", count_rows)
-    monkeypatch.setattr(reading, "runs", count_frames)
+    monkeypatch.setattr(reading, "read_runs", count_frames)
 
     def read(*arguments: str) -> tuple[int, int]:
         measured.clear()

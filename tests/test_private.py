@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import rollbook
-from rollbook.book.repairing import repair
+from rollbook.book import export_records, snapshot
+from rollbook.book.recovery import repair
 from rollbook.cli.parser import main
 from rollbook.compat.lightrft.saver import TrajectorySaver
 from rollbook.inspect.api import Annotations
@@ -48,9 +49,9 @@ def test_a_book_and_what_is_made_of_it_are_their_owners(tmp_path: Path) -> None:
     folder = tmp_path / "home" / "book"
     with rollbook.open(folder) as book:
         book.append(records(3))
-        book.snapshot(folder.with_name("copy")).close()
+        snapshot(book, folder.with_name("copy")).close()
         for ending in ("parquet", "jsonl", "frames", "trxp", "hf"):
-            book.export(folder.with_name(f"out.{ending}"))
+            export_records(book, folder.with_name(f"out.{ending}"))
         saver = TrajectorySaver(folder.with_name("saved"), making.TOKENIZER)
         assert saver.save_trajectories([making.record("2 + 3 =", "5")], 1)[0] is not None
         assert shared(folder.parent) == {}  # the ledger's log lies beside it while the book is open

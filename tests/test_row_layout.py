@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 
 from rollbook import EID, Experience, Experiences
-from rollbook.book.attachments import may_hold_media
-from rollbook.book.digests import digests
-from rollbook.book.kinds import kinds_of
-from rollbook.book.tags import numbers, tags
+from rollbook.book.content_hash import content_hashes
+from rollbook.book.index_columns import column_types, index_columns, number_column
+from rollbook.book.media import may_hold_media
 from rollbook.core.ipc import RowLayout
 from rollbook.core.wire import encode
 from tests.strategies import record_lists
@@ -56,10 +55,10 @@ def plain_rows(seed: int) -> list[Experience]:
 def check_same(layout: RowLayout, rows: list[Experience]) -> None:
     columns = Experiences(rows)
     assert bytes(encode(layout, out=bytearray(1 << 20))) == encode(columns)
-    assert digests(layout) == digests(columns)
-    assert repr(tags(layout)) == repr(tags(columns))
-    assert kinds_of(layout) == kinds_of(columns)
-    assert repr(numbers(layout, "info.score")) == repr(numbers(columns, "info.score"))
+    assert content_hashes(layout) == content_hashes(columns)
+    assert repr(index_columns(layout)) == repr(index_columns(columns))
+    assert column_types(layout) == column_types(columns)
+    assert repr(number_column(layout, "info.score")) == repr(number_column(columns, "info.score"))
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -15,7 +15,7 @@ from rollbook.core import __version__
 from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from rollbook.book.opening import open as open
+    from rollbook.book.book import open as open
     from rollbook.compat.lightrft.batch import ExperienceBatch as ExperienceBatch
     from rollbook.core.errors import WireError as WireError
     from rollbook.core.experience import CustomField
@@ -30,7 +30,7 @@ _HOMES = {
     "ExperienceBatch": "rollbook.compat.lightrft.batch",
     "Experiences": "rollbook.core.experiences",
     "WireError": "rollbook.core.errors",
-    "open": "rollbook.book.opening",
+    "open": "rollbook.book.book",
 }
 _MODULES = (
     "algorithms",

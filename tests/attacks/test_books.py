@@ -20,8 +20,9 @@ import pytest
 import xxhash
 
 import rollbook
-from rollbook.book import BookError, shelves
-from rollbook.book.repairing import repair
+from rollbook.book import BookError
+from rollbook.book.recovery import repair
+from rollbook.book.segments import files
 from rollbook.cli import main
 from rollbook.core import wire
 from tests.attacks.outcome import SPARE, Meter, in_child
@@ -91,8 +92,8 @@ def everything(book: rollbook.book.Book) -> Iterator[Callable[[], Any]]:
         yield lambda uid=uid: book.get([uid]).rows()
         yield lambda uid=uid: book.history(uid)
     yield lambda: book.where(("reward", ">", 0)).uids()
-    yield lambda: list(book.scan())
-    yield lambda: list(book.scan(["tokens", "reward", "uid"]))
+    yield lambda: list(book.where().scan())
+    yield lambda: list(book.where().scan(["tokens", "reward", "uid"]))
     yield lambda: book.sql("select * from experiences", seconds=20).rows()
     yield lambda: book.sql(f"select count(*), {', '.join(f'({each})' for each in COUNTED)}", seconds=20).rows()
     yield book.counts
@@ -426,7 +427,7 @@ def test_counts_of_billions(folder: Path) -> None:
 def with_part(folder: Path, part: bytes, **columns: Any) -> None:
     """Have all records lie in one more segment that holds this part."""
     name = "0000000000000001-00000000000000aa.rbs"
-    (folder / "segments" / name).write_bytes(shelves.header() + part)
+    (folder / "segments" / name).write_bytes(files.header() + part)
     with ledger(folder) as connection:
         connection.execute("UPDATE records SET segment = ?, start = 64, size = ?", (name, len(part)))
 
@@ -484,7 +485,7 @@ def test_records_that_are_others(folder: Path) -> None:
 
 def test_data_elsewhere_is_not_followed(folder: Path) -> None:
     with ledger(folder) as connection:
-        for key in ("data", "shelf", "url", "segments", "from"):
+        for key in ("data", "store", "url", "segments", "from"):
             connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, f"file://{folder.parent}"))
     assert survived(folder) == set()
 
@@ -549,8 +550,8 @@ def test_nothing_hangs_on_asserts(template: Path, tmp_path: Path) -> None:
         "print(done.stdout)\n"
     )
     assert json.loads(in_child(source, *folders)) == [
-        *("Damaged", "Damaged"),
-        *("NotABook", "NotABook"),
-        *("Damaged", "Damaged"),
-        *("read", "Damaged"),
+        *("CorruptBookError", "CorruptBookError"),
+        *("NotABookError", "NotABookError"),
+        *("CorruptBookError", "CorruptBookError"),
+        *("read", "CorruptBookError"),
     ]

@@ -16,9 +16,19 @@ from hypothesis import given, settings
 
 import rollbook
 from rollbook import EID, Experience, Experiences
-from rollbook.book import Appended, Book, BookError, Conflict, Damaged, LockTimeout, MaxSize, Uniform, group_commit
-from rollbook.book.admission import Admit
-from rollbook.book.objects import ObjectShelf
+from rollbook.book import (
+    AppendResult,
+    Book,
+    BookError,
+    ConflictError,
+    CorruptBookError,
+    LockTimeoutError,
+    MaxSize,
+    Uniform,
+)
+from rollbook.book import append as group_commit
+from rollbook.book.append import AppendTransaction
+from rollbook.book.segments.fsspec import FsspecSegmentStore
 from rollbook.core.experiences import from_rows
 from tests.book.records import check, group, ledger, record, records, take
 from tests.strategies import exact, exact_rows, full_record, record_lists
@@ -27,11 +37,11 @@ from tests.strategies import exact, exact_rows, full_record, record_lists
 def test_what_append_returned_for_is_there_after_opening_again(durable_url: str) -> None:
     made = records(3, reward=0.5)
     with rollbook.open(durable_url) as book:
-        assert book.append(made) == Appended(admitted=3)
+        assert book.append(made) == AppendResult(admitted=3)
     with rollbook.open(durable_url) as book:
         assert len(book) == 3
         assert exact_rows(book.get([each.eid.uid for each in made])) == exact_rows(made)
-        assert book.append(made) == Appended(known=3)
+        assert book.append(made) == AppendResult(known=3)
         check(book)
 
 
@@ -41,8 +51,8 @@ def test_one_several_columns_and_a_generator_are_taken(url: str) -> None:
         assert book.append(records(2)).admitted == 2
         assert book.append(Experiences(records(2, start=2))).admitted == 2
         assert book.append(each for each in records(2, start=4)).admitted == 2
-        assert book.append([]) == Appended()
-        assert book.append(Experiences()) == Appended()
+        assert book.append([]) == AppendResult()
+        assert book.append(Experiences()) == AppendResult()
         assert len(book) == 7 and len(book.where().uids()) == 7
         assert [event.kind for event in book.history("//0/0/one")] == ["admitted"]
 
@@ -62,12 +72,12 @@ def test_the_same_record_again_changes_nothing(url: str) -> None:
         made = records(3, reward=1.0)
         book.append(made)
         before = ledger(book)
-        assert book.append(made) == Appended(known=3)
-        assert book.append(made[1]) == Appended(known=1)
+        assert book.append(made) == AppendResult(known=3)
+        assert book.append(made[1]) == AppendResult(known=1)
         assert ledger(book) == before
         take(book, 2)
         before = ledger(book)
-        assert book.append(made) == Appended(known=3)
+        assert book.append(made) == AppendResult(known=3)
         assert ledger(book) == before
 
 
@@ -76,14 +86,14 @@ def test_the_same_record_is_known_after_revisions_of_every_kind(url: str) -> Non
         first = record(suffix="a", info={"i": 1})
         book.append(first)
         scored = first.replace(reward=0.5)
-        assert book.append(scored) == Appended(revised=1)
+        assert book.append(scored) == AppendResult(revised=1)
         advanced = scored.replace(advantages=torch.ones(3))
-        assert book.append(advanced) == Appended(revised=1)
+        assert book.append(advanced) == AppendResult(revised=1)
         book.revise(first, reward=0.75, author="ana")
         before = ledger(book)
         # As it was admitted, and as it was after each addition.
         for each in (first, scored, advanced):
-            assert book.append(each) == Appended(known=1)
+            assert book.append(each) == AppendResult(known=1)
         assert ledger(book) == before
         assert book["//0/0/a"].reward == 0.75
 
@@ -95,7 +105,7 @@ def test_late_fields_are_revisions(url: str) -> None:
         more = first.replace(
             reward=0.25, advantages=torch.tensor([1.0, 2.0, 3.0]), returns=torch.zeros(3), info={"i": 1, "judge": "x"}
         )
-        assert book.append([more, record(suffix="c"), record(suffix="b")], author="scorer") == Appended(
+        assert book.append([more, record(suffix="c"), record(suffix="b")], author="scorer") == AppendResult(
             admitted=1, known=1, revised=1
         )
         assert exact(book["//0/0/a"]) == exact(more)
@@ -124,7 +134,7 @@ def test_a_different_record_under_the_same_id_names_the_field(name: str, value: 
     )
     book.append(first)
     before = ledger(book)
-    with pytest.raises(Conflict, match=rf"//0/0/a.*{name}"):
+    with pytest.raises(ConflictError, match=rf"//0/0/a.*{name}"):
         book.append([record(suffix="new"), first.replace(**{name: value})])
     assert ledger(book) == before
     assert "//0/0/new" not in book
@@ -134,7 +144,7 @@ def test_a_conflict_writes_nothing(url: str) -> None:
     with rollbook.open(url) as book:
         book.append(record(suffix="a", reward=0.5))
         before = ledger(book)
-        with pytest.raises(Conflict, match="reward"):
+        with pytest.raises(ConflictError, match="reward"):
             book.append([record(suffix="b"), record(suffix="a", reward=0.75), record(suffix="c")])
         assert ledger(book) == before
 
@@ -142,9 +152,9 @@ def test_a_conflict_writes_nothing(url: str) -> None:
 def test_duplicates_within_one_call(url: str) -> None:
     with rollbook.open(url) as book:
         one = record(suffix="a")
-        assert book.append([one, one, record(suffix="b"), one]) == Appended(admitted=2, known=2)
+        assert book.append([one, one, record(suffix="b"), one]) == AppendResult(admitted=2, known=2)
         assert len(book) == 2
-        with pytest.raises(Conflict, match=r"records 1 and 2 .* '//0/0/c'"):
+        with pytest.raises(ConflictError, match=r"records 1 and 2 .* '//0/0/c'"):
             book.append([record(suffix="d"), record(suffix="c"), record(suffix="c", reward=1.0)])
         assert "//0/0/d" not in book
 
@@ -172,9 +182,9 @@ def test_evaluation_records_are_kept_beside_and_never_leased(url: str) -> None:
         with pytest.raises(ValueError, match="eid: got str '0/t/0'.*EID.parse"):
             book.fail("0/t/0", "timeout")  # type: ignore[arg-type]
         assert book.history("//0/0/0000")[0].detail == {"evaluation": True}
-        with pytest.raises(Conflict, match="for training, it is there for evaluation"):
+        with pytest.raises(ConflictError, match="for training, it is there for evaluation"):
             book.append(records(1))
-        with pytest.raises(Conflict, match="for evaluation, it is there for training"):
+        with pytest.raises(ConflictError, match="for evaluation, it is there for training"):
             book.append(records(1, start=2), evaluation=True)
         # Neither a revision nor a group of its task makes one a record to train on.
         book.revise("//0/0/0000", reward=1.0, author="ana", retrain=True)
@@ -198,7 +208,7 @@ def test_media_are_stored_once(url: str) -> None:
         found = book.sql("select size, uses from media").rows()
         assert len(found) == 1 and found[0][1] == 5
         assert found[0][0] >= pixels.nbytes
-        assert sum(book.shelf.segments().values()) < 2 * pixels.nbytes
+        assert sum(book.store.segments().values()) < 2 * pixels.nbytes
         for i in range(5):
             inputs = book[f"//0/0/{i}"].multi_modal_inputs
             assert inputs is not None and torch.equal(inputs["pixel_values"], pixels)
@@ -217,7 +227,7 @@ def test_any_record_comes_back_exactly(rows: list[Experience]) -> None:
     with rollbook.open("memory:") as book:
         book.append(list(kept.values()))
         assert exact_rows(book.get(list(kept))) == exact_rows(kept.values())
-        assert book.append(list(kept.values())) == Appended(known=len(kept))
+        assert book.append(list(kept.values())) == AppendResult(known=len(kept))
         check(book)
 
 
@@ -247,7 +257,7 @@ def test_odd_records_come_back_exactly_from_every_kind_of_book(url: str) -> None
         assert exact_rows(book.get([each.eid.uid for each in made])) == exact_rows(made)
         assert exact(book[made[2].eid]) == exact(made[2])
         assert exact_rows(book.lease(len(made)).experiences) == exact_rows(made)
-        assert book.append(made) == Appended(known=len(made))
+        assert book.append(made) == AppendResult(known=len(made))
 
 
 def test_columns_of_a_newer_version_survive(url: str) -> None:
@@ -259,7 +269,7 @@ def test_columns_of_a_newer_version_survive(url: str) -> None:
         book.append(records(1, start=2))
         found = book.get(["//0/0/0001", "//0/0/0000", "//0/0/0002"])
         assert exact_rows(found)[:2] == [exact(many[1]), exact(many[0])]
-        assert book.append(found) == Appended(known=3)
+        assert book.append(found) == AppendResult(known=3)
 
 
 def test_records_stay_as_they_were_when_the_callers_change(url: str) -> None:
@@ -275,7 +285,7 @@ def test_records_stay_as_they_were_when_the_callers_change(url: str) -> None:
 
 def test_two_threads_that_append_the_same_admit_it_once(url: str) -> None:
     with rollbook.open(url) as book:
-        results: list[Appended] = []
+        results: list[AppendResult] = []
         threads = [threading.Thread(target=lambda: results.append(book.append(records(8)))) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -295,17 +305,17 @@ class HeldWriter:
         self.errors: dict[int, BaseException] = {}
         self.threads: list[threading.Thread] = []
         self.writing, self.release = threading.Event(), threading.Event()
-        put = book.shelf.put
+        put = book.store.put
 
         def held_put(parts: Any) -> Any:
-            monkeypatch.setattr(book.shelf, "put", put)
+            monkeypatch.setattr(book.store, "put", put)
             self.writing.set()
             assert self.release.wait(30)
             if fail is not None:
                 raise fail
             return put(parts)
 
-        monkeypatch.setattr(book.shelf, "put", held_put)
+        monkeypatch.setattr(book.store, "put", held_put)
 
     def append(self, number: int, **options: Any) -> None:
         """Start to append record `number` in a thread, and wait until it is in the queue."""
@@ -365,7 +375,7 @@ def test_an_append_waits_for_other_threads_no_longer_than_its_timeout(
         writer.append(0)
         writer.append(1, timeout=0.05)
         writer.threads[1].join(30)
-        assert isinstance(writer.errors.pop(1), LockTimeout)
+        assert isinstance(writer.errors.pop(1), LockTimeoutError)
         writer.append(2)
         writer.finish()
         assert not writer.errors
@@ -378,23 +388,23 @@ def test_an_append_that_fails_does_not_fail_those_beside_it(tmp_path: Path, monk
         writer = HeldWriter(book, monkeypatch, OSError("disk full"))
         for number in range(4):
             writer.append(number)
-        admits = Admit.__call__
+        admits = AppendTransaction.__call__
 
-        def faulty(self: Admit, tx: Any) -> Any:
-            if self.coming.select([0])[0].info["i"] == 2:
+        def faulty(self: AppendTransaction, tx: Any) -> Any:
+            if self.pending.select([0])[0].info["i"] == 2:
                 raise OSError("bad append")
             return admits(self, tx)
 
-        monkeypatch.setattr(Admit, "__call__", faulty)
+        monkeypatch.setattr(AppendTransaction, "__call__", faulty)
         writer.finish()
         assert {number: str(error) for number, error in writer.errors.items()} == {0: "disk full", 2: "bad append"}
         assert sorted(row.info["i"] for row in book) == [1, 3]
         check(book)
 
 
-def test_aappend(url: str) -> None:
+def test_append_in_a_thread(url: str) -> None:
     with rollbook.open(url) as book:
-        assert asyncio.run(book.aappend(records(2), evaluation=True)) == Appended(admitted=2)
+        assert asyncio.run(asyncio.to_thread(book.append, records(2), evaluation=True)) == AppendResult(admitted=2)
         assert book.counts().evaluation == 2
 
 
@@ -433,22 +443,22 @@ def test_appending_to_a_closed_book(tmp_path: Path) -> None:
 
 
 class Counted:
-    """A shelf that counts the bytes it is asked for, and how often."""
+    """A store that counts the bytes it is asked for, and how often."""
 
-    def __init__(self, shelf: Any) -> None:
-        self.shelf = shelf
+    def __init__(self, store: Any) -> None:
+        self.store = store
         self.bytes = self.requests = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.shelf, name)
+        return getattr(self.store, name)
 
     def get(self, place: Any) -> Any:
         self.bytes, self.requests = self.bytes + place.length, self.requests + 1
-        return self.shelf.get(place)
+        return self.store.get(place)
 
     def get_many(self, places: Any) -> Any:
         self.bytes, self.requests = self.bytes + sum(place.length for place in places), self.requests + 1
-        return self.shelf.get_many(places)
+        return self.store.get_many(places)
 
 
 def long_records(count: int) -> list[Experience]:
@@ -475,15 +485,15 @@ def test_a_few_records_are_read_without_the_rest_of_their_frames(url: str) -> No
 
 def test_a_few_records_are_read_without_the_rest_of_their_objects(tmp_path: Path) -> None:
     with rollbook.open("memory:") as book:
-        book.shelf = ObjectShelf(f"memory://{tmp_path.name}")
+        book.store = FsspecSegmentStore(f"memory://{tmp_path.name}")
         check_partial_reads(book)
 
 
 def check_partial_reads(book: Book) -> None:
     rows = long_records(192)
     uids = [row.eid.uid for row in rows]
-    shelf: Any = Counted(book.shelf)
-    book.shelf = shelf
+    store: Any = Counted(book.store)
+    book.store = store
     book.append(rows[:64])
     book.append(rows[64:])
     with book.ledger.read() as tx:
@@ -491,9 +501,9 @@ def check_partial_reads(book: Book) -> None:
 
     def read_bytes(count: int) -> float:
         """What was read since the last time: times the size of so many records, without frame headers."""
-        factor = (shelf.bytes - 2 * 4096) / (share * count)
-        assert shelf.requests == 3  # the headers, the offsets, the values, of both frames at once
-        shelf.bytes = shelf.requests = 0
+        factor = (store.bytes - 2 * 4096) / (share * count)
+        assert store.requests == 3  # the headers, the offsets, the values, of both frames at once
+        store.bytes = store.requests = 0
         return factor
 
     for chosen in ([7], [100, 3, 77, 150]):
@@ -505,17 +515,17 @@ def check_partial_reads(book: Book) -> None:
     assert read_bytes(4) <= 3
     # The digest of a revised record is that of the revision.
     book.revise({uid: {"reward": 3.0} for uid in uids[64:]}, author="a")
-    shelf.bytes = shelf.requests = 0
+    store.bytes = store.requests = 0
     assert exact(book[uids[90]]) == exact(rows[90].replace(reward=3.0))
     assert read_bytes(1) <= 3
-    assert exact_rows(book.get(uids[:64])) == exact_rows(rows[:64]) and shelf.requests == 1
+    assert exact_rows(book.get(uids[:64])) == exact_rows(rows[:64]) and store.requests == 1
 
 
 def test_a_flipped_bit_is_seen_by_whoever_reads_the_record() -> None:
     rows = long_records(64)
     with rollbook.open("memory:") as book:
         book.append(rows)
-        [memory] = book.shelf._segments.values()  # type: ignore[attr-defined]
+        [memory] = book.store._segments.values()  # type: ignore[attr-defined]
         values = {
             "tokens": rows[9].tokens.numpy().tobytes(),
             "response_text": rows[9].response_text.encode(),
@@ -525,7 +535,7 @@ def test_a_flipped_bit_is_seen_by_whoever_reads_the_record() -> None:
         for data in values.values():
             at = memory.index(data) + len(data) // 2
             memory[at] ^= 1
-            with pytest.raises(Damaged, match="does not match its checksum"):
+            with pytest.raises(CorruptBookError, match="does not match its checksum"):
                 book[rows[9].eid.uid]
             assert exact(book[rows[8].eid.uid]) == exact(rows[8])
             memory[at] ^= 1

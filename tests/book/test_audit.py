@@ -18,12 +18,16 @@ from rollbook import EID, Experience
 from rollbook.book import (
     BookError,
     EasyToHard,
-    LeaseLost,
+    LeaseLostError,
     MaxUses,
     MinSize,
     Proportional,
-    QuotaExceeded,
+    QuotaExceededError,
+    export_records,
+    fork,
+    import_records,
     ledger,
+    snapshot,
 )
 
 
@@ -54,7 +58,7 @@ def test_a_book_stays_where_it_is_when_the_program_changes_its_folder(
     book.append(record())
     monkeypatch.chdir(tmp_path / "there")
     book.append(record(1))
-    assert len(book.snapshot(tmp_path / "copy")) == 2
+    assert len(snapshot(book, tmp_path / "copy")) == 2
     child = os.fork()
     if not child:
         code = 1
@@ -72,7 +76,7 @@ def test_a_tilde_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOME", str(tmp_path))
     with rollbook.open("~/demo") as book:
         book.append(record())
-        book.snapshot("~/copy").close()
+        snapshot(book, "~/copy").close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "demo"]
 
 
@@ -153,11 +157,11 @@ def test_evaluation_does_not_become_training_through_a_file(tmp_path: Path, form
     book.append([record(0), record(1)])
     seen = record(2)
     book.append(seen, evaluation=True)
-    assert book.export(tmp_path / "train", format=format) == 2
-    assert book.export(tmp_path / "eval", format=format, evaluation=True) == 1
-    assert other.import_(tmp_path / "train", format=format).admitted == 2
+    assert export_records(book, tmp_path / "train", format=format) == 2
+    assert export_records(book, tmp_path / "eval", format=format, evaluation=True) == 1
+    assert import_records(other, tmp_path / "train", format=format).admitted == 2
     assert seen.eid.uid not in other
-    assert other.import_(tmp_path / "eval", format=format, evaluation=True).admitted == 1
+    assert import_records(other, tmp_path / "eval", format=format, evaluation=True).admitted == 1
     assert (other.counts().waiting, other.counts().evaluation) == (2, 1)
 
 
@@ -167,8 +171,8 @@ def test_revisions_keep_the_quota(url: str) -> None:
     book.append(one)
     for i in range(30):
         book.revise(one, info={"note": f"{i}" + "x" * 20_000}, author="ana")
-        assert sum(book.shelf.segments().values()) < 200_000
-    with pytest.raises(QuotaExceeded):
+        assert sum(book.store.segments().values()) < 200_000
+    with pytest.raises(QuotaExceededError):
         book.revise(one, info={"note": "y" * 300_000}, author="ana")
     assert str(book[one.eid.uid].info["note"]).startswith("29")
     assert book.redact(one, ["info"], author="ana") == 1
@@ -179,7 +183,7 @@ def test_an_append_of_late_fields_and_new_records_is_one(url: str) -> None:
     old = record()
     book.append(old)
     more = old.replace(advantages=[0.5, 0.5])
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(QuotaExceededError):
         book.append([more, record(1, info={"text": "y" * 400_000})])
     assert book[old.eid.uid].advantages is None
     assert len(book) == 1
@@ -194,14 +198,14 @@ def test_a_record_that_is_deleted_while_it_is_revised_stays_deleted(url: str) ->
     book = rollbook.open(url)
     one = record()
     book.append(one)
-    put = book.shelf.put
+    put = book.store.put
 
     def late(parts: Any) -> Any:
-        book.shelf.put = put  # type: ignore[method-assign]
+        book.store.put = put  # type: ignore[method-assign]
         book.delete(one, author="ben")
         return put(parts)
 
-    book.shelf.put = late  # type: ignore[method-assign]
+    book.store.put = late  # type: ignore[method-assign]
     with pytest.raises(BookError, match="gone"):
         book.revise(one, reward=1.0, author="ana")
     assert [event.kind for event in book.history(one)][-1] in ("deleted", "dropped")
@@ -278,7 +282,7 @@ def test_a_clock_that_is_put_back_does_not_keep_a_dead_holders_records(url: str)
     clock.now += 8
     assert len(book.lease(2)) == 1
     assert living.ack() == 1
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseLostError):
         dead.ack()
 
 
@@ -310,10 +314,10 @@ def test_a_fork_of_what_was_leased_adds_up(url: str, tmp_path: Path) -> None:
     held, done = book.lease(1), book.lease(1)
     saved = book.checkpoint()
     done.ack()
-    twin = book.fork(saved, tmp_path / "twin")
+    twin = fork(book, saved, tmp_path / "twin")
     assert twin.check().ok
     assert twin.counts().waiting == 4
-    again = twin.fork(saved, "memory:")
+    again = fork(twin, saved, "memory:")
     assert again.check().ok
     assert held.ack() == 1
 

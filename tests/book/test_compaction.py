@@ -1,4 +1,4 @@
-"""Compaction: what goes and what stays, on every shelf, whoever reads, writes, compacts or dies meanwhile."""
+"""Compaction: what goes and what stays, on every store, whoever reads, writes, compacts or dies meanwhile."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbook
-from rollbook.book import compaction, windows
+from rollbook.book import compaction, failpoints, forget_checkpoint
 from rollbook.book.book import Book
-from rollbook.book.errors import BookError, QuotaExceeded, ReadOnly
-from rollbook.book.limits import MaxSize
-from rollbook.book.shelves import Place
+from rollbook.book.consumer import MaxSize
+from rollbook.book.errors import BookError, QuotaExceededError, ReadOnlyError
+from rollbook.book.segments.files import Place
 from rollbook.cli import main
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
@@ -56,12 +56,12 @@ def spread(book: Book, records: Iterator[Experience] | list[Experience], each: i
     listed = list(records)
     for start in range(0, len(listed), each):
         book.append(listed[start : start + each])
-        book.shelf.seal()
+        book.store.seal()
 
 
 def held(book: Book) -> bytes:
-    """All bytes on the shelf; of a folder, all bytes in it."""
-    found = b"".join(bytes(book.shelf.get(Place(n, 64, s - 64))) for n, s in book.shelf.segments().items() if s > 64)
+    """All bytes in the store; of a folder, all bytes in it."""
+    found = b"".join(bytes(book.store.get(Place(n, 64, s - 64))) for n, s in book.store.segments().items() if s > 64)
     if os.path.isdir(book.url):
         found += b"".join(path.read_bytes() for path in Path(book.url).rglob("*") if path.is_file())
     return found
@@ -71,7 +71,7 @@ def sound(book: Book, expected: dict[int, Experience]) -> None:
     """Every record is there as it was given, every count adds up, and the ledger points to what is there."""
     assert book.counts().adds_up
     assert len(book) == len({row[0] for row in _all(book, "SELECT uid FROM records")})
-    there = book.shelf.segments()
+    there = book.store.segments()
     used = {row[0] for table in ("records", "media") for row in _all(book, f"SELECT segment FROM {table}")} - {None}
     assert used <= set(there)
     got = book.get([record.eid for record in expected.values()]) if expected else Experiences()
@@ -98,11 +98,11 @@ def watched(callback: Callable[[], None]) -> Iterator[None]:
             finally:
                 busy = False
 
-    windows.watch(seen)
+    failpoints.watch(seen)
     try:
         yield
     finally:
-        windows.watch(None)
+        failpoints.watch(None)
 
 
 # --- what goes and what stays -----------------------------------------------------------------------------------
@@ -114,9 +114,9 @@ def test_garbage_goes_and_the_rest_is_unharmed(url: str) -> None:
         spread(book, list(given.values()), each=20)
         book.delete([uid(i) for i in range(55) if i % 5], author="ana")
         gone = {i for i in range(55) if i % 5}
-        before = sum(book.shelf.segments().values())
+        before = sum(book.store.segments().values())
         done = book.compact()
-        assert (done.before, done.after) == (before, sum(book.shelf.segments().values()))
+        assert (done.before, done.after) == (before, sum(book.store.segments().values()))
         assert done.after < before / 2 and (done.read, done.removed, done.records) == (3, 3, 16)
         sound(book, {i: each for i, each in given.items() if i not in gone})
         assert [e.kind for e in book.history(uid(1))] == ["admitted", "deleted", "dropped"]
@@ -137,9 +137,9 @@ def test_many_small_segments_become_one(url: str) -> None:
     with rollbook.open(url) as book:
         given = {i: record(i) for i in range(30)}
         spread(book, list(given.values()))
-        assert len(book.shelf.segments()) == 30
+        assert len(book.store.segments()) == 30
         done = book.compact()
-        assert (done.read, done.written, done.records, len(book.shelf.segments())) == (30, 1, 30, 1)
+        assert (done.read, done.written, done.records, len(book.store.segments())) == (30, 1, 30, 1)
         sound(book, given)
         # All in one frame now, in the order of their numbers.
         assert len(_all(book, "SELECT DISTINCT start FROM records")) == 1
@@ -149,8 +149,8 @@ def test_many_small_segments_become_one(url: str) -> None:
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 def test_small_segments_are_merged_beside_appends(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "memory:" if kind == "memory" else str(tmp_path / "book")
-    monkeypatch.setattr(compaction, "TEND_EVERY", 4)
-    monkeypatch.setattr(compaction, "TEND_ABOVE", 8)
+    monkeypatch.setattr(compaction, "AUTO_MERGE_INTERVAL", 4)
+    monkeypatch.setattr(compaction, "AUTO_MERGE_SEGMENTS", 8)
     monkeypatch.setattr(compaction, "POINTED_AT_ONCE", 5)
     threads = []
     move = compaction._move
@@ -164,23 +164,23 @@ def test_small_segments_are_merged_beside_appends(kind: str, tmp_path: Path, mon
         given = {i: record(i) for i in range(40)}
         for each in given.values():
             spread(book, [each])
-            if book.tender is not None:
-                book.tender.join()
-        assert len(book.shelf.segments()) <= 8 + 4 + 2
+            if book.compactor is not None:
+                book.compactor.join()
+        assert len(book.store.segments()) <= 8 + 4 + 2
         assert threads and threading.get_ident() not in threads
         sound(book, given)
         assert _all(book, "SELECT key FROM meta WHERE key = 'tending'") == []
 
 
 def test_closing_waits_for_a_merge_and_a_fork_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "TEND_EVERY", 1)
+    monkeypatch.setattr(compaction, "AUTO_MERGE_INTERVAL", 1)
     begun, go_on = threading.Event(), threading.Event()
 
     def waiting(book: Book) -> None:
         begun.set()
         go_on.wait(60)
 
-    monkeypatch.setattr(compaction, "_tend", waiting)
+    monkeypatch.setattr(compaction, "_auto_merge", waiting)
     with rollbook.open(tmp_path / "book") as book:
         book.append(record(0))
         assert begun.wait(60)
@@ -196,19 +196,19 @@ def test_closing_waits_for_a_merge_and_a_fork_does_not(tmp_path: Path, monkeypat
         assert os.waitpid(child, 0)[1] == 0
         closing = threading.Thread(target=book.close)
         closing.start()
-        assert book.tender is not None and book.tender.is_alive()
+        assert book.compactor is not None and book.compactor.is_alive()
         go_on.set()
         closing.join(60)
-        assert not book.tender.is_alive()
+        assert not book.compactor.is_alive()
 
 
 def test_an_append_does_not_fail_for_a_merge(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "TEND_ABOVE", 8)
+    monkeypatch.setattr(compaction, "AUTO_MERGE_SEGMENTS", 8)
     with rollbook.open(url) as book:
         book.appends = count(1)
         spread(book, [record(i) for i in range(10)])
-        put = book.shelf.put
-        left = iter([] if book.shelf.transactional else [put])  # the append's own, if it puts
+        put = book.store.put
+        left = iter([] if book.store.transactional else [put])  # the append's own, if it puts
 
         def full(parts: Any) -> Any:
             try:
@@ -216,14 +216,14 @@ def test_an_append_does_not_fail_for_a_merge(url: str, monkeypatch: pytest.Monke
             except StopIteration:
                 raise OSError(errno.ENOSPC, "No space left on device") from None
 
-        book.shelf.put = full  # type: ignore[method-assign]
-        book.appends = count(compaction.TEND_EVERY)
-        tend = compaction._tend
-        monkeypatch.setattr(compaction, "_tend", lambda _: None)
+        book.store.put = full  # type: ignore[method-assign]
+        book.appends = count(compaction.AUTO_MERGE_INTERVAL)
+        tend = compaction._auto_merge
+        monkeypatch.setattr(compaction, "_auto_merge", lambda _: None)
         assert book.append(record(10)).admitted == 1
         with pytest.warns(RuntimeWarning, match="No space left"):
             tend(book)
-        book.shelf.put = put  # type: ignore[method-assign]
+        book.store.put = put  # type: ignore[method-assign]
         sound(book, {i: record(i) for i in range(11)})
         assert book.compact().records >= 10
 
@@ -258,7 +258,7 @@ def test_columns_of_another_version_do_not_stop_it() -> None:
         for i in range(10):
             column = pa.array([i] if i < 5 else [str(i)])
             book.append(from_table(to_table(Experiences([record(i)])).append_column("of_tomorrow", column)))
-            book.shelf.seal()
+            book.store.seal()
         assert book.compact().records == 10
         assert [to_table(book.get([uid(i)]))["of_tomorrow"].to_pylist() for i in (4, 5)] == [[4], ["5"]]
 
@@ -280,13 +280,13 @@ def test_deleted_bytes_are_on_no_disk(url: str) -> None:
     with rollbook.open(url) as book:
         secret = record(0, MARKER)
         book.append([secret, *(record(i) for i in range(1, 20))])
-        book.shelf.seal()
+        book.store.seal()
         book.revise({uid(0): {"reward": 1.0}}, author="ana")
-        book.shelf.seal()
+        book.store.seal()
         # A writer that died before its commit, and lived on before that.
         book.append([record(i) for i in range(20, 40)])
-        book.shelf.put([encode(Experiences([secret]))])
-        book.shelf.seal()
+        book.store.put([encode(Experiences([secret]))])
+        book.store.seal()
         book.delete(uid(0), author="ana", reason="asked for it")
         assert MARKER.encode() in held(book)
         book.compact(grace=0.0)
@@ -316,7 +316,7 @@ def test_bytes_in_another_writers_segment_go_when_it_ends(
 ) -> None:
     with rollbook.open(tmp_path / "book") as book, rollbook.open(tmp_path / "book") as other:
         other.append([record(0, MARKER), record(1)])
-        [segment] = book.shelf.segments()
+        [segment] = book.store.segments()
         if removal == "delete":
             book.delete(uid(0), author="ana")
         else:
@@ -369,14 +369,14 @@ def test_what_nothing_points_to_goes_after_the_grace(url: str) -> None:
     now = [1e9]
     with rollbook.open(url, clock=lambda: now[0]) as book:
         book.append(record(0))
-        book.shelf.seal()
-        [orphan] = book.shelf.put([b"left by a crash"])
-        book.shelf.seal()
+        book.store.seal()
+        [orphan] = book.store.put([b"left by a crash"])
+        book.store.seal()
         assert book.compact(grace=100.0).removed == 0
         now[0] += 99
-        assert book.compact(grace=100.0).removed == 0 and book.shelf.has(orphan.segment)
+        assert book.compact(grace=100.0).removed == 0 and book.store.has(orphan.segment)
         now[0] += 2
-        assert book.compact(grace=100.0).removed == 1 and not book.shelf.has(orphan.segment)
+        assert book.compact(grace=100.0).removed == 1 and not book.store.has(orphan.segment)
         assert _all(book, "SELECT segment FROM orphans") == []
         sound(book, {0: record(0)})
 
@@ -385,19 +385,19 @@ def test_what_nothing_points_to_goes_after_the_grace(url: str) -> None:
 def test_an_append_whose_bytes_were_taken_puts_them_again(kind: str, tmp_path: Path) -> None:
     """Its segment is removed between its put and its commit, as if it had taken longer than the grace."""
     with rollbook.open("memory:" if kind == "memory" else tmp_path / "book") as book:
-        put = book.shelf.put
+        put = book.store.put
         times: list[int] = []
 
         def slow(parts: Any) -> Any:
             places = put(parts)
             if not times:
                 times.append(1)
-                book.shelf.seal()
+                book.store.seal()
                 assert book.compact(grace=0.0).removed + book.compact(grace=0.0).removed == 1
-                assert not book.shelf.has(places[0].segment)
+                assert not book.store.has(places[0].segment)
             return places
 
-        book.shelf.put = slow  # type: ignore[method-assign]
+        book.store.put = slow  # type: ignore[method-assign]
         assert book.append(record(0)).admitted == 1 and times
         sound(book, {0: record(0)})
 
@@ -444,7 +444,7 @@ def test_what_the_oldest_checkpoint_needs_keeps_its_bytes(url: str) -> None:
         assert book.counts().dropped == {"max_size": 4}
         assert book.compact().purged == 2
         sound(book, {i: record(i) for i in range(2, 6)})
-        book.forget("old")
+        forget_checkpoint(book, "old")
         assert book.compact().purged == 2
         sound(book, {i: record(i) for i in range(4, 6)})
 
@@ -480,7 +480,7 @@ def test_a_quota_is_kept_by_removing_the_oldest_finished_records(url: str) -> No
         book.append([record(1000)], evaluation=True)
         for i in range(0, 200, 10):
             book.append([record(j) for j in range(i, i + 10)])
-            assert sum(book.shelf.segments().values()) <= quota
+            assert sum(book.store.segments().values()) <= quota
             with book.lease(10) as lease:
                 lease.ack(step=i)
         there = [
@@ -495,7 +495,7 @@ def test_a_quota_is_kept_by_removing_the_oldest_finished_records(url: str) -> No
 def test_a_quota_never_takes_what_waits(url: str) -> None:
     with rollbook.open(url, quota=60_000) as book:
         kept: dict[int, Experience] = {}
-        with pytest.raises(QuotaExceeded, match=r"60000.*consumer 'train' is not done with \d+ records"):
+        with pytest.raises(QuotaExceededError, match=r"60000.*consumer 'train' is not done with \d+ records"):
             for i in range(0, 500, 10):
                 book.append([record(j) for j in range(i, i + 10)])
                 kept |= {j: record(j) for j in range(i, i + 10)}
@@ -504,7 +504,7 @@ def test_a_quota_never_takes_what_waits(url: str) -> None:
         with book.lease(10) as lease:
             lease.ack()
         # Too large for what is finished: nothing is taken for nothing.
-        with pytest.raises(QuotaExceeded):
+        with pytest.raises(QuotaExceededError):
             book.append([record(j, "y" * 3000) for j in range(1000, 1010)])
         sound(book, kept)
         assert book.append([record(900)]).admitted == 1
@@ -540,7 +540,7 @@ def test_a_reader_that_looked_up_the_old_place_looks_again(url: str) -> None:
     with rollbook.open(url) as book:
         given = {i: record(i) for i in range(20)}
         spread(book, list(given.values()))
-        get = book.shelf.get
+        get = book.store.get
         times: list[int] = []
 
         def late(place: Place) -> memoryview:
@@ -549,7 +549,7 @@ def test_a_reader_that_looked_up_the_old_place_looks_again(url: str) -> None:
                 assert book.compact().records == 20
             return get(place)
 
-        book.shelf.get = late  # type: ignore[method-assign]
+        book.store.get = late  # type: ignore[method-assign]
         assert book[uid(7)] == given[7] and times
         sound(book, given)
 
@@ -592,8 +592,8 @@ def test_two_compactors_at_once(durable_url: str) -> None:
             book.compact(garbage=0.0)
         sound(book, given)
         sound(other, given)
-        book.shelf.seal()
-        other.shelf.seal()
+        book.store.seal()
+        other.store.seal()
         book.compact(garbage=0.0, grace=0.0)
         book.compact(garbage=0.0, grace=0.0)
         sound(book, given)
@@ -636,7 +636,7 @@ def killed_at(url: str, at: int) -> None:
     sound(book, {i: record(i) for i in range(4 * at) if i % 4})
     spread(book, [record(i) for i in range(4 * at, 4 * at + 4)], each=4)
     book.delete(uid(4 * at), author="ana")
-    windows.watch(lambda name: os._exit(9) if name in points and next(left) == at else None)
+    failpoints.watch(lambda name: os._exit(9) if name in points and next(left) == at else None)
     book.compact(garbage=0.0, small=1 << 20, grace=0.0)
 
 
@@ -684,7 +684,7 @@ def test_a_killed_compactor_loses_nothing(durable_url: str) -> None:
         assert MARKER.encode() not in held(book)
         assert _all(book, "SELECT segment FROM orphans") == [] == _all(book, "SELECT segment FROM purges")
         used = {row[0] for row in _all(book, "SELECT segment FROM records WHERE segment IS NOT NULL")}
-        assert used == set(book.shelf.segments())
+        assert used == set(book.store.segments())
 
 
 # --- damage and refusals ----------------------------------------------------------------------------------------
@@ -695,7 +695,7 @@ def test_what_is_damaged_is_reported_and_left(tmp_path: Path) -> None:
     with rollbook.open(folder) as book:
         book.append([record(i) for i in range(5)])
         book.append([record(i) for i in range(5, 10)])
-        book.shelf.seal()
+        book.store.seal()
         spread(book, [record(i) for i in range(10, 20)], each=10)
         book.revise({uid(i): {"reward": 0.5} for i in (0, 5, 10, 11)}, author="ana")
         [(segment, start, size)] = _all(book, f"SELECT segment, start, size FROM records WHERE uid = '{uid(6)}'")
@@ -716,7 +716,7 @@ def test_what_is_damaged_is_reported_and_left(tmp_path: Path) -> None:
 
 def test_a_book_for_reading_is_not_compacted(tmp_path: Path) -> None:
     rollbook.open(tmp_path / "book").close()
-    with rollbook.open(tmp_path / "book", "r") as book, pytest.raises(ReadOnly, match="compact"):
+    with rollbook.open(tmp_path / "book", "r") as book, pytest.raises(ReadOnlyError, match="compact"):
         book.compact()
 
 

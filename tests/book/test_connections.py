@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 import rollbook
-from rollbook.book import LockTimeout, OutcomeUnknown, postgres, windows
+from rollbook.book import LockTimeoutError, OutcomeUnknownError, failpoints, postgres, trained_steps
 from tests.book.records import check, records
 
 # --- a commit without an answer -------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ class Proxy:
         """What to cut at the next commit: its "request", its "answer", or (with what follows) "everything"."""
         self._armed = False
         self.cuts = 0
-        windows.watch(self._reach)
+        failpoints.watch(self._reach)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _reach(self, name: str) -> None:
@@ -78,7 +78,7 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        windows.watch(None)
+        failpoints.watch(None)
         self.listener.close()
 
 
@@ -107,7 +107,7 @@ def test_calls_take_effect_once_when_a_commit_gets_no_answer(proxy: Proxy, postg
         struck(lease.renew)
         assert struck(lambda: lease.ack(step=1, uids=lease.uids[:1])) == 1
         assert struck(lambda: lease.ack(step=1)) == 1
-        assert direct.trained() == {uid: [1] for uid in lease.uids}
+        assert trained_steps(direct) == {uid: [1] for uid in lease.uids}
         lease = book.lease(2)
         assert struck(lease.nack) == 2 and direct.counts().waiting == 2
         assert struck(lambda: book.checkpoint("saved")) == "saved"
@@ -128,7 +128,7 @@ def test_an_outcome_that_cannot_be_found_out_is_said_to_be_unknown(
 
         def unknown_then_repeated(act: Callable[[], object]) -> object:
             proxy.cut, proxy.cuts = "everything", 0
-            with pytest.raises(OutcomeUnknown, match=r"outcome is unknown; repeat the same call.*no connection"):
+            with pytest.raises(OutcomeUnknownError, match=r"outcome is unknown; repeat the same call.*no connection"):
                 act()
             proxy.cut = ""
             return act()
@@ -138,7 +138,7 @@ def test_an_outcome_that_cannot_be_found_out_is_said_to_be_unknown(
         lease = book.lease(2)
         assert unknown_then_repeated(lambda: lease.ack(step=3)) == 2
         assert unknown_then_repeated(lambda: book.checkpoint("saved")) == "saved"
-        assert direct.trained() == {uid: [3] for uid in lease.uids} and len(direct.checkpoints()) == 1
+        assert trained_steps(direct) == {uid: [3] for uid in lease.uids} and len(direct.checkpoints()) == 1
 
 
 # --- a writer that pauses while it holds the ledger -----------------------------------------------------------------
@@ -155,7 +155,7 @@ def paused(durable_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         try:
             with rollbook.open(durable_url) as book:
                 stops = iter([signal.SIGSTOP])
-                windows.watch(lambda name: os.kill(os.getpid(), next(stops, 0)) if name == "before commit" else None)
+                failpoints.watch(lambda name: os.kill(os.getpid(), next(stops, 0)) if name == "before commit" else None)
                 status = int(book.checkpoint("saved") != "saved")
         finally:
             os._exit(status)
@@ -173,7 +173,7 @@ def test_timeouts_include_the_wait_for_a_paused_writer(paused: int, durable_url:
         assert not lease and f"got 0: {durable_url.split('?')[0]}" in lease.short
         assert "other writers held the ledger for 0." in lease.short and f"{name} " in lease.short
         assert str(paused) in lease.short
-        with pytest.raises(LockTimeout, match=f"other writers held the ledger for 0.*{paused}") as caught:
+        with pytest.raises(LockTimeoutError, match=f"other writers held the ledger for 0.*{paused}") as caught:
             book.append(records(1), timeout=0.1)
         assert isinstance(caught.value, TimeoutError) and len(book) == 0
         if book.ledger.dialect == "postgresql":

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 
 import rollbook
-from rollbook.book import BookError, Damaged, NewerLayout, NotABook, ReadOnly, admission, schema
+from rollbook.book import BookError, CorruptBookError, NewerLayoutError, NotABookError, ReadOnlyError, append, schema
 from rollbook.book import ledger as ledgers
 from rollbook.book.book import Book
+from rollbook.book.disk import folder_lock
+from rollbook.book.errors import WriterStoppedError
 from rollbook.book.ledger import SQLiteLedger
-from rollbook.book.locks import folder_lock
-from rollbook.book.shelves import WriterStopped
 from rollbook.core.errors import WireError
 from tests.book.forgetful import FailingDisk
 from tests.book.trials.log import Log
@@ -61,7 +61,7 @@ def readable(book: Book, pieces: list[Piece]) -> list[Piece]:
     for piece in pieces:
         try:
             rows = book.get(piece.uids).rows()
-        except (WireError, NewerLayout):  # a flipped version is one that this one does not know
+        except (WireError, NewerLayoutError):  # a flipped version is one that this one does not know
             continue
         assert tuple(map(digest, rows)) == expected(piece)
         found.append(piece)
@@ -91,7 +91,7 @@ def test_a_failing_disk_stops_the_writer_and_a_reopened_book_goes_on(
                 break
         assert failed is not None, "the disk did not fail"
         if operation != "create":  # nothing was written to a file that could not be made
-            with pytest.raises(WriterStopped, match=r"reopen the book"):
+            with pytest.raises(WriterStoppedError, match=r"reopen the book"):
                 book.append(made(failed))
         assert readable(book, list(log.appended)) == list(log.appended)
         assert book.lease(2).ack() == 2
@@ -182,8 +182,8 @@ def test_books_in_read_only_folders(public: Path) -> None:
         case, _, said = line.partition("; ")
         heard[Path(case.split(" ")[0]).name, case.split(" ")[1]] = said
     rewards = [row.reward for row in made(PIECES[0])]
-    assert heard["closed", "r"].startswith(f"opened 12 {rewards} 12; ReadOnly None append")
-    assert heard["whole", "r"].startswith(f"opened 2 {rewards} 2; ReadOnly None append")
+    assert heard["closed", "r"].startswith(f"opened 12 {rewards} 12; ReadOnlyError None append")
+    assert heard["whole", "r"].startswith(f"opened 2 {rewards} 2; ReadOnlyError None append")
     for mode in ("a", "r+"):
         assert heard["closed", mode].startswith(f"PermissionError {errno.EACCES} ")
         assert str(public / "closed" / LEDGER) in heard["closed", mode]
@@ -208,7 +208,7 @@ def test_mode_r_writes_nothing(tmp_path: Path) -> None:
             lambda: book.compact(),
         ]
         for act in acts:
-            with pytest.raises(ReadOnly, match="opened for reading"):
+            with pytest.raises(ReadOnlyError, match="opened for reading"):
                 act()
     for path, data in before.items():
         assert path.read_bytes() == data
@@ -247,7 +247,7 @@ def test_a_book_that_is_moved_or_replaced_takes_no_writes(tmp_path: Path, name: 
             return
         with pytest.raises(BookError, match=r"moved, removed or replaced .* reopen it"):
             book.append(made(Piece("b", 2, 2)))
-        with pytest.raises(BookError, match="reopen it|segment that the ledger speaks of"):
+        with pytest.raises(BookError, match="reopen it|segment that the ledger refers to"):
             lease.experiences  # noqa: B018
         assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before, "nothing was written anywhere"
         if name != "no segments":
@@ -275,9 +275,9 @@ def test_a_writer_waits_for_a_repair_and_then_sees_the_new_ledger(tmp_path: Path
 
 
 def test_an_append_that_is_always_overtaken_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "ATTEMPTS", 3)
+    monkeypatch.setattr(append, "ATTEMPTS", 3)
     book = rollbook.open("memory:")
-    monkeypatch.setattr(book.shelf, "has", lambda segment: False)
+    monkeypatch.setattr(book.store, "has", lambda segment: False)
     with pytest.raises(BookError, match="3 times while it was written, or its segment was removed"):
         book.append(made(PIECES[0]))
     assert len(book) == 0
@@ -302,9 +302,9 @@ def test_a_torn_segment_costs_what_it_held_and_no_more(tmp_path: Path) -> None:
     os.truncate(segment, start + 10)
     with rollbook.open(folder) as book:
         assert readable(book, PIECES) == PIECES[:3]
-        with pytest.raises(Damaged, match=segment.name):
+        with pytest.raises(CorruptBookError, match=segment.name):
             book.get(PIECES[3].uids)
-        with pytest.raises(Damaged, match=segment.name):
+        with pytest.raises(CorruptBookError, match=segment.name):
             book.lease(12).experiences  # noqa: B018
         assert book.append(made(Piece("b", 1, 2))).admitted == 2
         book.compact(garbage=0.0, grace=0.0)
@@ -319,7 +319,7 @@ def test_a_segment_cut_in_its_header(tmp_path: Path, size: int) -> None:
     (segment,) = segments(folder)
     os.truncate(segment, size)
     with rollbook.open(folder) as book:
-        with pytest.raises(Damaged, match=segment.name):
+        with pytest.raises(CorruptBookError, match=segment.name):
             book.get(PIECES[0].uids)
         assert book.append(made(Piece("b", 1, 2))).admitted == 2
         assert readable(book, [Piece("b", 1, 2)])
@@ -355,7 +355,7 @@ def test_a_flipped_medium_names_its_segment(tmp_path: Path) -> None:
     data = bytearray((folder / "segments" / name).read_bytes())
     data[start + size // 2] ^= 4
     (folder / "segments" / name).write_bytes(bytes(data))
-    with rollbook.open(folder) as book, pytest.raises(Damaged, match=name):
+    with rollbook.open(folder) as book, pytest.raises(CorruptBookError, match=name):
         book.get(PIECES[3].uids)
 
 
@@ -368,7 +368,7 @@ def test_a_missing_segment(tmp_path: Path) -> None:
     segment.unlink()
     with rollbook.open(folder) as book:
         assert readable(book, [*PIECES, Piece("b", 1, 2)]) == [Piece("b", 1, 2)]
-        with pytest.raises(Damaged, match=segment.name):
+        with pytest.raises(CorruptBookError, match=segment.name):
             book.get(PIECES[0].uids)
         assert book.append(made(PIECES[0])).known == 2  # the ledger still knows it
         book.compact(garbage=0.0, grace=0.0)
@@ -381,7 +381,7 @@ def test_a_folder_in_the_place_of_a_segment(tmp_path: Path) -> None:
     (segment,) = segments(folder)
     segment.unlink()
     segment.mkdir()
-    with rollbook.open(folder) as book, pytest.raises(Damaged, match=segment.name):
+    with rollbook.open(folder) as book, pytest.raises(CorruptBookError, match=segment.name):
         book.get(PIECES[0].uids)
 
 
@@ -419,7 +419,10 @@ def test_a_corrupt_ledger_is_said_to_be_one(tmp_path: Path, harm: Any, mode: str
     (segment,) = segments(folder)
     kept = segment.read_bytes()
     harm(folder / LEDGER)
-    with pytest.raises(Damaged, match=f"{LEDGER}.*rollbook check --repair"), rollbook.open(folder, mode) as book:
+    with (
+        pytest.raises(CorruptBookError, match=f"{LEDGER}.*rollbook check --repair"),
+        rollbook.open(folder, mode) as book,
+    ):
         book.counts()
         book.get([uid for piece in PIECES for uid in piece.uids])
         with book.ledger.read() as tx:  # the pages that the above did not touch
@@ -438,7 +441,7 @@ def test_a_lost_ledger_does_not_become_an_empty_book(tmp_path: Path, left: int |
     (folder / LEDGER).unlink()
     if left is not None:
         (folder / LEDGER).touch()
-    with pytest.raises((NotABook, Damaged), match="ledger|no book here"):
+    with pytest.raises((NotABookError, CorruptBookError), match="ledger|no book here"):
         rollbook.open(folder, mode).close()
     assert segment.read_bytes() == kept
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 import rollbook
 from rollbook.book import (
-    BackPressure,
+    BackPressureError,
     Balanced,
+    ConsumerConfig,
     EasyToHard,
     First,
     Last,
@@ -28,7 +29,6 @@ from rollbook.book import (
     Priority,
     Proportional,
     SamplesToInserts,
-    Settings,
     Uniform,
 )
 
@@ -141,10 +141,10 @@ def test_a_book_holds_back_whoever_is_ahead() -> None:
     part = SamplesToInserts(ratio=1.0, slack=4, lease_size=4, append_size=4)
     with rollbook.open("memory:", limiters=part) as book:
         book.append([record(i) for i in range(4)])
-        with pytest.raises(BackPressure, match="1 more would pass its ratio of 1 by more than 4"):
+        with pytest.raises(BackPressureError, match="1 more would pass its ratio of 1 by more than 4"):
             book.append(record(4), timeout=0)
         assert len(book) == 4
-        with pytest.raises(BackPressure, match="append_size = 4"):
+        with pytest.raises(BackPressureError, match="append_size = 4"):
             book.append([record(i) for i in range(10, 20)], timeout=0)
         assert book.append([record(i, reward=1.0) for i in range(100, 120)], evaluation=True).admitted == 20
         lease = book.lease(8)
@@ -152,7 +152,7 @@ def test_a_book_holds_back_whoever_is_ahead() -> None:
         assert book.append([record(i) for i in range(4, 8)], timeout=0).admitted == 4
         # What is given back was not handed out.
         lease.nack()
-        with pytest.raises(BackPressure):
+        with pytest.raises(BackPressureError):
             book.append(record(8), timeout=0)
 
 
@@ -348,38 +348,43 @@ REFUSED = [
     (lambda: EasyToHard(ascending="no"), "EasyToHard.ascending: got 'no'"),
     (lambda: Balanced(edges=(0.5, 0.5)), "Balanced.edges: got"),
     (lambda: Balanced(edges=(0.5, float("nan"))), "Balanced.edges: got nan"),
-    (lambda: Settings(sampler="first"), "sampler: got 'first'"),
-    (lambda: Settings(sampler=EasyToHard(key="rewrd")), "key: got 'rewrd'"),
-    (lambda: Settings(sampler=Proportional(key="finish_reason")), "key: got 'finish_reason'"),
-    (lambda: Settings(sampler=Balanced(key=3)), "key: got 3"),
-    (lambda: Settings(removers=MinSize(3)), "removers: got MinSize"),
-    (lambda: Settings(limiters=MaxUses(3)), "limiters: got MaxUses"),
-    (lambda: Settings(removers=(MaxUses(3), MaxUses(4))), "MaxUses: got it twice"),
-    (lambda: Settings(limiters=(MinSize(3), MinSize(4))), "MinSize: got it twice"),
-    (lambda: Settings(max_staleness=-1), "max_staleness: got -1"),
-    (lambda: Settings(group_size=0), "group_size: got 0"),
-    (lambda: Settings(partial_after=-1.0), "partial_after: got -1.0"),
-    (lambda: Settings(lease_seconds=0.0), "lease_seconds: got 0.0"),
-    (lambda: Settings(max_attempts=0), "max_attempts: got 0"),
-    (lambda: Settings(keep_stale="yes"), "keep_stale: got 'yes'"),
-    (lambda: Settings(seed=1 << 63), "seed: got 9223372036854775808"),
-    (lambda: Settings(seed=1.5), "seed: got 1.5"),
+    (lambda: ConsumerConfig(sampler="first"), "sampler: got 'first'"),
+    (lambda: ConsumerConfig(sampler=EasyToHard(key="rewrd")), "key: got 'rewrd'"),
+    (lambda: ConsumerConfig(sampler=Proportional(key="finish_reason")), "key: got 'finish_reason'"),
+    (lambda: ConsumerConfig(sampler=Balanced(key=3)), "key: got 3"),
+    (lambda: ConsumerConfig(removers=MinSize(3)), "removers: got MinSize"),
+    (lambda: ConsumerConfig(limiters=MaxUses(3)), "limiters: got MaxUses"),
+    (lambda: ConsumerConfig(removers=(MaxUses(3), MaxUses(4))), "MaxUses: got it twice"),
+    (lambda: ConsumerConfig(limiters=(MinSize(3), MinSize(4))), "MinSize: got it twice"),
+    (lambda: ConsumerConfig(max_staleness=-1), "max_staleness: got -1"),
+    (lambda: ConsumerConfig(group_size=0), "group_size: got 0"),
+    (lambda: ConsumerConfig(partial_after=-1.0), "partial_after: got -1.0"),
+    (lambda: ConsumerConfig(lease_seconds=0.0), "lease_seconds: got 0.0"),
+    (lambda: ConsumerConfig(max_attempts=0), "max_attempts: got 0"),
+    (lambda: ConsumerConfig(keep_stale="yes"), "keep_stale: got 'yes'"),
+    (lambda: ConsumerConfig(seed=1 << 63), "seed: got 9223372036854775808"),
+    (lambda: ConsumerConfig(seed=1.5), "seed: got 1.5"),
     # Parts that could wait for each other for ever.
-    (lambda: Settings(removers=(MaxSize(5),), limiters=(MinSize(6),)), "MaxSize keeps at most 5"),
-    (lambda: Settings(removers=(MaxSize(5),), limiters=(SamplesToInserts(1.0, 9, 6),)), "MaxSize keeps at most 5"),
-    (lambda: Settings(limiters=(SamplesToInserts(2.0, 9),)), "handed out at most 1 time"),
+    (lambda: ConsumerConfig(removers=(MaxSize(5),), limiters=(MinSize(6),)), "MaxSize keeps at most 5"),
     (
-        lambda: Settings(removers=(MaxUses(3),), limiters=(SamplesToInserts(4.0, 9),)),
+        lambda: ConsumerConfig(removers=(MaxSize(5),), limiters=(SamplesToInserts(1.0, 9, 6),)),
+        "MaxSize keeps at most 5",
+    ),
+    (lambda: ConsumerConfig(limiters=(SamplesToInserts(2.0, 9),)), "handed out at most 1 time"),
+    (
+        lambda: ConsumerConfig(removers=(MaxUses(3),), limiters=(SamplesToInserts(4.0, 9),)),
         "handed out at most 3 time",
     ),
     (
-        lambda: Settings(sampler=Priority("decay_limit_randomization", limit=2), limiters=(SamplesToInserts(3.0, 9),)),
+        lambda: ConsumerConfig(
+            sampler=Priority("decay_limit_randomization", limit=2), limiters=(SamplesToInserts(3.0, 9),)
+        ),
         "handed out at most 2 time",
     ),
-    (lambda: Settings(removers=(MaxSize(3),), group_size=4), "none ever would be"),
-    (lambda: Settings(limiters=(SamplesToInserts(1.0, 9, lease_size=2),), group_size=4), "at least one group"),
-    (lambda: Settings(limiters=(SamplesToInserts(1.0, 5, lease_size=8),), group_size=8), "expected at least 8"),
-    (lambda: Settings(limiters=(SamplesToInserts(1.0, 9), MinSize(10))), "expected at least 10"),
+    (lambda: ConsumerConfig(removers=(MaxSize(3),), group_size=4), "none ever would be"),
+    (lambda: ConsumerConfig(limiters=(SamplesToInserts(1.0, 9, lease_size=2),), group_size=4), "at least one group"),
+    (lambda: ConsumerConfig(limiters=(SamplesToInserts(1.0, 5, lease_size=8),), group_size=8), "expected at least 8"),
+    (lambda: ConsumerConfig(limiters=(SamplesToInserts(1.0, 9), MinSize(10))), "expected at least 10"),
 ]
 
 
@@ -392,14 +397,14 @@ def test_parts_that_make_no_sense_are_refused(case: int) -> None:
 
 
 def test_what_stays_within_the_bounds_is_accepted() -> None:
-    Settings(removers=(MaxSize(5),), limiters=(MinSize(5),))
-    Settings(removers=(MaxSize(3),), group_size=4, partial_after=60.0)
-    Settings(sampler=Priority(), limiters=(SamplesToInserts(30.0, 90),))
-    Settings(sampler=Priority("decay_limit_randomization", limit=0), limiters=(SamplesToInserts(30.0, 90),))
-    Settings(limiters=(SamplesToInserts(1.0, 8, lease_size=8),), group_size=8)
-    Settings(limiters=(SamplesToInserts(1.0, 5, lease_size=8),), group_size=8, partial_after=1.0)
-    Settings(limiters=(SamplesToInserts(1.0, 10), MinSize(10)))
-    Settings(limiters=(SamplesToInserts(1.0, 9, min_size=1), MinSize(10)))
+    ConsumerConfig(removers=(MaxSize(5),), limiters=(MinSize(5),))
+    ConsumerConfig(removers=(MaxSize(3),), group_size=4, partial_after=60.0)
+    ConsumerConfig(sampler=Priority(), limiters=(SamplesToInserts(30.0, 90),))
+    ConsumerConfig(sampler=Priority("decay_limit_randomization", limit=0), limiters=(SamplesToInserts(30.0, 90),))
+    ConsumerConfig(limiters=(SamplesToInserts(1.0, 8, lease_size=8),), group_size=8)
+    ConsumerConfig(limiters=(SamplesToInserts(1.0, 5, lease_size=8),), group_size=8, partial_after=1.0)
+    ConsumerConfig(limiters=(SamplesToInserts(1.0, 10), MinSize(10)))
+    ConsumerConfig(limiters=(SamplesToInserts(1.0, 9, min_size=1), MinSize(10)))
 
 
 def test_a_group_larger_than_the_slack_still_comes_together() -> None:
@@ -473,9 +478,9 @@ def test_settings_come_back_from_json(
     limiters = [MinSize(least)] if least else []
     if ratio is not None:
         limiters.append(SamplesToInserts(ratio, 100.0, 2, 8, 4))
-    made = Settings(sampler=sampler, removers=removers, limiters=limiters, **rest)
+    made = ConsumerConfig(sampler=sampler, removers=removers, limiters=limiters, **rest)
     text = made.to_json()
-    back = Settings.from_json(text)
+    back = ConsumerConfig.from_json(text)
     assert back == made and back.to_json() == text
     assert (back.max_uses, back.max_age, back.min_size, back.ratio) == (
         made.max_uses,
@@ -486,15 +491,15 @@ def test_settings_come_back_from_json(
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    made = Settings(
+    made = ConsumerConfig(
         removers=(MaxSize(np.int64(7)), MaxAge(np.float32(0.5))),
         seed=np.int32(3),
         keep_stale=np.bool_(True),
     )
-    assert Settings.from_json(made.to_json()) == made
+    assert ConsumerConfig.from_json(made.to_json()) == made
 
 
-PLAIN = json.loads(Settings().to_json())
+PLAIN = json.loads(ConsumerConfig().to_json())
 HOSTILE = [
     "",
     "[]",
@@ -505,7 +510,7 @@ HOSTILE = [
     json.dumps({**PLAIN, "sampler": None}),
     json.dumps({**PLAIN, "sampler": "First"}),
     json.dumps({**PLAIN, "sampler": {"name": ["First"]}}),
-    json.dumps({**PLAIN, "sampler": {"name": "Settings"}}),
+    json.dumps({**PLAIN, "sampler": {"name": "ConsumerConfig"}}),
     json.dumps({**PLAIN, "sampler": {"name": "__class__"}}),
     json.dumps({**PLAIN, "sampler": {"name": "First", "key": "reward"}}),
     json.dumps({**PLAIN, "sampler": {"name": "Balanced", "edges": 5, "key": "no such"}}),
@@ -529,7 +534,7 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE)
 def test_settings_that_this_version_does_not_know_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        Settings.from_json(text)
+        ConsumerConfig.from_json(text)
 
 
 JSON = st.recursive(
@@ -543,10 +548,10 @@ JSON = st.recursive(
 def test_any_value_of_a_setting_is_taken_or_refused(name: str, value: Any) -> None:
     text = json.dumps({**PLAIN, name: value})
     try:
-        made = Settings.from_json(text)
+        made = ConsumerConfig.from_json(text)
     except ValueError:
         return
-    assert Settings.from_json(made.to_json()) == made
+    assert ConsumerConfig.from_json(made.to_json()) == made
 
 
 KINDS = ["First", "Proportional", "Priority", "EasyToHard", "Balanced", "MaxSize", "SamplesToInserts"]
@@ -558,7 +563,7 @@ def test_any_options_of_a_part_are_taken_or_refused(kind: str, options: dict[str
     part = {"name": kind, **options}
     where = {"MaxSize": "removers", "SamplesToInserts": "limiters"}.get(kind, "sampler")
     try:
-        made = Settings.from_json(json.dumps({**PLAIN, where: part if where == "sampler" else [part]}))
+        made = ConsumerConfig.from_json(json.dumps({**PLAIN, where: part if where == "sampler" else [part]}))
     except ValueError:
         return
-    assert Settings.from_json(made.to_json()) == made
+    assert ConsumerConfig.from_json(made.to_json()) == made

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import rollbook
-from rollbook.book import Book, LeaseLost, Proportional, ReadOnly
-from rollbook.book.mixing import Mix, Part
+from rollbook.book import Book, LeaseLostError, Proportional, ReadOnlyError
+from rollbook.book.mix import Mix, Part
 from tests.book.records import Clock, check, group, numbers, records
 
 
@@ -108,10 +108,10 @@ def test_a_lost_part_says_so_and_the_others_are_given_back(expert: Book) -> None
     with rollbook.open("memory:", clock=clock) as book:
         book.append(records(4))
         mix = Mix([Part(book, 1), Part(expert, 1)])
-        with pytest.raises(LeaseLost), mix.lease(4, seconds=60):
+        with pytest.raises(LeaseLostError), mix.lease(4, seconds=60):
             clock.now += 61
         assert expert.counts().leased == 0
-        with pytest.raises(LeaseLost), mix.lease(4, seconds=60) as lease:
+        with pytest.raises(LeaseLostError), mix.lease(4, seconds=60) as lease:
             clock.now += 61
             lease.ack()
         assert expert.counts().leased == 0 and expert.counts().trained == 0
@@ -122,7 +122,7 @@ def test_a_part_that_fails_takes_nothing_from_the_others(tmp_path: Path, expert:
         book.append(records(2))
     with rollbook.open(tmp_path / "book", mode="r") as book:
         mix = Mix([Part(expert, 1), Part(book, 1)])
-        with pytest.raises(ReadOnly):
+        with pytest.raises(ReadOnlyError):
             mix.lease(2)
         assert expert.counts().leased == 0 and mix.owed == [0, 0]
 

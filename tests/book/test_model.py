@@ -30,18 +30,18 @@ import rollbook
 from rollbook.book import (
     Book,
     BookError,
-    Conflict,
+    ConflictError,
     EasyToHard,
     First,
     Last,
     Lease,
-    LeaseLost,
+    LeaseLostError,
     MaxAge,
     MaxSize,
     MaxUses,
     NewestPolicy,
     Priority,
-    inbox,
+    queue,
 )
 from tests.book.postgres import Server
 
@@ -382,7 +382,7 @@ class Machine(RuleBasedStateMachine):
             number = next(self.numbers)
             eid = {"batch": 1, "task": 0, "step": number, "suffix": "s"}
             others = [rollbook.Experience(eid=eid, tokens=[1, 2, number]), self.given[uid].replace(tokens=[1, 2, 999])]
-            with pytest.raises(Conflict):
+            with pytest.raises(ConflictError):
                 self.book.append(others[what == "another" :], evaluation=evaluation)
         assert self.everything() == was
 
@@ -524,7 +524,7 @@ class Machine(RuleBasedStateMachine):
 
     def lost(self, act: Callable[[], Any]) -> None:
         was = self.everything()
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             act()
         assert self.everything() == was
 
@@ -604,7 +604,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def every_record_is_where_the_model_has_it(self) -> None:
-        inbox.drain_all(self.book)
+        queue.drain_inboxes(self.book)
         found = self.table(
             "SELECT consumers.name, records.uid, work.state, work.reason, work.uses, work.attempts, work.lease, "
             "work.until FROM work JOIN records ON records.seq = work.seq JOIN consumers ON consumers.id = work.consumer"
@@ -628,7 +628,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def tallies_are_a_recount(self) -> None:
-        inbox.drain_all(self.book)
+        queue.drain_inboxes(self.book)
         tallies = self.table(
             "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer > 0 GROUP BY 1, 2, 3"
         )
@@ -643,7 +643,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def groups_are_ready_when_they_should_be(self) -> None:
         with self.book.ledger.read() as tx:
-            for consumer in rollbook.book.consumers.all_consumers(tx):
+            for consumer in rollbook.book.consumer.all_consumers(tx):
                 reader = self.model.readers[consumer.name]
                 assert consumer.grouped == reader.grouped
                 found = tx.all("SELECT gid, ready, weight FROM groups WHERE consumer = ?", (consumer.id,))

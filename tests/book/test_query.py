@@ -20,8 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.book.query import QueryError, QueryTimeout, run
-from rollbook.book.sql_columns import Result, superset, unify
+from rollbook.book.query import QueryError, QueryTimeoutError, Result, run_query, superset, unify
 
 
 class Recorded:
@@ -86,20 +85,22 @@ def runs(count: int = 4) -> Recorded:
 )
 def test_only_the_columns_that_a_query_uses_are_loaded(query: str, columns: set[str]) -> None:
     source, other = runs(), runs()
-    run(query, {"runs": source, "other": other})
+    run_query(query, {"runs": source, "other": other})
     assert source.touched == columns
     assert other.asked == []
 
 
 def test_a_column_that_is_used_twice_is_loaded_once() -> None:
     source = runs()
-    run("select a.reward, b.reward, b.step from runs a, runs b", {"runs": source})
+    run_query("select a.reward, b.reward, b.step from runs a, runs b", {"runs": source})
     assert sorted(name for columns in source.asked for name in columns) == ["reward", "step"]
 
 
 def test_a_large_query_over_scalars_does_not_touch_tokens() -> None:
     source = runs(100_000)
-    result = run("select task, count(*) n, avg(reward) from runs where step >= 50000 group by task", {"runs": source})
+    result = run_query(
+        "select task, count(*) n, avg(reward) from runs where step >= 50000 group by task", {"runs": source}
+    )
     assert sorted(result.rows()) == [("t0", 25_000, 37499.5), ("t1", 25_000, 37500.0)]
     assert source.touched == {"task", "reward", "step"}
 
@@ -109,14 +110,14 @@ def test_the_chunks_of_a_table_do_not_matter(size: int) -> None:
     whole = runs(1000).table
     pieces = pa.concat_tables([whole.slice(start, size) for start in range(0, 1000, size)])
     query = "select eid, tokens, reward from runs where reward < 300 and task = 't0' order by step"
-    assert run(query, {"runs": Recorded(pieces)}).arrow() == run(query, {"runs": Recorded(whole)}).arrow()
+    assert run_query(query, {"runs": Recorded(pieces)}).arrow() == run_query(query, {"runs": Recorded(whole)}).arrow()
 
 
 def test_nan_is_kept_by_filters_as_duckdb_orders_it() -> None:
     source = Recorded(pa.table({"id": [1, 2, 3, 4], "reward": [0.0, 1.0, nan, None]}))
 
     def ids(where: str) -> list[int]:
-        return [row[0] for row in run(f"select id from runs where {where} order by id", {"runs": source})]
+        return [row[0] for row in run_query(f"select id from runs where {where} order by id", {"runs": source})]
 
     assert ids("reward > 0.5") == [2, 3]  # NaN is above all numbers in SQL
     assert ids("reward <> 1") == [1, 3]
@@ -129,26 +130,26 @@ def test_nan_is_kept_by_filters_as_duckdb_orders_it() -> None:
 def test_half_floats_and_odd_names_can_be_queried() -> None:
     half = pa.array([[1.5], [2.5, 3.0], None], pa.large_list(pa.float16()))
     source = Recorded(pa.table({"x y": half, 'a"b': [1, 2, 3], "empty": pa.nulls(3)}))
-    result = run('select "x y" from odd where "a""b" > 1', {"odd": source})
+    result = run_query('select "x y" from odd where "a""b" > 1', {"odd": source})
     assert result.rows() == [([2.5, 3.0],), (None,)]
-    assert run("from odd", {"odd": source}).columns == ["x y", 'a"b', "empty"]
+    assert run_query("from odd", {"odd": source}).columns == ["x y", 'a"b', "empty"]
 
 
 def test_an_empty_table_has_its_columns() -> None:
     source = runs(0)
-    assert run("from runs", {"runs": source}).columns == source.schema.names
-    assert run("select count(*), sum(step) from runs", {"runs": source}).rows() == [(0, None)]
+    assert run_query("from runs", {"runs": source}).columns == source.schema.names
+    assert run_query("select count(*), sum(step) from runs", {"runs": source}).rows() == [(0, None)]
 
 
 def test_parameters_by_place_and_by_name() -> None:
     source = runs()
-    assert run("select step from runs where step > ?", {"runs": source}, parameters=[2]).rows() == [(3,)]
-    named = run("select step from runs where task = $task", {"runs": source}, parameters={"task": "t1"})
+    assert run_query("select step from runs where step > ?", {"runs": source}, parameters=[2]).rows() == [(3,)]
+    named = run_query("select step from runs where task = $task", {"runs": source}, parameters={"task": "t1"})
     assert named.rows() == [(1,), (3,)]
     with pytest.raises(QueryError, match="parameter"):
-        run("select ?", {})
+        run_query("select ?", {})
     with pytest.raises(QueryError, match="parameters: got 'ab'"):
-        run("select ?, ?", {}, parameters="ab")
+        run_query("select ?, ?", {}, parameters="ab")
 
 
 def test_errors_of_a_source_come_through() -> None:
@@ -157,7 +158,7 @@ def test_errors_of_a_source_come_through() -> None:
             raise FileNotFoundError("segment 7 is gone")
 
     with pytest.raises(FileNotFoundError, match="segment 7"):
-        run("from runs", {"runs": Broken(runs().table)})
+        run_query("from runs", {"runs": Broken(runs().table)})
 
 
 def test_a_source_that_breaks_its_word_is_an_error() -> None:
@@ -171,14 +172,14 @@ def test_a_source_that_breaks_its_word_is_an_error() -> None:
             return self.table.select(columns).slice(0, len(self.asked))
 
     with pytest.raises(ValueError, match="column 'step': got int32, expected int64"):
-        run("select step from runs", {"runs": Narrow(runs().table)})
+        run_query("select step from runs", {"runs": Narrow(runs().table)})
     with pytest.raises(ValueError, match="loads gave 1 and 2 rows"):
-        run("select a.step, b.reward from runs a, runs b", {"runs": Growing(runs().table)})
+        run_query("select a.step, b.reward from runs a, runs b", {"runs": Growing(runs().table)})
     twice = Recorded(pa.table([[1], [2]], names=["a", "a"]))
     with pytest.raises(ValueError, match="names a column twice"):
-        run("select 1", {"twice": twice})
+        run_query("select 1", {"twice": twice})
     with pytest.raises(QueryError, match="two are one name"):
-        run("select 1", {"runs": runs(), "Runs": runs()})
+        run_query("select 1", {"runs": runs(), "Runs": runs()})
 
 
 def test_a_name_that_is_not_there_gets_the_names_that_are() -> None:
@@ -186,11 +187,11 @@ def test_a_name_that_is_not_there_gets_the_names_that_are() -> None:
     with pytest.raises(
         QueryError, match=r"(?s)Table with name experience does not exist.*the tables are: experiences, e"
     ):
-        run("from experience", sources)
+        run_query("from experience", sources)
     with pytest.raises(QueryError, match=r'(?s)"rewards" not found.*columns of experiences, events: eid, task'):
-        run("select rewards from experiences", sources)
+        run_query("select rewards from experiences", sources)
     with pytest.raises(QueryError, match="syntax error"):
-        run("selec 1", sources)
+        run_query("selec 1", sources)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------
@@ -235,22 +236,22 @@ def test_a_name_that_is_not_there_gets_the_names_that_are() -> None:
 )
 def test_statements_that_do_not_read_are_refused_by_name(query: str, kind: str, tmp_path: Path) -> None:
     with pytest.raises(QueryError, match=rf"query: got {kind}\b.*expected one statement that reads"):
-        run(query, {"runs": runs()})
+        run_query(query, {"runs": runs()})
 
 
 def test_one_statement_and_no_less() -> None:
     for query in ("", " ; ", "-- only a comment"):
         with pytest.raises(QueryError, match="expected one statement"):
-            run(query, {})
+            run_query(query, {})
     with pytest.raises(QueryError, match="got 2 statements"):
-        run("select 1; select 2", {})
+        run_query("select 1; select 2", {})
     with pytest.raises(QueryError, match="got 2 statements"):
-        run("select 1; copy (select 1) to 'x'", {})
-    assert run("select ';' -- ;", {}).rows() == [(";",)]
+        run_query("select 1; copy (select 1) to 'x'", {})
+    assert run_query("select ';' -- ;", {}).rows() == [(";",)]
     with pytest.raises(QueryError, match="expected text"):
-        run("select '\ud800'", {})
+        run_query("select '\ud800'", {})
     with pytest.raises(QueryError, match="expected text"):
-        run(b"select 1", {})  # type: ignore[arg-type]
+        run_query(b"select 1", {})  # type: ignore[arg-type]
 
 
 secret_table = pa.table({"secret": ["in a Python variable"]})
@@ -304,28 +305,28 @@ def test_nothing_outside_the_sources_can_be_reached(attack: str, tmp_path: Path)
     file = tmp_path / "secret.csv"
     file.write_text("secret\nkey\n")
     with pytest.raises(QueryError) as caught:
-        run(attack.format(file=file, folder=tmp_path), {"runs": runs()})
+        run_query(attack.format(file=file, folder=tmp_path), {"runs": runs()})
     assert "key" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["secret.csv"]
 
 
 def test_settings_are_locked_and_secrets_and_other_databases_are_none() -> None:
-    settings = dict(run("select name, value from duckdb_settings()", {}).rows())
+    settings = dict(run_query("select name, value from duckdb_settings()", {}).rows())
     assert settings["enable_external_access"] == "false"
     assert settings["lock_configuration"] == "true"
     assert settings["autoload_known_extensions"] == settings["autoinstall_known_extensions"] == "false"
     assert settings["python_enable_replacements"] == "false"
     assert settings["temp_directory"] == ""
-    assert run("from duckdb_secrets()", {}).rows() == []
-    assert run("show databases", {}).rows() == [("memory",)]
+    assert run_query("from duckdb_secrets()", {}).rows() == []
+    assert run_query("show databases", {}).rows() == [("memory",)]
 
 
 def test_a_query_leaves_nothing_for_the_next() -> None:
-    run("pivot runs on task using sum(step) group by reward", {"runs": runs()})
-    assert run("show tables", {}).rows() == []
-    assert run("select count(*) from duckdb_types() where not internal", {}).rows() == [(0,)]
+    run_query("pivot runs on task using sum(step) group by reward", {"runs": runs()})
+    assert run_query("show tables", {}).rows() == []
+    assert run_query("select count(*) from duckdb_types() where not internal", {}).rows() == [(0,)]
     with pytest.raises(QueryError, match="the tables are: none"):
-        run("from runs", {})
+        run_query("from runs", {})
 
 
 # --- limits -----------------------------------------------------------------------------------------------------
@@ -341,8 +342,8 @@ ENDLESS = [
 @pytest.mark.parametrize("query", ENDLESS)
 def test_a_query_is_stopped_after_its_time(query: str) -> None:
     start = time.monotonic()
-    with pytest.raises(QueryTimeout, match=r"stopped after 0\.1 seconds"):
-        run(query, {"runs": runs()}, seconds=0.1, memory="8GB")
+    with pytest.raises(QueryTimeoutError, match=r"stopped after 0\.1 seconds"):
+        run_query(query, {"runs": runs()}, seconds=0.1, memory="8GB")
     assert time.monotonic() - start < 20
 
 
@@ -352,16 +353,16 @@ def test_time_counts_while_a_source_loads() -> None:
             time.sleep(0.3)
             return super().load(columns)
 
-    with pytest.raises(QueryTimeout):
-        run("select a.step from runs a, runs b where b.reward > 1", {"runs": Slow(runs().table)}, seconds=0.1)
+    with pytest.raises(QueryTimeoutError):
+        run_query("select a.step from runs a, runs b where b.reward > 1", {"runs": Slow(runs().table)}, seconds=0.1)
 
 
 def test_memory_is_bounded() -> None:
     with pytest.raises(QueryError, match=r"(?s)Out of Memory.*memory: 50000000 bytes were allowed"):
-        run("select r from range(100000000) t(r) order by hash(r) limit 1 offset 50000000", {}, memory="50MB")
+        run_query("select r from range(100000000) t(r) order by hash(r) limit 1 offset 50000000", {}, memory="50MB")
     with pytest.raises(QueryError, match="result has more than 20000000 bytes"):
-        run("from range(100000000)", {}, memory=20_000_000)
-    assert run("select current_setting('memory_limit')", {}, memory="1GiB").rows() == [("1.0 GiB",)]
+        run_query("from range(100000000)", {}, memory=20_000_000)
+    assert run_query("select current_setting('memory_limit')", {}, memory="1GiB").rows() == [("1.0 GiB",)]
 
 
 @pytest.mark.parametrize(
@@ -377,17 +378,17 @@ def test_memory_is_bounded() -> None:
 )
 def test_limits_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run("select 1", {}, **options)  # type: ignore[arg-type]
+        run_query("select 1", {}, **options)  # type: ignore[arg-type]
 
 
 def test_max_rows_stops_an_endless_answer() -> None:
-    result = run("from range(1000000000000)", {}, max_rows=10_000)
+    result = run_query("from range(1000000000000)", {}, max_rows=10_000)
     assert len(result) == 10_000
     assert result.more
     assert result.rows()[-1] == (9999,)
-    exact = run("from range(10)", {}, max_rows=10)
+    exact = run_query("from range(10)", {}, max_rows=10)
     assert (len(exact), exact.more) == (10, False)
-    assert run("from range(10)", {}, max_rows=0).more
+    assert run_query("from range(10)", {}, max_rows=0).more
 
 
 @pytest.mark.parametrize("query", ENDLESS[:2])
@@ -398,13 +399,13 @@ def test_ctrl_c_stops_the_query(query: str) -> None:
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            run(query, {}, memory="8GB")
+            run_query(query, {}, memory="8GB")
     finally:
         timer.join()
         signal.signal(signal.SIGINT, before)
-    assert run("select 1", {}).rows() == [(1,)]
+    assert run_query("select 1", {}).rows() == [(1,)]
     # The connections that count are this one and the one that all are made from.
-    assert run("select count from duckdb_connection_count()", {}, memory="8GB").rows()[0][0] <= 2
+    assert run_query("select count from duckdb_connection_count()", {}, memory="8GB").rows()[0][0] <= 2
 
 
 def test_threads_do_not_see_each_other() -> None:
@@ -413,7 +414,7 @@ def test_threads_do_not_see_each_other() -> None:
     def ask(number: int) -> None:
         source = Recorded(pa.table({"n": [number] * 100}))
         for _ in range(10):
-            found = run("select distinct n from mine", {"mine": source}).rows()
+            found = run_query("select distinct n from mine", {"mine": source}).rows()
             if found != [(number,)]:
                 wrong.append(found)
 
@@ -427,13 +428,13 @@ def test_threads_do_not_see_each_other() -> None:
 
 FORK = """
 import os, sys
-from rollbook.book.query import run
-assert run("select 1", {}, threads=2).rows() == [(1,)]
+from rollbook.book.query import run_query
+assert run_query("select 1", {}, threads=2).rows() == [(1,)]
 child = os.fork()
 if child == 0:
-    sys.exit(7 if run("select 2", {}, threads=2).rows() == [(2,)] else 1)
+    sys.exit(7 if run_query("select 2", {}, threads=2).rows() == [(2,)] else 1)
 status = os.waitpid(child, 0)[1]
-print(os.WIFEXITED(status) and os.WEXITSTATUS(status), run("select 3", {}, threads=2).rows())
+print(os.WIFEXITED(status) and os.WEXITSTATUS(status), run_query("select 3", {}, threads=2).rows())
 """
 
 
@@ -445,7 +446,7 @@ def test_a_forked_child_can_ask_and_leave() -> None:
 EXIT = """
 import os, sys
 import duckdb, numpy as np, pyarrow as pa
-from rollbook.book.query import run
+from rollbook.book.query import run_query
 lists = pa.LargeListArray.from_arrays(np.arange(0, 300_001, 300), np.zeros(300_000, np.int32))
 table = pa.concat_tables([pa.table({"uid": [str(i) for i in range(1000)], "tokens": lists})] * 60)
 class Source:
@@ -455,7 +456,7 @@ class Source:
 for _ in range(20):
     child = os.fork()
     if child == 0:
-        sys.exit(len(run("select * from experiences limit 2", {"experiences": Source()}, threads=2)))
+        sys.exit(len(run_query("select * from experiences limit 2", {"experiences": Source()}, threads=2)))
     status = os.waitpid(child, 0)[1]
     assert os.waitstatus_to_exitcode(status) == 2, status
 """
@@ -472,7 +473,7 @@ def test_a_process_that_asked_for_a_few_of_many_rows_exits_cleanly() -> None:
 
 def test_types_pass_through() -> None:
     source = runs()
-    table = run("select tokens, task, logprobs, info, step from runs order by step", {"runs": source}).arrow()
+    table = run_query("select tokens, task, logprobs, info, step from runs order by step", {"runs": source}).arrow()
     kinds = [field.type for field in table.schema]
     text = pa.large_string()
     assert kinds[:3] == [pa.large_list(pa.int32()), text, pa.large_list(pa.uint16())]
@@ -482,7 +483,7 @@ def test_types_pass_through() -> None:
 
 
 def test_every_way_out_says_the_same() -> None:
-    result = run("select step, task, reward, tokens from runs order by step", {"runs": runs()})
+    result = run_query("select step, task, reward, tokens from runs order by step", {"runs": runs()})
     rows = [(0, "t0", 0.0, []), (1, "t1", 0.5, [1]), (2, "t0", 1.0, [2, 2]), (3, "t1", 1.5, [])]
     assert result.columns == ["step", "task", "reward", "tokens"]
     assert len(result) == 4
@@ -494,22 +495,22 @@ def test_every_way_out_says_the_same() -> None:
 
 
 def test_sums_of_integers_are_integers_and_names_are_distinct() -> None:
-    result = run("select sum(step), sum(step), 1 as a, 2 as a, 3 as a_1 from runs", {"runs": runs()})
+    result = run_query("select sum(step), sum(step), 1 as a, 2 as a, 3 as a_1 from runs", {"runs": runs()})
     assert result.rows() == [(6, 6, 1, 2, 3)]
     assert result.arrow().schema.field(0).type == pa.int64()
     assert result.columns == ["sum(step)", "sum(step)_1", "a", "a_2", "a_1"]
-    huge = run("select sum(a) from t", {"t": Recorded(pa.table({"a": [2**62] * 4}))})
+    huge = run_query("select sum(a) from t", {"t": Recorded(pa.table({"a": [2**62] * 4}))})
     assert huge.rows() == [(Decimal(2**64),)]
 
 
 def test_times_need_no_further_package() -> None:
     source = Recorded(pa.table({"at": pa.array([0], pa.timestamp("us", tz="UTC"))}))
-    (value,) = run("from t", {"t": source}).rows()[0]
+    (value,) = run_query("from t", {"t": source}).rows()[0]
     assert value.timestamp() == 0
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run("select 1 as a", {})
+    result = run_query("select 1 as a", {})
     real = builtins.__import__
 
     def without(name: str, *rest: object, **more: object) -> object:
@@ -521,13 +522,13 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match="pip install polars"):
         result.polars()
     with pytest.raises(ImportError, match=r"pip install 'rollbook\[sql\]'"):
-        run("select 1", {})
+        run_query("select 1", {})
     monkeypatch.undo()
     old = type(sys)("duckdb")
     old.__version__ = "1.4.4"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "duckdb", old)
     with pytest.raises(ImportError, match=r"DuckDB 2\.0 or later, not 1\.4\.4"):
-        run("select 1", {})
+        run_query("select 1", {})
 
 
 def test_the_text_is_short_and_printable() -> None:
@@ -548,8 +549,8 @@ def test_the_text_is_short_and_printable() -> None:
     assert max(map(len, wide.splitlines()[:-1])) <= 160
     assert "35 more columns: column_5, column_6" in wide
     assert "(980 more rows)" in repr(Result(pa.table({"a": range(1000)})))
-    assert repr(run("select 1 as a limit 0", {})) == "a\n(no rows)"
-    assert "DUMMY_SCAN" in repr(run("explain (format json) select 1", {}))
+    assert repr(run_query("select 1 as a limit 0", {})) == "a\n(no rows)"
+    assert "DUMMY_SCAN" in repr(run_query("explain (format json) select 1", {}))
 
 
 def test_the_html_is_escaped() -> None:
@@ -640,7 +641,7 @@ def test_superset_holds_each_of_its_schemas_in_any_order(found: list[pa.RecordBa
 @given(batches())
 def test_what_unify_makes_can_be_queried(found: list[pa.RecordBatch]) -> None:
     table = unify(found)
-    assert run("select count(*) from t", {"t": Recorded(table)}).rows() == [(table.num_rows,)]
+    assert run_query("select count(*) from t", {"t": Recorded(table)}).rows() == [(table.num_rows,)]
 
 
 @pytest.mark.parametrize("wrapped", [lambda kind: kind, pa.list_, pa.large_list, lambda kind: pa.struct([("x", kind)])])

@@ -31,7 +31,7 @@ from rollbook.book import (
     Proportional,
     Uniform,
 )
-from rollbook.book.samplers import Item, chance
+from rollbook.book.sampler import Item, chance
 
 FOREVER = MaxUses(None)
 

@@ -16,7 +16,7 @@ import torch
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.book import Book, BookError
+from rollbook.book import Book, BookError, export_records
 from rollbook.book.query import QueryError
 from rollbook.inspect.records import documents_of
 from tests.book.records import check, group, numbers, record, records, take
@@ -136,50 +136,50 @@ def test_a_selection_is_narrowed_and_read_in_pieces(url: str) -> None:
 
 def test_scanning_some_columns(url: str) -> None:
     with filled(url) as book:
-        batches = list(book.scan(["uid", "tokens", "reward"], ("reward", ">", 0.25)))
+        batches = list(book.where(("reward", ">", 0.25)).scan(["uid", "tokens", "reward"]))
         assert all(isinstance(batch, pa.RecordBatch) for batch in batches)
         table = pa.Table.from_batches(batches)
         assert table.column_names == ["uid", "tokens", "reward"]
         assert table["tokens"].to_pylist() == [list(range(4 + i)) for i in (4, 5, 7)]
         assert table["reward"].to_pylist() == [1.0, 0.5, 2.0]
-        ledger_only = pa.Table.from_batches(book.scan(["seq", "evaluation", "reward"]))
+        ledger_only = pa.Table.from_batches(book.where().scan(["seq", "evaluation", "reward"]))
         assert ledger_only["evaluation"].to_pylist() == [False] * 7 + [True]
         assert ledger_only["reward"].to_pylist()[2] is None and math.isnan(ledger_only["reward"].to_pylist()[3])
-        whole = next(book.scan())
+        whole = next(book.where().scan())
         assert {"uid", "tokens", "logprobs", "info", "admitted"} <= set(whole.schema.names)
-        assert [batch.num_rows for batch in book.scan(["uid"], rows=3)] == [3, 3, 2]
+        assert [batch.num_rows for batch in book.where().scan(["uid"], rows=3)] == [3, 3, 2]
         for bad in ("tokn", 3):
             with pytest.raises(ValueError, match=f"columns: got {bad!r}, expected names of columns"):
-                list(book.scan([bad]))  # type: ignore[list-item]
+                list(book.where().scan([bad]))  # type: ignore[list-item]
         with pytest.raises(ValueError, match="rows"):
-            list(book.scan(rows=0))
+            list(book.where().scan(rows=0))
 
 
 class Closed:
-    """A shelf that nobody may read from."""
+    """A store that nobody may read from."""
 
     private = True
     transactional = False
 
     def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"the shelf was asked to {name}")
+        raise AssertionError(f"the store was asked to {name}")
 
 
 def test_columns_that_are_not_named_are_not_touched(url: str) -> None:
     with filled(url) as book:
-        assert next(book.scan(["tokens"])).schema.names == ["tokens"]
+        assert next(book.where().scan(["tokens"])).schema.names == ["tokens"]
         assert book.sql("select tokens from experiences").arrow().column_names == ["tokens"]
-        shelf, book.shelf = book.shelf, Closed()
+        store, book.store = book.store, Closed()
         try:
             # The ledger has it all.
-            found = pa.Table.from_batches(book.scan(["uid", "reward", "length"], ("task", "=", "even")))
+            found = pa.Table.from_batches(book.where(("task", "=", "even")).scan(["uid", "reward", "length"]))
             assert found["length"].to_pylist() == [4, 6, 8, 10]
             assert book.where(("reward", ">", 0)).count() == 4
             assert len(book.sql("select task, avg(reward), max(length) from experiences group by 1")) == 2
-            with pytest.raises(AssertionError, match="the shelf was asked"):
-                list(book.scan(["tokens"]))
+            with pytest.raises(AssertionError, match="the store was asked"):
+                list(book.where().scan(["tokens"]))
         finally:
-            book.shelf = shelf
+            book.store = store
 
 
 def test_records_that_are_gone(url: str) -> None:
@@ -192,7 +192,7 @@ def test_records_that_are_gone(url: str) -> None:
         assert book.where(("gone", "is", None)).count() == 3
         assert book.where(gone=["deleted", "crashed"]).count() == 2
         assert numbers(book.where(("info.i", ">", 0))) == [2, 3]
-        assert sum(batch.num_rows for batch in book.scan(["tokens"])) == 3
+        assert sum(batch.num_rows for batch in book.where().scan(["tokens"])) == 3
         rows = book.sql("select gone, len(tokens), reward from experiences order by seq").rows()
         assert rows == [
             (None, 5, 0.5),
@@ -214,8 +214,8 @@ def test_records_that_are_deleted_while_they_are_read_are_left_out(
         lambda book: len(list(book)),
         lambda book: sum(map(len, book.where().batches())),
         lambda book: len(book.where(("info.i", ">=", 0)).experiences()),
-        lambda book: sum(batch.num_rows for batch in book.scan(["uid", "tokens"])),
-        lambda book: book.export(tmp_path / "out.jsonl", overwrite=True),
+        lambda book: sum(batch.num_rows for batch in book.where().scan(["uid", "tokens"])),
+        lambda book: export_records(book, tmp_path / "out.jsonl", overwrite=True),
         lambda book: len(book.sql("select seq from experiences where tokens is not null")),
         lambda book: len(documents_of(book, [uid for uid in uids if uid not in gone])),
     ]
@@ -266,7 +266,7 @@ def test_records_of_different_types_in_one_book(url: str) -> None:
             None,
             torch.float64,
         ]
-        assert sum(batch.num_rows for batch in book.scan(["logprobs"])) == 6
+        assert sum(batch.num_rows for batch in book.where().scan(["logprobs"])) == 6
 
 
 def test_sql_over_records_tokens_and_info(url: str) -> None:
@@ -392,5 +392,5 @@ def test_reading_only(durable_url: str) -> None:
     with rollbook.open(durable_url, mode="r") as book:
         assert numbers(book.where(("reward", ">", 0.25))) == [4, 5, 7]
         assert book.sql("select count(*) from experiences").rows() == [(8,)]
-        assert len(list(book.scan(["tokens"]))) == 3
+        assert len(list(book.where().scan(["tokens"]))) == 3
         assert len(group("a", 1)) == 1 and book.counts().waiting == 7

@@ -14,7 +14,18 @@ import pytest
 
 import rollbook
 from rollbook import EID
-from rollbook.book import Book, BookError, LeaseLost, MaxUses, Uniform, inbox, windows
+from rollbook.book import (
+    Book,
+    BookError,
+    LeaseLostError,
+    MaxUses,
+    Uniform,
+    failpoints,
+    fork,
+    queue,
+    snapshot,
+    trained_steps,
+)
 from tests.book.conftest import KINDS
 from tests.book.test_checkpoints import durable_url, many_books, place_of, record, seen, sequence, some, sound
 
@@ -27,8 +38,8 @@ class Stopped(BaseException):
 
 @pytest.fixture
 def watched() -> Iterator[Callable[[Callable[[str], None]], None]]:
-    yield windows.watch
-    windows.watch(None)
+    yield failpoints.watch
+    failpoints.watch(None)
 
 
 @pytest.fixture(params=KINDS)
@@ -95,7 +106,7 @@ def lived(book: Book) -> None:
 def test_a_copy_is_the_book(book: Book, target: str) -> None:
     lived(book)
     before = seen(book), events(book), contents(book)
-    with book.snapshot(target) as copy:
+    with snapshot(book, target) as copy:
         assert (seen(book), events(book)) == before[:2]
         assert seen(copy) == before[0]
         assert events(copy)[:-1] == before[1]
@@ -119,7 +130,7 @@ def test_a_copy_is_the_book(book: Book, target: str) -> None:
 
 
 def test_a_copy_of_a_copy_knows_both() -> None:
-    with rollbook.open("memory:") as book, book.snapshot("memory:") as one, one.snapshot("memory:") as two:
+    with rollbook.open("memory:") as book, snapshot(book, "memory:") as one, snapshot(one, "memory:") as two:
         told = json.loads(rows(two, "SELECT value FROM meta WHERE key = 'from'")[0][0])
         assert told["book"] == rows(one, "SELECT value FROM meta WHERE key = 'book'")[0][0]
         assert told["from"]["book"] == rows(book, "SELECT value FROM meta WHERE key = 'book'")[0][0]
@@ -127,14 +138,14 @@ def test_a_copy_of_a_copy_knows_both() -> None:
 
 def test_a_book_of_one_tokenizer_stays_one(book: Book) -> None:
     book.append(some(range(1)))
-    with book.snapshot("memory:", tokenizer="t2") as copy, pytest.raises(BookError, match="tokenizer"):
+    with snapshot(book, "memory:", tokenizer="t2") as copy, pytest.raises(BookError, match="tokenizer"):
         copy.append(some(range(5, 6)))
 
 
 def test_leases_are_void_in_the_copy_and_live_in_the_book(book: Book) -> None:
     book.append(some(range(4)))
     lease = book.lease(2, by="group")
-    with book.snapshot("memory:") as copy:
+    with snapshot(book, "memory:") as copy:
         assert copy.counts().leased == 0
         assert rows(copy, "SELECT state FROM leases") == [("voided",)]
         assert rows(copy, "SELECT samples FROM consumers") == [(0,)]
@@ -151,7 +162,7 @@ def test_checkpoints_work_in_the_copy(book: Book) -> None:
     book.checkpoint("saved")
     then = seen(book)
     first = sequence(book, "group", 3, 1)
-    with book.snapshot("memory:") as copy:
+    with snapshot(book, "memory:") as copy:
         copy.rewind("saved")
         assert seen(copy) == then
         assert sequence(copy, "group", 3, 1) == first
@@ -165,7 +176,7 @@ def test_bytes_that_are_nobodys_are_not_copied(tmp_path: Path) -> None:
         book.append([record(1, 0).replace(response_text="kept", info={"word": secret.decode()})])
         book.delete(record(0, 0), author="ana")
         book.redact(record(1, 0), ["info"], author="ana")
-        with book.snapshot(tmp_path / "copy") as copy:
+        with snapshot(book, tmp_path / "copy") as copy:
             assert copy[record(0, 1).eid.uid].tokens.tolist() == record(0, 1).tokens.tolist()
             assert copy[record(1, 0).eid.uid].response_text == "kept"
     found = {
@@ -176,16 +187,16 @@ def test_bytes_that_are_nobodys_are_not_copied(tmp_path: Path) -> None:
 
 
 def test_small_pieces_make_the_same_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollbook.book import snapshots
+    from rollbook.book import transfer
 
-    monkeypatch.setattr(snapshots, "PIECE", 2)
-    monkeypatch.setattr(snapshots, "PUT_BYTES", 100)
+    monkeypatch.setattr(transfer, "PIECE", 2)
+    monkeypatch.setattr(transfer, "PUT_BYTES", 100)
     with rollbook.open("memory:") as book:
         lived(book)
-        with book.snapshot("memory:", segment_bytes=1000) as copy:
+        with snapshot(book, "memory:", segment_bytes=1000) as copy:
             assert seen(copy) == seen(book)
             assert same(contents(copy), contents(book))
-            assert len(copy.shelf.segments()) > 2
+            assert len(copy.store.segments()) > 2
 
 
 def test_a_reader_may_copy(tmp_path: Path) -> None:
@@ -193,7 +204,7 @@ def test_a_reader_may_copy(tmp_path: Path) -> None:
         book.append(some(range(2)))
         book.checkpoint("saved")
     with rollbook.open(tmp_path / "book", "r") as reader:
-        with reader.snapshot("memory:") as copy, reader.fork("saved", "memory:") as other:
+        with snapshot(reader, "memory:") as copy, fork(reader, "saved", "memory:") as other:
             assert len(copy) == len(other) == 4
 
 
@@ -214,7 +225,7 @@ def test_a_folder_that_is_not_empty_is_refused(kind: str, tmp_path: Path) -> Non
         place.symlink_to(tmp_path / "other")
     before = sorted(tmp_path.rglob("*"))
     with rollbook.open("memory:") as book, pytest.raises(BookError, match="expected a new or an empty folder"):
-        book.snapshot(place)
+        snapshot(book, place)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -222,7 +233,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with rollbook.open("memory:") as book:
         book.append(some(range(2)))
-        book.snapshot(tmp_path / "there").close()
+        snapshot(book, tmp_path / "there").close()
     with rollbook.open(tmp_path / "there", "r") as copy:
         assert len(contents(copy)) == 4
 
@@ -231,9 +242,9 @@ def test_a_schema_that_is_not_empty_is_refused(postgres_url: str) -> None:
     with rollbook.open(postgres_url) as book:
         book.append(some(range(2)))
         with pytest.raises(BookError, match="schema 'rollbook'.*expected a new or an empty one"):
-            book.snapshot(postgres_url)
+            snapshot(book, postgres_url)
         separator = "&" if "?" in postgres_url else "?"
-        with book.snapshot(f"{postgres_url}{separator}schema=other") as copy:
+        with snapshot(book, f"{postgres_url}{separator}schema=other") as copy:
             assert len(contents(copy)) == 4
             copy.append(some(range(5, 6)))
         names = rows(book, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'copying%'")
@@ -244,19 +255,19 @@ def test_the_data_of_a_copy_may_lie_in_a_folder(postgres_url: str, tmp_path: Pat
     with rollbook.open("memory:") as book:
         lived(book)
         place = f"file://{tmp_path}/data"
-        with book.snapshot(postgres_url, data=place) as copy:
+        with snapshot(book, postgres_url, data=place) as copy:
             assert same(contents(copy), contents(book))
         with rollbook.open(postgres_url, "r", data=place) as copy:
             assert same(contents(copy), contents(book))
         with pytest.raises(BookError, match="holds segments already"):
             separator = "&" if "?" in postgres_url else "?"
-            book.snapshot(f"{postgres_url}{separator}schema=other", data=place)
+            snapshot(book, f"{postgres_url}{separator}schema=other", data=place)
 
 
 @pytest.mark.parametrize(("url", "options"), [("", {}), (b"x", {}), ("memory:", {"seed": 3}), ("s3://x", {})])
 def test_bad_places_and_options_are_refused(url: Any, options: dict[str, Any]) -> None:
     with rollbook.open("memory:") as book, pytest.raises(ValueError, match="got|none of its options"):
-        book.snapshot(url, **options)
+        snapshot(book, url, **options)
 
 
 # --- while others go on -------------------------------------------------------------------------------------------
@@ -285,7 +296,7 @@ def test_a_copy_is_one_state_while_others_write(durable_url: str) -> None:
                 while len(done) < 4:
                     stop.wait(0.01)
                 known = len(done)
-                with book.snapshot("memory:") as copy:
+                with snapshot(book, "memory:") as copy:
                     assert len(copy) % 3 == 0
                     assert len(copy) >= 3 * known
                     assert len(contents(copy)) == len(copy)
@@ -307,14 +318,14 @@ def test_compaction_may_move_what_is_copied(book: Book, watched: Any) -> None:
     def meddle(name: str) -> None:
         if name == "during snapshot" and not moved:
             moved.append(name)
-            before = set(book.shelf.segments())
-            book.shelf.seal()
+            before = set(book.store.segments())
+            book.store.seal()
             book.compact(garbage=0.0)
             # In a database the picture has a segment of its own, which has no need to move.
-            assert len(before & set(book.shelf.segments())) <= (book.ledger.dialect == "postgresql")
+            assert len(before & set(book.store.segments())) <= (book.ledger.dialect == "postgresql")
 
     watched(meddle)
-    with book.snapshot("memory:") as copy:
+    with snapshot(book, "memory:") as copy:
         assert moved
         assert same(contents(copy), expected)
         sound(copy)
@@ -329,12 +340,12 @@ def test_a_revision_whose_old_bytes_are_gone_starts_the_copy_anew(book: Book, wa
             tries.append(name)
             if len(tries) == 1:
                 book.revise({each.eid.uid: {"reward": 9.0} for each in some(range(2))}, author="ana")
-                book.shelf.seal()
+                book.store.seal()
                 book.compact(garbage=0.0, grace=0.0)
                 book.compact(garbage=0.0, grace=0.0)
 
     watched(meddle)
-    with book.snapshot("memory:") as copy:
+    with snapshot(book, "memory:") as copy:
         assert len(tries) == 2
         assert same(contents(copy), contents(book))
         assert copy[record(0, 0).eid.uid].reward == 9.0
@@ -352,10 +363,10 @@ def test_half_a_copy_is_no_book(window: str, tmp_path: Path, watched: Any) -> No
         lived(book)
         watched(stop)
         with pytest.raises(Stopped):
-            book.snapshot(tmp_path / "copy")
-        windows.watch(None)
+            snapshot(book, tmp_path / "copy")
+        failpoints.watch(None)
         assert os.listdir(tmp_path) == ["book"]
-        book.snapshot(tmp_path / "copy").close()
+        snapshot(book, tmp_path / "copy").close()
 
 
 def test_half_a_copy_leaves_no_schema(postgres_url: str, watched: Any) -> None:
@@ -367,9 +378,9 @@ def test_half_a_copy_leaves_no_schema(postgres_url: str, watched: Any) -> None:
         book.append(some(range(1)))
         watched(stop)
         with pytest.raises(Stopped):
-            book.snapshot(postgres_url)
-        windows.watch(None)
-        with book.snapshot(postgres_url) as copy:
+            snapshot(book, postgres_url)
+        failpoints.watch(None)
+        with snapshot(book, postgres_url) as copy:
             names = rows(copy, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'copying%'")
             assert (len(copy), names) == (2, [])
 
@@ -384,7 +395,7 @@ def test_a_fork_is_the_book_at_the_checkpoint_and_goes_the_same_way(book: Book, 
     book.lease(1).ack(step=2)
     book.checkpoint("saved")
     then, told = seen(book), events(book)
-    with book.snapshot("memory:") as copy:
+    with snapshot(book, "memory:") as copy:
         kept = contents(copy)
     # What follows it: records, uses, an announced version, another consumer, another checkpoint.
     book.append(some(range(10, 14)))
@@ -396,9 +407,9 @@ def test_a_fork_is_the_book_at_the_checkpoint_and_goes_the_same_way(book: Book, 
     book.lease(2, consumer="judge").ack()
     book.lease(1, by="group").ack()
     now = seen(book), events(book)
-    with book.fork("saved", target) as other:
+    with fork(book, "saved", target) as other:
         assert (seen(book), events(book)) == now
-        inbox.drain_all(other)
+        queue.drain_inboxes(other)
         mine = seen(other)
         assert mine["work"][: len(then["work"])] == then["work"]
         assert {row[3] for row in mine["work"][len(then["work"]) :]} == {"waiting", "dropped"}  # one made since
@@ -427,12 +438,12 @@ def test_a_fork_knows_revisions_and_deletions_that_came_later(book: Book) -> Non
     book.delete(record(1, 0), author="ana")
     book.append(record(5, 0))
     book.lease(3).ack()
-    with book.fork("saved", "memory:") as other:
+    with fork(book, "saved", "memory:") as other:
         assert other[record(0, 0).eid.uid].reward == 4.0
         assert [entry.kind for entry in other.history(record(0, 0))] == ["admitted", "revised"]
         assert (other.counts().waiting, other.counts().dropped) == (5, {"deleted": 1})
         assert record(5, 0) not in other
-        assert other.trained() == {}
+        assert trained_steps(other) == {}
         told = json.loads(rows(other, "SELECT value FROM meta WHERE key = 'from'")[0][0])
         assert told["checkpoint"] == "saved"
         sound(other)
@@ -443,18 +454,18 @@ def test_a_fork_ends_leases_that_lived_at_the_checkpoint(book: Book) -> None:
     lease = book.lease(2)
     book.checkpoint("saved")
     lease.ack()
-    with book.fork("saved", "memory:") as other:
+    with fork(book, "saved", "memory:") as other:
         assert other.counts().waiting == 6
         assert rows(other, "SELECT samples FROM consumers") == [(0,)]
         assert set(other.lease(6).uids) == {each.eid.uid for each in some(range(3))}
         sound(other)
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseLostError):
         lease.nack()
 
 
 def test_a_fork_from_nowhere_is_refused(tmp_path: Path) -> None:
     with rollbook.open("memory:") as book, pytest.raises(KeyError, match="'nowhere', the book has none"):
-        book.fork("nowhere", tmp_path / "copy")
+        fork(book, "nowhere", tmp_path / "copy")
     assert os.listdir(tmp_path) == []
 
 
@@ -462,6 +473,6 @@ def test_no_memory_is_shared() -> None:
     with rollbook.open("memory:") as book:
         book.append(record(1))
         uid = record(1).eid.uid
-        with book.snapshot("memory:") as copy:
+        with snapshot(book, "memory:") as copy:
             copy[uid].tokens[0] = 9
             assert book[uid].tokens.tolist() == copy[uid].tokens.tolist() == record(1).tokens.tolist()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rollbook
-from rollbook.book import Appended, BackPressure, BookError, MaxUses, SamplesToInserts
+from rollbook.book import AppendResult, BackPressureError, BookError, MaxUses, SamplesToInserts, fork
 from tests.book.records import check, numbers, record, records, take
 
 
@@ -42,7 +42,7 @@ def test_old_records_are_recorded_as_such_when_they_come(url: str) -> None:
     with rollbook.open(url, max_staleness=2) as book:
         assert book.append(versioned(0)).stale == 0  # Nothing was announced: nothing is old.
         book.announce(5)
-        assert book.append(versioned(2, 3, 5, 9, start=1)) == Appended(admitted=4, stale=1)
+        assert book.append(versioned(2, 3, 5, 9, start=1)) == AppendResult(admitted=4, stale=1)
         counts = book.counts()
         assert (counts.admitted, counts.waiting, counts.dropped) == (5, 3, {"stale": 2})
         assert [event.kind for event in book.history("//0/0/1")] == ["admitted", "dropped"]
@@ -161,7 +161,7 @@ def test_going_stale_frees_room(url: str) -> None:
     with rollbook.open(url, max_staleness=0, limiters=SamplesToInserts(ratio=1.0, slack=2, append_size=2)) as book:
         book.announce(1)
         book.append(versioned(1, 1))
-        with pytest.raises(BackPressure):
+        with pytest.raises(BackPressureError):
             book.append(versioned(1, start=2), timeout=0)
         book.announce(2)
         assert book.append(versioned(2, 2, start=3), timeout=0).admitted == 2
@@ -233,7 +233,7 @@ def test_records_name_the_lineage_that_sampled_them(url: str) -> None:
         check(book)
         # A fork has its own records from there on: none of them is of versions that this book abandoned.
         name = f"{url}&schema=twin" if url.startswith("postgresql") else f"{url}-twin" if url != "memory:" else url
-        with book.fork("second", name) as twin:
+        with fork(book, "second", name) as twin:
             assert (twin.policy_lineage, twin.policy_version) == (2, 6)
             assert twin.append(versioned(6, 7, 8)).stale == 0
 

@@ -112,7 +112,7 @@ def statement(*statements: str) -> Callable[[Book], None]:
 
 
 def without_segment(book: Book) -> None:
-    for name in book.shelf.segments():
+    for name in book.store.segments():
         Path(book.url, "segments", name).unlink()
 
 
@@ -221,7 +221,7 @@ HARM: dict[str, tuple[Callable[[Book], None], str]] = {
         "p/5/0/0/t: in the work of train, and not for training",
     ),
     "a lost segment": (without_segment, "the ledger points to it, and it is not there"),
-    "a flipped byte": (with_flipped_byte, "records cannot be read: Damaged"),
+    "a flipped byte": (with_flipped_byte, "records cannot be read: CorruptBookError"),
     "no ledger": (lambda book: Path(book.url, "ledger.sqlite").write_bytes(b"x" * 5000), "the book does not open"),
 }
 

@@ -9,7 +9,15 @@ import pytest
 
 import rollbook
 from rollbook import EID
-from rollbook.book import LeaseLost, UnknownConsumer, consumers, repair
+from rollbook.book import (
+    LeaseLostError,
+    UnknownConsumerError,
+    consumer,
+    remove_consumer,
+    repair,
+    snapshot,
+    trained_steps,
+)
 from tests.book.records import Clock, check, group, ledger, record, records
 
 
@@ -57,17 +65,19 @@ def test_feedback_returns_the_whole_group(url: str) -> None:
 def test_consumer_groups_are_created_listed_and_removed(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumers, "_REMOVED_AT_ONCE", 2)
+    monkeypatch.setattr(consumer, "_REMOVED_CHUNK", 2)
     with rollbook.open(url, lease_seconds=60) as book:
         book.append(records(5))
         for call in (
             lambda: book.lease(1, consumer="trian"),
             lambda: asyncio.run(book.alease(1, consumer="trian")),
             lambda: book.consumer("trian"),
-            lambda: book.remove_consumer("trian"),
-            lambda: book.trained("trian"),
+            lambda: remove_consumer(book, "trian"),
+            lambda: trained_steps(book, "trian"),
         ):
-            with pytest.raises(UnknownConsumer, match=r"^consumer: got 'trian', .*; did you mean 'train'\?") as caught:
+            with pytest.raises(
+                UnknownConsumerError, match=r"^consumer: got 'trian', .*; did you mean 'train'\?"
+            ) as caught:
                 call()
             assert isinstance(caught.value, KeyError)
         lease = book.lease(1, consumer="replay", create=True, by="group")
@@ -77,16 +87,16 @@ def test_consumer_groups_are_created_listed_and_removed(
         saved = book.checkpoint()
         book.lease(1, consumer="replay").ack()
         with pytest.raises(ValueError, match="remove_consumer: got 'train'"):
-            book.remove_consumer("train")
+            remove_consumer(book, "train")
 
-        delete = consumers.delete_removed
-        monkeypatch.setattr(consumers, "delete_removed", lambda ledger: None)  # As if it were killed there.
-        book.remove_consumer("replay")
-        monkeypatch.setattr(consumers, "delete_removed", delete)
+        delete = consumer.delete_removed_consumers
+        monkeypatch.setattr(consumer, "delete_removed_consumers", lambda ledger: None)  # As if it were killed there.
+        remove_consumer(book, "replay")
+        monkeypatch.setattr(consumer, "delete_removed_consumers", delete)
         assert list(book.consumers()) == ["train"] and book.check().ok
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLostError):
             lease.ack()
-        with book.snapshot("memory:") as copy:
+        with snapshot(book, "memory:") as copy:
             check(copy)
         book.compact()
         with book.ledger.read() as tx:
@@ -111,7 +121,7 @@ def test_a_lost_lease_is_told_once() -> None:
         book.append(record())
         with book.lease(1, seconds=10) as lease:
             clock.now += 11
-            with pytest.raises(LeaseLost):
+            with pytest.raises(LeaseLostError):
                 lease.ack()
-        with pytest.raises(LeaseLost), book.lease(1, seconds=10):
+        with pytest.raises(LeaseLostError), book.lease(1, seconds=10):
             clock.now += 11

@@ -11,9 +11,9 @@ import pytest
 
 import rollbook
 from rollbook import Experience
-from rollbook.book import vocabularies
-from rollbook.book.checking import check
-from rollbook.book.errors import Damaged
+from rollbook.book import append, fork, snapshot
+from rollbook.book.check import check
+from rollbook.book.errors import CorruptBookError
 from rollbook.core.vocabulary import Vocabulary
 from tests.tiny import bytes_, words
 
@@ -24,22 +24,22 @@ def record(number: int = 0) -> Experience:
 
 def test_it_is_there_after_the_first_append_and_not_before(url: str) -> None:
     with rollbook.open(url, tokenizer=bytes_()) as book:
-        assert book.vocabulary() is None
+        assert book.vocabulary is None
         book.append(record())
-        assert book.vocabulary() == Vocabulary.of(bytes_())
-        assert book.untold is None, "the tokenizer is let go of"
+        assert book.vocabulary == Vocabulary.of(bytes_())
+        assert book.pending_tokenizer is None, "the tokenizer is let go of"
 
 
 def test_a_fingerprint_keeps_none(url: str) -> None:
     with rollbook.open(url, tokenizer="some fingerprint") as book:
         book.append(record())
-        assert book.vocabulary() is None
+        assert book.vocabulary is None
 
 
 def test_without_a_tokenizer_there_is_none(url: str) -> None:
     with rollbook.open(url) as book:
         book.append(record())
-        assert book.vocabulary() is None
+        assert book.vocabulary is None
 
 
 def test_it_outlives_its_writer_and_is_built_once(durable_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_it_outlives_its_writer_and_is_built_once(durable_url: str, monkeypatch:
             book.append(record(number))
             book.append(record(number + 10))
     with rollbook.open(durable_url, "r") as book:
-        assert book.vocabulary() == of(words())
+        assert book.vocabulary == of(words())
         assert check(book).ok
     assert len(built) == 1
 
@@ -62,17 +62,17 @@ def test_a_book_that_had_only_a_fingerprint_gets_it_later(durable_url: str) -> N
     with rollbook.open(durable_url, tokenizer=tokenizer_fingerprint(words())) as book:
         book.append(record())
     with rollbook.open(durable_url, tokenizer=words()) as book:
-        assert book.vocabulary() is None
+        assert book.vocabulary is None
         book.append(record(1))
-        assert book.vocabulary() is not None
+        assert book.vocabulary is not None
 
 
 def test_copies_have_it(url: str, tmp_path: Path) -> None:
     with rollbook.open(url, tokenizer=words()) as book:
         book.append(record())
         saved = book.checkpoint()
-        with book.snapshot(tmp_path / "copy") as copy, book.fork(saved, "memory:") as fork:
-            assert copy.vocabulary() == fork.vocabulary() == Vocabulary.of(words())
+        with snapshot(book, tmp_path / "copy") as copy, fork(book, saved, "memory:") as twin:
+            assert copy.vocabulary == twin.vocabulary == Vocabulary.of(words())
 
 
 def test_damage_is_one_error(tmp_path: Path) -> None:
@@ -84,9 +84,9 @@ def test_damage_is_one_error(tmp_path: Path) -> None:
         connection.close()
         with (
             rollbook.open(tmp_path / "book", "r") as book,
-            pytest.raises(Damaged, match="the vocabulary in its ledger"),
+            pytest.raises(CorruptBookError, match="the vocabulary in its ledger"),
         ):
-            book.vocabulary()
+            _ = book.vocabulary
 
 
 class Odd:
@@ -106,5 +106,5 @@ def test_a_tokenizer_without_a_usable_vocabulary_does_not_stop_an_append() -> No
             assert book.append(record()).admitted == 1
             assert book.append(record(1)).admitted == 1
         assert [str(one.message) for one in said if "its vocabulary is not kept" in str(one.message)]
-        assert book.vocabulary() is None
-        assert vocabularies.kept(book) is None
+        assert book.vocabulary is None
+        assert append.read_vocabulary(book) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rollbook
-from rollbook.book import Appended, BookError, Conflict, SamplesToInserts
+from rollbook.book import AppendResult, BookError, ConflictError, SamplesToInserts
 from tests.book.records import check, numbers, record, records, take
 
 
@@ -23,7 +23,7 @@ def test_small_appends_are_gathered(url: str) -> None:
         with book.writer(delay=30.0, batch=1000) as writer:
             receipts = [writer.add(each) for each in records(50)]
             assert len(book) == 0 and not receipts[0].done()
-        assert [receipt.result() for receipt in receipts] == [Appended(admitted=1)] * 50
+        assert [receipt.result() for receipt in receipts] == [AppendResult(admitted=1)] * 50
         assert frames(book) == 1
         assert numbers(book.where()) == list(range(50))
         check(book)
@@ -43,7 +43,7 @@ def test_the_delay_is_held(url: str) -> None:
     with rollbook.open(url) as book, book.writer(delay=0.1, batch=1000) as writer:
         start = time.monotonic()
         receipts = [writer.add(each) for each in records(3)]
-        assert receipts[0].result(timeout=30) == Appended(admitted=1)
+        assert receipts[0].result(timeout=30) == AppendResult(admitted=1)
         assert time.monotonic() - start >= 0.1
         assert len(book) == 3 and frames(book) == 1
 
@@ -69,15 +69,15 @@ def test_only_the_piece_at_fault_fails(url: str) -> None:
         good = writer.add(records(2))
         bad = writer.add([record(suffix="x"), record(suffix="known", reward=0.75)])
         after = writer.add(records(1, start=2))
-        with pytest.raises(Conflict, match="known.*reward"):
+        with pytest.raises(ConflictError, match="known.*reward"):
             writer.flush()
-        assert good.result() == Appended(admitted=2) and after.result() == Appended(admitted=1)
-        with pytest.raises(Conflict):
+        assert good.result() == AppendResult(admitted=2) and after.result() == AppendResult(admitted=1)
+        with pytest.raises(ConflictError):
             bad.result()
         assert "//0/0/x" not in book and len(book) == 4
         writer.flush()  # It was said once.
         writer.add(record(suffix="known", reward=0.25))
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             writer.close()
         check(book)
 
@@ -87,7 +87,7 @@ def test_an_error_that_was_asked_for_is_not_raised_again(url: str) -> None:
         book.append(record(suffix="known", reward=0.5))
         with book.writer(delay=0.0) as writer:
             receipt = writer.add(record(suffix="known", reward=0.75))
-            assert isinstance(receipt.exception(timeout=30), Conflict)
+            assert isinstance(receipt.exception(timeout=30), ConflictError)
 
 
 def test_leaving_by_an_exception_keeps_what_was_added_and_the_exception(url: str) -> None:
@@ -114,14 +114,14 @@ def test_receipts_tell_what_became_of_their_own(url: str) -> None:
             ]
             revised = record(suffix="c")
         assert [receipt.result() for receipt in receipts] == [
-            Appended(admitted=1, known=1),
-            Appended(known=1),
-            Appended(admitted=1, stale=1),
-            Appended(),
+            AppendResult(admitted=1, known=1),
+            AppendResult(known=1),
+            AppendResult(admitted=1, stale=1),
+            AppendResult(),
         ]
         with book.writer(delay=60.0, author="scorer") as writer:
             receipts = [writer.add(one.replace(reward=1.0)), writer.add(revised)]
-        assert [receipt.result() for receipt in receipts] == [Appended(revised=1), Appended(admitted=1)]
+        assert [receipt.result() for receipt in receipts] == [AppendResult(revised=1), AppendResult(admitted=1)]
         assert book.history("//0/0/a")[-1].detail["author"] == "scorer"
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import rollbook
+from rollbook.book import trained_steps
 from rollbook.book.book import Book
 from rollbook.inspect.doctor import examine
 from rollbook.train import saving
@@ -32,7 +33,7 @@ def ledger(book: Book) -> dict[str, Any]:
     counts = book.counts()
     rows = {kind: {row.eid.uid: row for row in book.where(evaluation=kind)} for kind in (0, 1)}
     return {
-        "trained": book.trained(),
+        "trained": trained_steps(book),
         "records": rows[0],
         "evaluations": rows[1],
         "counts": (counts.waiting, counts.leased, counts.trained),

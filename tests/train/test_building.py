@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import rollbook
 from rollbook import Experience
+from rollbook.book import trained_steps
 from rollbook.cli import main
 from rollbook.models import Actor
 from rollbook.rollout.environment import Reply
@@ -143,7 +144,7 @@ class Ran:
         with rollbook.open(outcome.book) as book:
             self.records: list[Experience] = list(book.where(evaluation=0))
             self.evaluated: list[Experience] = list(book.where(evaluation=1))
-            self.counts, self.trained, self.metrics = book.counts(), book.trained(), book.metrics()
+            self.counts, self.trained, self.metrics = book.counts(), trained_steps(book), book.metrics()
 
     def moved(self) -> float:
         """How far the weights are from where they began."""

@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollbook.algorithms import ESTIMATORS, KL, LOSSES
-from rollbook.book.samplers import SAMPLERS as KNOWN_SAMPLERS
+from rollbook.book.sampler import SAMPLERS as KNOWN_SAMPLERS
 from rollbook.cli.parser import main
 from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
 from rollbook.train.asking import reward_of

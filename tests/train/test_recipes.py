@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import rollbook
+from rollbook.book import trained_steps
 from rollbook.cli import main
 from rollbook.train import saving
 from rollbook.train.config import effective, recipes
@@ -92,7 +93,7 @@ def test_a_replay_learns_from_records_twice(warm: Path, tmp_path: Path) -> None:
     before, after = reinforced("letters-replay", tmp_path / "run", warm, "steps=12", "batch.prompts=24")
     assert after > before + 0.06, (before, after)
     with rollbook.open(tmp_path / "run" / "book", mode="r") as book:
-        uses = [len(steps) for steps in book.trained().values()]
+        uses = [len(steps) for steps in trained_steps(book).values()]
         assert len(uses) == 6 * 24 * 8 and set(uses) <= {1, 2} and sum(uses) == 12 * 24 * 8
 
 
@@ -220,6 +221,6 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert before.prompts == after.prompts == 20
     assert [one.step for one in saving.saved(tmp_path)] == [2]
     with rollbook.open(tmp_path / "book", mode="r") as book:
-        assert sorted({step for steps in book.trained().values() for step in steps}) == [1, 2]
+        assert sorted({step for steps in trained_steps(book).values() for step in steps}) == [1, 2]
         assert book.counts().trained == 2 * 8 * 8 and book.counts().evaluation == 40 and book.policy_version == 2
         assert [step for step, found in book.metrics() if "loss" in found] == [1, 2]

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.book import windows
+from rollbook.book import failpoints, trained_steps
 from rollbook.book.book import Book
 from rollbook.models import Actor, Critic
 from rollbook.train import saving
@@ -42,7 +42,7 @@ class Died(BaseException):
 @pytest.fixture(autouse=True)
 def unwatched() -> Any:
     yield
-    windows.watch(None)
+    failpoints.watch(None)
 
 
 def dying(point: str, times: int) -> Callable[[str], None]:
@@ -199,17 +199,17 @@ def test_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
     seeded()
     folder = tmp_path / "killed"
     first = trainer(folder, setting)
-    windows.watch(dying("learnt", 4 if name != "dropped groups" else 3))
+    failpoints.watch(dying("learnt", 4 if name != "dropped groups" else 3))
     with pytest.raises(Died):
         first.run(5, save_every=2)
-    windows.watch(None)
+    failpoints.watch(None)
     second = trainer(folder, setting, weights=1)
     assert second.resume()
     assert second.done == 2 and second.book.policy_version == 2
-    windows.watch(dying("before rename", 1))
+    failpoints.watch(dying("before rename", 1))
     with pytest.raises(Died):
         second.run(5, save_every=2)
-    windows.watch(None)
+    failpoints.watch(None)
     third = trainer(folder, setting, weights=1)
     assert third.resume() and third.done == 2
     again = third.run(5, save_every=2)
@@ -233,7 +233,7 @@ def test_the_settings_do_what_they_are_for(tmp_path: Path) -> None:
     assert made.book.counts().dropped["constant group"] > 0 and sum(one["made"] for one in reports) > 5 * 12
     made = trainer(tmp_path / "replay", SETTINGS["replay"])
     reports = made.run(5)
-    assert any(len(steps) > 1 for steps in made.book.trained().values()) and "made" not in reports[1]
+    assert any(len(steps) > 1 for steps in trained_steps(made.book).values()) and "made" not in reports[1]
     made = trainer(tmp_path / "random", SETTINGS["random rewards"])
     made.run(1)
     other = trainer(tmp_path / "another", SETTINGS["random rewards"])
@@ -300,10 +300,10 @@ def test_a_step_is_saved_again(tmp_path: Path) -> None:
     assert [point.name for point in made.book.checkpoints()] == ["step-000000", "step-000002+"]
     for point in ("book's checkpoint", "saving begins", "before rename", "between renames", "after rename"):
         made.book.log(2, {point: 1.0})
-        windows.watch(dying(point, 1))
+        failpoints.watch(dying(point, 1))
         with pytest.raises(Died):
             made.save()
-        windows.watch(None)
+        failpoints.watch(None)
         other = trainer(tmp_path, {}, weights=1)
         assert other.resume()
         kept = dict(other.book.metrics())[2]
@@ -317,10 +317,10 @@ def test_a_step_is_saved_again(tmp_path: Path) -> None:
 
 def test_only_the_newest_are_kept_and_the_first(tmp_path: Path) -> None:
     made = trainer(tmp_path, {"keep": 2})
-    windows.watch(dying("before forgetting", 4))
+    failpoints.watch(dying("before forgetting", 4))
     with pytest.raises(Died):
         made.run(6, save_every=1)
-    windows.watch(None)
+    failpoints.watch(None)
     assert [one.step for one in saving.saved(tmp_path)] == [0, 2, 3]
     made = trainer(tmp_path, {"keep": 2})
     assert made.resume()
@@ -354,4 +354,4 @@ def test_weights_of_another_shape_change_nothing(tmp_path: Path) -> None:
     with pytest.raises(saving.Broken, match=r"step-000001/model: got no weight .* of shape \[60, 32\]"):
         made.resume()
     assert equal(before, dict(made.actor.state_dict())) and torch.equal(drawn, torch.get_rng_state())
-    assert len(made.book.trained()) == 24
+    assert len(trained_steps(made.book)) == 24

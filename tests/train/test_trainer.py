@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 import rollbook
 from rollbook import Experience, Experiences
-from rollbook.book import ConnectionLost, Lease, OutcomeUnknown
+from rollbook.book import ConnectionLostError, Lease, OutcomeUnknownError, trained_steps
 from rollbook.models import Actor
 from rollbook.rollout import EnvironmentConfig, ScriptedEngine
 from rollbook.train import pipeline
@@ -199,7 +199,7 @@ def test_a_step_is_acknowledged_again_while_the_server_cannot_be_reached(monkeyp
     book = rollbook.open("memory:")
     book.append(scored([1.0, 0.0]))
     run = Trainer(models()[0], AlgorithmConfig.preset("grpo"), book, prompts_per_step=1)
-    acknowledge, failures = Lease.ack, [ConnectionLost("no server"), OutcomeUnknown("no answer")]
+    acknowledge, failures = Lease.ack, [ConnectionLostError("no server"), OutcomeUnknownError("no answer")]
 
     def ack(lease: Lease, *args: Any, **options: Any) -> int:
         count = acknowledge(lease, *args, **options)
@@ -210,7 +210,7 @@ def test_a_step_is_acknowledged_again_while_the_server_cannot_be_reached(monkeyp
     monkeypatch.setattr(Lease, "ack", ack)
     with pytest.warns(UserWarning, match="step 1 is not acknowledged yet: no"):
         assert run.step().step == 1
-    assert not failures and book.trained() == {"0/0/0/0/": [1], "0/0/1/0/": [1]}
+    assert not failures and trained_steps(book) == {"0/0/0/0/": [1], "0/0/1/0/": [1]}
 
 
 @pytest.mark.parametrize("missing", [None, float("nan")])

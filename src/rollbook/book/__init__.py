@@ -10,94 +10,114 @@ from typing import TYPE_CHECKING
 from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from rollbook.book.admission import Appended as Appended
+    from rollbook.book.append import AppendResult as AppendResult
+    from rollbook.book.append import Writer as Writer
     from rollbook.book.book import Book as Book
-    from rollbook.book.checkpoints import Checkpoint as Checkpoint
-    from rollbook.book.checkpoints import Rewound as Rewound
-    from rollbook.book.compaction import Compacted as Compacted
-    from rollbook.book.consumers import Settings as Settings
-    from rollbook.book.errors import BackPressure as BackPressure
+    from rollbook.book.book import open as open
+    from rollbook.book.check import Finding as Finding
+    from rollbook.book.check import Report as Report
+    from rollbook.book.checkpoint import Checkpoint as Checkpoint
+    from rollbook.book.checkpoint import RewindResult as RewindResult
+    from rollbook.book.checkpoint import forget_checkpoint as forget_checkpoint
+    from rollbook.book.checkpoint import trained_steps as trained_steps
+    from rollbook.book.compaction import CompactionResult as CompactionResult
+    from rollbook.book.consumer import ConsumerConfig as ConsumerConfig
+    from rollbook.book.consumer import MaxAge as MaxAge
+    from rollbook.book.consumer import MaxSize as MaxSize
+    from rollbook.book.consumer import MaxUses as MaxUses
+    from rollbook.book.consumer import MinSize as MinSize
+    from rollbook.book.consumer import SamplesToInserts as SamplesToInserts
+    from rollbook.book.consumer import remove_consumer as remove_consumer
+    from rollbook.book.errors import BackPressureError as BackPressureError
     from rollbook.book.errors import BookError as BookError
-    from rollbook.book.errors import Conflict as Conflict
-    from rollbook.book.errors import ConnectionLost as ConnectionLost
-    from rollbook.book.errors import Damaged as Damaged
-    from rollbook.book.errors import LeaseLost as LeaseLost
-    from rollbook.book.errors import LockTimeout as LockTimeout
-    from rollbook.book.errors import NewerLayout as NewerLayout
-    from rollbook.book.errors import NotABook as NotABook
-    from rollbook.book.errors import OutcomeUnknown as OutcomeUnknown
-    from rollbook.book.errors import QuotaExceeded as QuotaExceeded
-    from rollbook.book.errors import ReadOnly as ReadOnly
-    from rollbook.book.errors import UnknownConsumer as UnknownConsumer
-    from rollbook.book.findings import Finding as Finding
-    from rollbook.book.findings import Report as Report
-    from rollbook.book.leasing import Lease as Lease
-    from rollbook.book.limits import MaxAge as MaxAge
-    from rollbook.book.limits import MaxSize as MaxSize
-    from rollbook.book.limits import MaxUses as MaxUses
-    from rollbook.book.limits import MinSize as MinSize
-    from rollbook.book.limits import SamplesToInserts as SamplesToInserts
-    from rollbook.book.mixing import Mix as Mix
-    from rollbook.book.mixing import Part as Part
-    from rollbook.book.opening import open as open
+    from rollbook.book.errors import ConflictError as ConflictError
+    from rollbook.book.errors import ConnectionLostError as ConnectionLostError
+    from rollbook.book.errors import CorruptBookError as CorruptBookError
+    from rollbook.book.errors import LeaseLostError as LeaseLostError
+    from rollbook.book.errors import LockTimeoutError as LockTimeoutError
+    from rollbook.book.errors import NewerLayoutError as NewerLayoutError
+    from rollbook.book.errors import NotABookError as NotABookError
+    from rollbook.book.errors import OutcomeUnknownError as OutcomeUnknownError
+    from rollbook.book.errors import QuotaExceededError as QuotaExceededError
+    from rollbook.book.errors import ReadOnlyError as ReadOnlyError
+    from rollbook.book.errors import UnknownConsumerError as UnknownConsumerError
+    from rollbook.book.errors import WriterStoppedError as WriterStoppedError
+    from rollbook.book.lease import Lease as Lease
+    from rollbook.book.mix import Mix as Mix
+    from rollbook.book.mix import Part as Part
     from rollbook.book.query import QueryError as QueryError
-    from rollbook.book.query import QueryTimeout as QueryTimeout
-    from rollbook.book.repairing import repair as repair
+    from rollbook.book.query import QueryTimeoutError as QueryTimeoutError
+    from rollbook.book.read import Selection as Selection
+    from rollbook.book.recovery import repair as repair
     from rollbook.book.reports import Counts as Counts
-    from rollbook.book.samplers import Balanced as Balanced
-    from rollbook.book.samplers import EasyToHard as EasyToHard
-    from rollbook.book.samplers import First as First
-    from rollbook.book.samplers import Last as Last
-    from rollbook.book.samplers import NewestPolicy as NewestPolicy
-    from rollbook.book.samplers import Priority as Priority
-    from rollbook.book.samplers import Proportional as Proportional
-    from rollbook.book.samplers import Uniform as Uniform
-    from rollbook.book.shelves import WriterStopped as WriterStopped
+    from rollbook.book.reports import keep_rates as keep_rates
+    from rollbook.book.sampler import Balanced as Balanced
+    from rollbook.book.sampler import EasyToHard as EasyToHard
+    from rollbook.book.sampler import First as First
+    from rollbook.book.sampler import Last as Last
+    from rollbook.book.sampler import NewestPolicy as NewestPolicy
+    from rollbook.book.sampler import Priority as Priority
+    from rollbook.book.sampler import Proportional as Proportional
+    from rollbook.book.sampler import Uniform as Uniform
+    from rollbook.book.transfer import export_records as export_records
+    from rollbook.book.transfer import fork as fork
+    from rollbook.book.transfer import import_records as import_records
+    from rollbook.book.transfer import snapshot as snapshot
 
 _HOMES = {
-    "Appended": "rollbook.book.admission",
-    "BackPressure": "rollbook.book.errors",
-    "Balanced": "rollbook.book.samplers",
+    "Selection": "rollbook.book.read",
+    "Writer": "rollbook.book.append",
+    "remove_consumer": "rollbook.book.consumer",
+    "keep_rates": "rollbook.book.reports",
+    "trained_steps": "rollbook.book.checkpoint",
+    "forget_checkpoint": "rollbook.book.checkpoint",
+    "import_records": "rollbook.book.transfer",
+    "export_records": "rollbook.book.transfer",
+    "snapshot": "rollbook.book.transfer",
+    "fork": "rollbook.book.transfer",
+    "AppendResult": "rollbook.book.append",
+    "BackPressureError": "rollbook.book.errors",
+    "Balanced": "rollbook.book.sampler",
     "Book": "rollbook.book.book",
     "BookError": "rollbook.book.errors",
-    "Checkpoint": "rollbook.book.checkpoints",
-    "Compacted": "rollbook.book.compaction",
-    "Conflict": "rollbook.book.errors",
-    "ConnectionLost": "rollbook.book.errors",
+    "Checkpoint": "rollbook.book.checkpoint",
+    "CompactionResult": "rollbook.book.compaction",
+    "ConflictError": "rollbook.book.errors",
+    "ConnectionLostError": "rollbook.book.errors",
     "Counts": "rollbook.book.reports",
-    "Damaged": "rollbook.book.errors",
-    "EasyToHard": "rollbook.book.samplers",
-    "Finding": "rollbook.book.findings",
-    "First": "rollbook.book.samplers",
-    "Last": "rollbook.book.samplers",
-    "Lease": "rollbook.book.leasing",
-    "LeaseLost": "rollbook.book.errors",
-    "LockTimeout": "rollbook.book.errors",
-    "MaxAge": "rollbook.book.limits",
-    "MaxSize": "rollbook.book.limits",
-    "MaxUses": "rollbook.book.limits",
-    "MinSize": "rollbook.book.limits",
-    "Mix": "rollbook.book.mixing",
-    "NewerLayout": "rollbook.book.errors",
-    "NewestPolicy": "rollbook.book.samplers",
-    "NotABook": "rollbook.book.errors",
-    "OutcomeUnknown": "rollbook.book.errors",
-    "Part": "rollbook.book.mixing",
-    "Priority": "rollbook.book.samplers",
-    "Proportional": "rollbook.book.samplers",
+    "CorruptBookError": "rollbook.book.errors",
+    "EasyToHard": "rollbook.book.sampler",
+    "Finding": "rollbook.book.check",
+    "First": "rollbook.book.sampler",
+    "Last": "rollbook.book.sampler",
+    "Lease": "rollbook.book.lease",
+    "LeaseLostError": "rollbook.book.errors",
+    "LockTimeoutError": "rollbook.book.errors",
+    "MaxAge": "rollbook.book.consumer",
+    "MaxSize": "rollbook.book.consumer",
+    "MaxUses": "rollbook.book.consumer",
+    "MinSize": "rollbook.book.consumer",
+    "Mix": "rollbook.book.mix",
+    "NewerLayoutError": "rollbook.book.errors",
+    "NewestPolicy": "rollbook.book.sampler",
+    "NotABookError": "rollbook.book.errors",
+    "OutcomeUnknownError": "rollbook.book.errors",
+    "Part": "rollbook.book.mix",
+    "Priority": "rollbook.book.sampler",
+    "Proportional": "rollbook.book.sampler",
     "QueryError": "rollbook.book.query",
-    "QueryTimeout": "rollbook.book.query",
-    "QuotaExceeded": "rollbook.book.errors",
-    "ReadOnly": "rollbook.book.errors",
-    "Report": "rollbook.book.findings",
-    "Rewound": "rollbook.book.checkpoints",
-    "SamplesToInserts": "rollbook.book.limits",
-    "Settings": "rollbook.book.consumers",
-    "Uniform": "rollbook.book.samplers",
-    "UnknownConsumer": "rollbook.book.errors",
-    "WriterStopped": "rollbook.book.shelves",
-    "open": "rollbook.book.opening",
-    "repair": "rollbook.book.repairing",
+    "QueryTimeoutError": "rollbook.book.query",
+    "QuotaExceededError": "rollbook.book.errors",
+    "ReadOnlyError": "rollbook.book.errors",
+    "Report": "rollbook.book.check",
+    "RewindResult": "rollbook.book.checkpoint",
+    "SamplesToInserts": "rollbook.book.consumer",
+    "ConsumerConfig": "rollbook.book.consumer",
+    "Uniform": "rollbook.book.sampler",
+    "UnknownConsumerError": "rollbook.book.errors",
+    "WriterStoppedError": "rollbook.book.errors",
+    "open": "rollbook.book.book",
+    "repair": "rollbook.book.recovery",
 }
 
 # Not `open`: a star would hide the built-in one.

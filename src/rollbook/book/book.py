@@ -1,73 +1,83 @@
-"""`Book`: records between those who make them and those who train on them.
+"""`Book`, the durable store between rollouts and training, and `open`.
 
-Invariant: nothing is lost, acknowledged twice or dropped without a reason: what a method returned is in the ledger, and
-what it raised changed nothing.
+Invariant: no record is lost, acknowledged twice or dropped without a reason. When a method returns, its effect is in
+the ledger; when it raises, nothing changed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import (
-    admission,
-    checkpoints,
-    compaction,
-    consumers,
-    inbox,
-    leasing,
-    lineages,
-    measurements,
-    reading,
-    reports,
-    revising,
-    selecting,
-    snapshots,
-    work,
+from rollbook.book import compaction, queue, reports, revision, schema
+from rollbook.book.append import (
+    AppendResult,
+    GroupCommit,
+    Writer,
+    append_records,
+    append_tombstones,
+    check_tokenizer,
+    read_vocabulary,
 )
-from rollbook.book.admission import Appended
-from rollbook.book.checkpoints import Checkpoint, Rewound
-from rollbook.book.compaction import Compacted
-from rollbook.book.consumers import Consumer, Settings
-from rollbook.book.errors import ReadOnly
-from rollbook.book.group_commit import GroupCommit
-from rollbook.book.leasing import Lease
-from rollbook.book.ledger import Ledger, Transaction, let_others
-from rollbook.book.naming import text_of, uid_of, uids_of
-from rollbook.book.selecting import Selection
-from rollbook.book.shelves import Shelf
-from rollbook.core.addresses import redacted
-from rollbook.core.checks import check_bool, check_choice, check_float, check_int
+from rollbook.book.checkpoint import (
+    Checkpoint,
+    RewindResult,
+    list_checkpoints,
+    make_checkpoint,
+    rewind_book,
+)
+from rollbook.book.compaction import CompactionResult
+from rollbook.book.consumer import (
+    ConsumerConfig,
+    all_consumers,
+    find_consumer,
+    get_consumer,
+)
+from rollbook.book.disk import Disk
+from rollbook.book.errors import BookError, CorruptBookError, NotABookError, ReadOnlyError
+from rollbook.book.lease import (
+    Lease,
+    alease_records,
+    check_request,
+    drop_stale_records,
+    lease_records,
+    refresh_consumer,
+)
+from rollbook.book.ledger import Ledger, SQLiteLedger, check_files, check_text, check_writable, let_others
+from rollbook.book.read import Selection, fetch, parse_conditions, seqs_of, uid_of, uids_of
+from rollbook.book.segments.files import FileSegmentStore, MemorySegmentStore, SegmentStore
+from rollbook.core.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
+from rollbook.core.checks import check_choice, check_float, check_int
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from rollbook.book.findings import Report
-    from rollbook.book.sql_columns import Result
-    from rollbook.book.writer import Writer
+    from rollbook.book.check import Report
+    from rollbook.book.query import Result
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
     from rollbook.core.ids import EID
     from rollbook.core.vocabulary import Vocabulary
 
+
 TRAIN = "train"
-"""The consumer group that is meant where none is named."""
+"""The default consumer group."""
 
 
 class Book:
-    """A durable, replayable, queryable store of experience; made by `rollbook.open`.
+    """A durable, replayable, queryable store of experience; opened by `rollbook.open`.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
     >>> group = [rollbook.Experience(eid={"batch": 0, "task": 1, "run": r}, tokens=[1, 2, 3 + r], reward=float(r),
     ...                              group_size=2) for r in range(2)]
     >>> book.append(group)
-    Appended(admitted=2, known=0, revised=0, stale=0)
+    AppendResult(admitted=2, known=0, revised=0, stale=0)
     >>> book.append(group).known
     2
     >>> with book.lease(1, by="group") as lease:
@@ -84,47 +94,35 @@ class Book:
         self,
         url: str,
         ledger: Ledger,
-        shelf: Shelf,
+        store: SegmentStore,
         *,
         read_only: bool = False,
         tokenizer: str | None = None,
         quota: int | None = None,
     ) -> None:
         self.url = redacted(url)
-        """Where the book is, without secrets."""
+        """Address of the book, without secrets."""
         self.ledger = ledger
-        self.shelf = shelf
+        self.store = store
         self.read_only = read_only
         self.tokenizer = tokenizer
         self.quota = quota
         self.appends = itertools.count(os.urandom(1)[0])
-        """Counts appends, from anywhere on: programs that append once and end merge small segments now and then too."""
-        self.tender: threading.Thread | None = None
-        """Merges small segments beside appends, for a moment now and then."""
+        """Counts appends. It starts at a random number, so that programs that append once and end also compact."""
+        self.compactor: threading.Thread | None = None
+        """Merges small segments in the background."""
         self.closed = False
         self.opened_with: dict[str, Any] = {}
         """Arguments of `rollbook.open` that open this book again."""
         self.group_commit = GroupCommit()
-        self.known_kinds: set[tuple[str, str]] = set()
-        """Columns and their types that the ledger is known to have noted."""
+        self.known_column_types: set[tuple[str, str]] = set()
+        """Columns and their types that the ledger is known to have."""
         self.unsettled_checkpoints: dict[str | None, str] = {}
-        """Tokens of checkpoints whose outcome is unknown, by the name that was asked for."""
-        self.untold: Any = None
-        """The tokenizer itself, until the ledger is known to have its vocabulary."""
+        """Tokens of checkpoints whose outcome is unknown, by the requested name."""
+        self.pending_tokenizer: Any = None
+        """The tokenizer, until the ledger is known to have its vocabulary."""
 
-    def start(self, settings: Mapping[str, Any]) -> None:
-        """Have the consumer group "train" there, with these settings."""
-        if self.read_only:
-            if settings:
-                raise ReadOnly(f"{self.url}: opened for reading, and got settings ({', '.join(settings)})")
-            return
-        self.consumer(TRAIN, create=True, **settings)
-
-    def _writable(self, what: str) -> None:
-        if self.read_only:
-            raise ReadOnly(f"{what}: {self.url} was opened for reading (mode 'r')")
-
-    # --- bringing ---------------------------------------------------------------------------------------------
+    # --- writing ------------------------------------------------------------------------------------------------
 
     def append(
         self,
@@ -133,114 +131,122 @@ class Book:
         evaluation: bool = False,
         author: str = "",
         timeout: float | None = None,
-    ) -> Appended:
-        """Admit records; durable when it returns, all of them or none.
+    ) -> AppendResult:
+        """Append records atomically; they are durable when it returns.
 
-        The same record again changes nothing, whatever was revised since. A known id with fields that were missing
-        (advantages, returns, a reward, new keys of `info`) is a revision by `author`; with anything else different it
-        is a `Conflict`. `evaluation=True`: kept beside, never leased for training. While a consumer's limiter holds
-        inserts back this waits, at most `timeout` seconds, and then raises `BackPressure`.
+        Idempotent: records already in the book are skipped, whatever was revised since. A known id with fields that
+        were missing (advantages, returns, a reward, new keys of `info`) is a revision by `author`.
+
+        Args:
+            experiences: One record, several, or `Experiences`.
+            evaluation: Store the records for evaluation; they are never leased.
+            author: Author of revisions.
+            timeout: Seconds to wait while a rate limiter holds inserts back; `None` waits without limit.
+
+        Returns:
+            How many records are new, known, revised, and stale for some consumer.
+
+        Raises:
+            ConflictError: A different record has the same id.
+            BackPressureError: A rate limiter still held inserts back at the timeout.
+            QuotaExceededError: The book would exceed its quota.
         """
-        self._writable("append")
-        text_of("author", author, 0)
+        check_writable(self, "append")
+        check_text("author", author, 0)
         if timeout is not None:
             check_float("timeout", timeout, 0.0)
-        return admission.append(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
-
-    async def aappend(self, experiences: Experience | Iterable[Experience], **options: Any) -> Appended:
-        """`append` without blocking the event loop."""
-        return await asyncio.to_thread(lambda: self.append(experiences, **options))
+        return append_records(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
 
     def writer(
         self, *, delay: float = 0.05, batch: int = 256, most: int = 4096, evaluation: bool = False, author: str = ""
     ) -> Writer:
-        """A streaming writer: small appends are gathered for at most `delay` seconds, or until `batch` records are
-        together, and admitted as one."""
-        self._writable("writer")
-        text_of("author", author, 0)
-        from rollbook.book.writer import Writer
+        """Return a streaming writer, which collects small appends and commits them together.
 
+        Args:
+            delay: Seconds that a record waits at most for others.
+            batch: Number of records that are committed without waiting longer.
+            most: Number of records that may be pending; `Writer.add` blocks above it.
+            evaluation: As for `append`.
+            author: As for `append`.
+        """
+        check_writable(self, "writer")
+        check_text("author", author, 0)
         return Writer(self, delay=delay, batch=batch, most=most, evaluation=evaluation, author=author)
 
     def fail(self, eids: EID | Sequence[EID], reason: str = "failed", *, group_size: int | None = None) -> int:
-        """Tombstones: runs that gave no record (a crash, a filter) and count for their group; how many are new.
+        """Record runs that produced no record (a crash, a filter), so that they count for their group.
 
-        They are dropped from the start, for this reason. Fail runs before the others of their group are appended: then
-        a crash in between leaves no group that waits for ever.
+        Fail runs before the others of their group are appended: then a crash in between leaves no group that waits
+        forever.
+
+        Args:
+            eids: The ids of the runs.
+            reason: Why they are dropped.
+            group_size: Number of runs in their group.
+
+        Returns:
+            How many of them are new.
         """
-        self._writable("fail")
-        text_of("reason", reason)
+        check_writable(self, "fail")
+        check_text("reason", reason)
         listed = [eids] if hasattr(eids, "uid") or isinstance(eids, (str, Mapping)) else list(eids)
-        return admission.tombstones(self, listed, reason, group_size) if listed else 0
+        return append_tombstones(self, listed, reason, group_size) if listed else 0
 
     def drop(self, uids: Any, reason: str = "filtered", *, consumer: str | None = None) -> int:
-        """Give up records that wait or rest, for one consumer or for all; they still count for their groups. How many
-        were given up, by all these consumers together."""
-        self._writable("drop")
-        text_of("reason", reason)
-        seqs = reading.numbers_of(self, uids_of(uids))
+        """Drop records that are waiting or cooling down; they still count for their groups.
+
+        Args:
+            uids: One id or record, or several.
+            reason: Why they are dropped.
+            consumer: The consumer group that drops them; `None` for all groups.
+
+        Returns:
+            How many rows were dropped, over all these groups.
+        """
+        check_writable(self, "drop")
+        check_text("reason", reason)
+        seqs = seqs_of(self, uids_of(uids))
         count = 0
-        for start in range(0, len(seqs), inbox.PIECE):
-            with inbox.drained(self) as tx:
-                groups = consumers.all_consumers(tx) if consumer is None else [consumers.named(tx, consumer)]
-                piece = seqs[start : start + inbox.PIECE]
-                count += sum(work.give_up(tx, group, piece, reason) for group in groups)
+        for start in range(0, len(seqs), queue.CHUNK):
+            with queue.write_drained(self) as tx:
+                groups = all_consumers(tx) if consumer is None else [get_consumer(tx, consumer)]
+                chunk = seqs[start : start + queue.CHUNK]
+                count += sum(queue.drop_by_seq(tx, group, chunk, reason) for group in groups)
             let_others(self.ledger)
         return count
 
-    # --- taking -----------------------------------------------------------------------------------------------
+    # --- leasing ------------------------------------------------------------------------------------------------
 
-    def consumer(self, name: str = TRAIN, *, create: bool = False, change: bool = False, **settings: Any) -> Settings:
-        """Return a consumer group's settings (see `Settings`).
+    def consumer(
+        self, name: str = TRAIN, *, create: bool = False, change: bool = False, **settings: Any
+    ) -> ConsumerConfig:
+        """Return a consumer group's configuration, or create or change the group.
 
         Args:
+            name: The consumer group.
             create: Create the group, with these settings, if the book does not have it.
-            change: Change the settings of a group that exists, for everybody; all that waits is ranked anew. Without
-                it, other settings than those of the group are refused.
+            change: Change the settings of an existing group, for all its users; all waiting records are ranked again.
+                Without it, settings that differ from those of the group raise an error.
+            settings: Fields of `ConsumerConfig`.
 
         Raises:
-            UnknownConsumer: The book has no such group, and `create` is false.
+            UnknownConsumerError: The book has no such group, and `create` is false.
         """
         with self.ledger.read() as tx:
-            found = consumers.find(tx, name) if create else consumers.named(tx, name)
-        if found is not None and found.settings.changed(settings) == found.settings:
-            return found.settings
-        self._writable("consumer")
+            group = find_consumer(tx, name) if create else get_consumer(tx, name)
+        if group is not None and group.settings.changed(settings) == group.settings:
+            return group.settings
+        check_writable(self, "consumer")
         with self.ledger.write() as tx:
-            configured = admission.configure(tx, self, name, settings, create=create, change=change)
-        if found is not None:
-            leasing.refresh(self, name)
-        return configured
+            config = queue.configure_consumer(tx, name, settings, create=create, change=change)
+        if group is not None:
+            refresh_consumer(self, name)
+        return config
 
-    def remove_consumer(self, name: str) -> None:
-        """Remove a consumer group: its leases end, and no record is kept for its sake any more.
-
-        Events keep what it did, without its name. The group "train" cannot be removed.
-
-        >>> import rollbook
-        >>> book = rollbook.open("memory:")
-        >>> _ = book.consumer("replay", create=True)
-        >>> book.remove_consumer("replay")
-        >>> list(book.consumers())
-        ['train']
-        """
-        self._writable("remove_consumer")
-        if name == TRAIN:
-            raise ValueError(f"remove_consumer: got {name!r}, which every book has")
-        with self.ledger.write() as tx:
-            consumers.remove(tx, name)
-        consumers.delete_removed(self.ledger)
-
-    def consumers(self) -> dict[str, Settings]:
-        """The consumer groups there are, in the order they were made, and their settings."""
+    def consumers(self) -> dict[str, ConsumerConfig]:
+        """Return the consumer groups, in the order of their creation, and their configurations."""
         with self.ledger.read() as tx:
-            return {each.name: each.settings for each in consumers.all_consumers(tx)}
-
-    def make_consumer(self, tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
-        """A new consumer group, offered all that is in the book for training."""
-        consumer = consumers.make(tx, name, Settings().changed(dict(settings or {})))
-        inbox.add_all(tx, consumer.id)
-        return consumer
+            return {group.name: group.settings for group in all_consumers(tx)}
 
     def lease(
         self,
@@ -254,24 +260,26 @@ class Book:
         max_staleness: int | None = None,
         seconds: float | None = None,
     ) -> Lease:
-        """Claim `n` records, or (`by="group"`) `n` whole groups with all that waits of them.
+        """Claim `n` records, or with `by="group"` all waiting records of `n` groups.
 
         Args:
+            n: Number of records or groups.
+            by: `"experience"` or `"group"`.
             consumer: The consumer group that the records are for.
             create: Create the group, with default settings, if the book does not have it.
-            timeout: How many seconds to wait until all are there, other writers' turns included; `None`: without limit.
-                After that the lease has what there is, and `lease.short` says why it is less.
+            timeout: Seconds to wait until all are there, including waits for other writers; `None` waits without
+                limit. After that the lease has what there is, and `lease.short` says why it is less.
             exact: Claim all `n` or none.
-            max_staleness: Overrides the group's bound; what is older is dropped as stale, for good.
-            seconds: How long the lease lives without progress; by default the group's `lease_seconds`.
+            max_staleness: Overrides the group's bound; older records are dropped as stale.
+            seconds: Lease duration without progress; by default the group's `lease_seconds`.
 
         Raises:
-            UnknownConsumer: The book has no such group, and `create` is false.
-            LockTimeout: With `timeout=None`: another writer held the ledger for 30 s.
+            UnknownConsumerError: The book has no such group, and `create` is false.
+            LockTimeoutError: With `timeout=None`: another writer held the ledger for 30 s.
         """
-        self._writable("lease")
-        wanted = leasing.wanted(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
-        return leasing.lease(self, wanted, timeout)
+        check_writable(self, "lease")
+        request = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
+        return lease_records(self, request, timeout)
 
     async def alease(
         self,
@@ -285,43 +293,43 @@ class Book:
         max_staleness: int | None = None,
         seconds: float | None = None,
     ) -> Lease:
-        """`lease` without blocking the event loop; a wait that is cancelled has claimed nothing."""
-        self._writable("lease")
-        wanted = leasing.wanted(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
-        return await leasing.alease(self, wanted, timeout)
+        """Lease without blocking the event loop, with the arguments of `lease`; a cancelled wait claims nothing."""
+        check_writable(self, "lease")
+        request = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
+        return await alease_records(self, request, timeout)
 
-    # --- the policy's version -----------------------------------------------------------------------------------
+    # --- policy versions ----------------------------------------------------------------------------------------
 
     def announce(self, version: int) -> None:
-        """Say which policy version is trained now: what consumers' staleness bounds count from. It never falls."""
-        self._writable("announce")
+        """Set the current policy version, from which staleness is counted. It never decreases."""
+        check_writable(self, "announce")
         version = check_int("version", version)
         with self.ledger.write() as tx:
-            is_new = work.announce(tx, version)
+            is_new = queue.announce_version(tx, version)
         for name, settings in self.consumers().items() if is_new else ():
             if settings.max_staleness is not None:
-                leasing.drop_stale(self, name)
+                drop_stale_records(self, name)
 
     @property
     def policy_version(self) -> int | None:
-        """The version that was announced last."""
+        """The policy version that was announced last."""
         with self.ledger.read() as tx:
-            return work.announced(tx)
+            return queue.announced_version(tx)
 
     @property
     def policy_lineage(self) -> int:
-        """The number of the policy's lineage, which every rewind raises.
+        """The number of the policy's lineage, which every rewind increases.
 
-        Whoever samples reads it with `policy_version` and puts it into `info["policy_lineage"]` of the records: then a
-        record of a version that a rewind abandoned is known as such, whenever it is appended.
+        A sampler that reads it with `policy_version` and writes it to `info["policy_lineage"]` of its records lets the
+        book detect records of a version that a rewind abandoned, whenever they are appended.
         """
         with self.ledger.read() as tx:
-            return lineages.read(tx).number
+            return queue.read_lineage(tx).number
 
-    # --- measuring -----------------------------------------------------------------------------------------------
+    # --- metrics ------------------------------------------------------------------------------------------------
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep numbers of a training step, by name; SQL sees them in `events`, as the JSON of `detail`.
+        """Store metrics of a training step; SQL sees them in `events`, as the JSON of `detail`.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -329,15 +337,14 @@ class Book:
         >>> book.metrics()
         [(1, {'loss': 0.5, 'grad_norm': inf})]
         """
-        self._writable("log")
-        measurements.log(self, step, metrics)
+        check_writable(self, "log")
+        reports.log_metrics(self, step, metrics)
 
     def metrics(self) -> list[tuple[int, dict[str, float]]]:
-        """What was logged, step by step, of one name the last; without what came after a checkpoint that was rewound
-        to."""
-        return measurements.read(self)
+        """Return the logged metrics by step (the last value of each name), without those that a rewind undid."""
+        return reports.read_metrics(self)
 
-    # --- changing -----------------------------------------------------------------------------------------------
+    # --- revisions ----------------------------------------------------------------------------------------------
 
     def revise(
         self,
@@ -348,11 +355,18 @@ class Book:
         retrain: bool | str = False,
         **fields: Any,
     ) -> int:
-        """Change what comes late (reward, advantages, `info` ...) of a record, or of many: `{uid: {field: value}}`.
+        """Change late fields (reward, advantages, `info` ...) of a record, or of several: `{uid: {field: value}}`.
 
-        Who did it and when stands in the ledger. Dicts are merged. `retrain=True`: records that were trained or dropped
-        wait again; `retrain="group"`: and so do the other records of their groups, for estimators that compare within a
-        group. Returns how many records changed.
+        Args:
+            uid: The record, or a mapping from ids to fields.
+            author: Who revises; stored in the ledger.
+            reason: Why; stored in the ledger.
+            retrain: `True` offers trained and dropped records again; `"group"` also the rest of their groups, for
+                estimators that compare within a group.
+            fields: New values; dicts are merged.
+
+        Returns:
+            How many records changed.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -363,70 +377,89 @@ class Book:
         >>> book[record.eid.uid].reward, book.history(record.eid.uid)[-1].detail["author"]
         (1.0, 'ana')
         """
-        self._writable("revise")
-        revising.signed(author, reason)
+        check_writable(self, "revise")
+        revision.check_signature(author, reason)
         if isinstance(uid, Mapping):
             if fields:
                 raise ValueError(f"revise: got {', '.join(fields)} beside a mapping, expected one of the two")
-            changes = {uid_of(key): dict(value) for key, value in uid.items()}
+            changes = {uid_of(key): dict(values) for key, values in uid.items()}
         else:
             changes = {uid_of(uid): fields}
         if not retrain and not all(changes.values()):
             raise ValueError("revise: got no field to change")
         check_choice("retrain", retrain, (False, True, "group"))
-        return revising.revise(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
+        return revision.revise_records(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
 
     def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
         """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
 
-        Many records are worked through in pieces: a call that fails in the middle leaves the rest as it was, and
-        repeating it finishes.
+        Records are redacted in chunks: a call that fails leaves the rest unchanged, and repeating it finishes.
+
+        Args:
+            uids: One id or record, or several.
+            fields: Fields, or keys of `info` as `info.NAME`.
+            author: Who redacts; stored in the ledger.
+            reason: Why; stored in the ledger.
+
+        Returns:
+            How many records changed.
         """
-        self._writable("redact")
-        revising.signed(author, reason)
-        return revising.redact(self, uids_of(uids), list(fields), author=author, reason=reason)
+        check_writable(self, "redact")
+        revision.check_signature(author, reason)
+        return revision.redact_records(self, uids_of(uids), list(fields), author=author, reason=reason)
 
     def delete(self, uids: Any, *, author: str, reason: str | None = None) -> int:
-        """Remove records; the ledger keeps their ids, so that they are not admitted again. The next compaction removes
-        the bytes.
+        """Delete records; the next compaction removes their bytes.
 
-        Many records are worked through in pieces: a call that fails in the middle leaves the rest as it was, and
-        repeating it finishes.
+        The ledger keeps their ids, so that they are not admitted again. Records are deleted in chunks: a call that
+        fails leaves the rest unchanged, and repeating it finishes.
+
+        Args:
+            uids: One id or record, or several.
+            author: Who deletes; stored in the ledger.
+            reason: Why; stored in the ledger.
+
+        Returns:
+            How many records were deleted.
         """
-        self._writable("delete")
-        revising.signed(author, reason)
-        return revising.delete(self, uids_of(uids), author=author, reason=reason)
+        check_writable(self, "delete")
+        revision.check_signature(author, reason)
+        return revision.delete_records(self, uids_of(uids), author=author, reason=reason)
 
-    # --- points to go back to ------------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------------------------
 
     def checkpoint(self, name: str | None = None, *, keep: int | None = None) -> str:
-        """Name this point, for a trainer to save with its weights; the name.
+        """Create a checkpoint, for a trainer to save with its weights. Idempotent.
 
-        A name that another point has is refused; the same point again changes nothing. `keep`: forget all checkpoints
-        but the newest so many. What the oldest one needs is not removed.
+        Args:
+            name: Its name; by default a new one.
+            keep: Forget all checkpoints but the newest `keep`. Bytes that the oldest one needs are not removed.
+
+        Returns:
+            Its name.
+
+        Raises:
+            ConflictError: A checkpoint of another state has this name.
         """
-        self._writable("checkpoint")
-        return checkpoints.make(self, name, keep)
+        check_writable(self, "checkpoint")
+        return make_checkpoint(self, name, keep)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The checkpoints that are kept, oldest first."""
-        return checkpoints.listed(self)
+        """Return the checkpoints, oldest first."""
+        return list_checkpoints(self)
 
-    def forget(self, name: str) -> None:
-        """Forget a checkpoint; nothing is kept for its sake any more."""
-        self._writable("forget")
-        checkpoints.forget(self, name)
+    def rewind(self, name: str, *, later: str = "keep") -> RewindResult:
+        """Go back to a checkpoint: later acknowledgements are void, and their records are offered again.
 
-    def rewind(self, name: str, *, later: str = "keep") -> Rewound:
-        """Go back to a checkpoint: acknowledgements that came after it are void, and their records are offered again.
+        Every consumer is as it was (its settings, its counters, each record's uses and rank), and so is the announced
+        version. The next leases are those that followed the checkpoint the first time. Active leases end, and their
+        records wait. For consumers with `max_staleness`, records sampled by versions after the checkpoint's, which are
+        abandoned, are stale. Consumers created later start over; later checkpoints are forgotten. Revisions and
+        deletions stay.
 
-        Every consumer is as it was (its settings, its counters, each record's uses and place), and so is the announced
-        version. The next leases are those that followed the checkpoint the first time. Living leases end, and what they
-        held waits.
-        Records that came later wait (`later="keep"`) or are dropped as "rewound" and their ids are free again
-        (`later="drop"`); for consumers with `max_staleness` those that were sampled by versions after the checkpoint's,
-        which are abandoned, are stale. Consumers made later begin anew; later checkpoints are forgotten. Revisions
-        stay, and what was deleted stays deleted.
+        Args:
+            name: The checkpoint.
+            later: `"keep"` leaves later records waiting; `"drop"` drops them as "rewound" and frees their ids.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -434,59 +467,32 @@ class Book:
         >>> saved = book.checkpoint()
         >>> book.lease(1).ack(step=1)
         1
-        >>> book.rewind(saved).acks, book.counts().waiting, book.trained()
+        >>> book.rewind(saved).acks, book.counts().waiting, rollbook.book.trained_steps(book)
         (1, 1, {})
         """
-        self._writable("rewind")
-        return checkpoints.rewind(self, name, later)
+        check_writable(self, "rewind")
+        return rewind_book(self, name, later)
 
-    def trained(self, consumer: str = TRAIN) -> dict[str, list[int | None]]:
-        """The optimizer steps in which each record was trained on, by id: acknowledgements that no rewind voided."""
-        return checkpoints.trained(self, consumer)
-
-    def fork(self, name: str, url: str | os.PathLike[str], **options: Any) -> Book:
-        """Start another run from a checkpoint: a new book at `url` with all as it was then; this one stays as it is.
-
-        What came after the checkpoint is not in it, except revisions and deletions of what came before.
-        `options`: those of `rollbook.open` that say how the new book is kept.
-        """
-        return snapshots.copy(self, url, name, options)
-
-    def snapshot(self, url: str | os.PathLike[str], **options: Any) -> Book:
-        """Copy the book as it is at one moment to an empty `url`, of any kind, while others go on writing; the copy.
-
-        Leases that live now are void in the copy. `options`: those of `rollbook.open` that say how the copy is kept.
-
-        >>> import rollbook
-        >>> book = rollbook.open("memory:")
-        >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3])])
-        >>> copy = book.snapshot("memory:")
-        >>> _ = book.append([rollbook.Experience(tokens=[4, 5, 6])])
-        >>> len(book), len(copy)
-        (2, 1)
-        """
-        return snapshots.copy(self, url, None, options)
-
-    # --- looking ------------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------
 
     def __getitem__(self, uid: str | EID) -> Experience:
-        """The record as it is now."""
-        return reading.fetch(self, reading.numbers_of(self, [uid_of(uid)]))[0]
+        """Return the record as it is now."""
+        return fetch(self, seqs_of(self, [uid_of(uid)]))[0]
 
     def __iter__(self) -> Iterator[Experience]:
-        """Every record as it is now, in the order of admission; those whose bytes are gone are left out."""
+        """Iterate over the records as they are now, in the order of admission, without those that have no bytes."""
         return iter(self.where())
 
     def get(self, uids: Any) -> Experiences:
-        """Records by id, in this order."""
-        return reading.fetch(self, reading.numbers_of(self, uids_of(uids)))
+        """Return records by id, in this order."""
+        return fetch(self, seqs_of(self, uids_of(uids)))
 
     def __contains__(self, uid: object) -> bool:
         with self.ledger.read() as tx:
             return bool(tx.one("SELECT 1 FROM records WHERE uid = ?", (uid_of(uid),)))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        """How many records were admitted, for training and evaluation, failed runs among them."""
+        """Return how many records were admitted, for training and evaluation, including failed runs."""
         with self.ledger.read() as tx:
             return int(tx.one("SELECT CAST(COALESCE(SUM(n), 0) AS BIGINT) FROM tallies WHERE consumer = 0")[0])
 
@@ -494,22 +500,12 @@ class Book:
         return True
 
     def where(self, *conditions: tuple[str, str, Any], **equal: Any) -> Selection:
-        """The records that meet all conditions: `("reward", ">", 0.5)`, `("info.level", "in", [1, 2])`, `task="a"`.
+        """Select records by conditions: `("reward", ">", 0.5)`, `("info.level", "in", [1, 2])`, `task="a"`.
 
-        Columns are those of the ledger (`rollbook.book.selecting.LEDGER_COLUMNS`), texts and numbers of a record, and
-        entries of `info` and `metrics` as `info.NAME`.
+        Columns are those of the ledger (`rollbook.book.read.LEDGER_COLUMNS`), texts and numbers of a record, and
+        entries of `info` and `metrics` as `info.NAME`. `book.where(...).scan(columns)` returns Arrow batches.
         """
-        return Selection(self, selecting.conditions(conditions, equal))
-
-    def scan(
-        self, columns: Sequence[str] | None = None, *conditions: tuple[str, str, Any], rows: int = 1024, **equal: Any
-    ) -> Iterator[pa.RecordBatch]:
-        """Arrow batches of some columns (all, if none are named) of the records that meet all conditions.
-
-        Memory is that of a batch, of at most `rows` rows; columns that are not named are not touched, and those of
-        mapped segments are not copied. They are checked as far as it is needed to be safe; `book.get` checks all.
-        """
-        return self.where(*conditions, **equal).scan(columns, rows)
+        return Selection(self, parse_conditions(conditions, equal))
 
     def sql(
         self,
@@ -519,8 +515,17 @@ class Book:
         memory: str | int = "1GB",
         seconds: float = 60.0,
     ) -> Result:
-        """DuckDB's answer to one reading statement over the tables `experiences`, `events` (also called `ledger`),
-        `work`, `leases`, `revisions`, `checkpoints` and `media`; `.arrow()`, `.pandas()`, `.polars()` or `.rows()`.
+        """Run a read-only DuckDB query.
+
+        Args:
+            query: One statement over the tables `experiences`, `events` (also called `ledger`), `work`, `leases`,
+                `revisions`, `checkpoints` and `media`.
+            parameters: Parameters of the statement.
+            memory: Memory limit.
+            seconds: Time limit.
+
+        Returns:
+            The result: `.arrow()`, `.pandas()`, `.polars()` or `.rows()`.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -531,47 +536,39 @@ class Book:
         /0   0.25        3
         /1    0.5        3
         """
-        from rollbook.book import tables
+        from rollbook.book.sql import run_sql
 
-        return tables.sql(self, query, parameters, memory, seconds)
+        return run_sql(self, query, parameters, memory, seconds)
 
     def counts(self, consumer: str = TRAIN) -> reports.Counts:
-        """How far a consumer is: admitted = waiting + leased + trained + dropped, by reason."""
+        """Return a consumer's counts: admitted = waiting + leased + trained + dropped, by reason."""
         return reports.counts(self, consumer)
 
     def history(self, uid: str | EID | Experience) -> list[reports.Entry]:
-        """Every event of one record, in order."""
+        """Return the events of a record, in order."""
         return reports.history(self, uid_of(uid))
 
-    def keep_rates(
-        self, by: str = "length", edges: Sequence[float] | None = None, consumer: str = TRAIN
-    ) -> list[reports.KeepRate]:
-        """How many of the records of each response length (`by="length"`, in tokens), or reward, were trained on, and
-        how many were dropped; without runs that failed, which have neither."""
-        return reports.keep_rates(self, consumer, by, edges)
-
-    def now(self) -> float:
-        """The database's clock, in seconds since 1970."""
-        with self.ledger.read() as tx:
-            return float(tx.now)
-
+    @property
     def vocabulary(self) -> Vocabulary | None:
-        """The bytes of each token id, from the tokenizer that the book was first written with; `None` if it was opened
-        without one, or with a fingerprint alone."""
-        from rollbook.book import vocabularies
+        """The bytes of each token id, from the tokenizer that the book was first written with, or `None`."""
+        return read_vocabulary(self)
 
-        return vocabularies.kept(self)
+    # --- maintenance --------------------------------------------------------------------------------------------
 
-    # --- keeping house --------------------------------------------------------------------------------------------
+    def compact(
+        self, *, garbage: float = 0.5, small: int = compaction.SMALL, grace: float = 3600.0
+    ) -> CompactionResult:
+        """Remove unneeded bytes and merge small segments, concurrently with readers and writers.
 
-    def compact(self, *, garbage: float = 0.5, small: int = compaction.SMALL, grace: float = 3600.0) -> Compacted:
-        """Remove bytes that nobody needs and merge small segments, beside readers and writers.
+        Records that every consumer dropped as too old or too many lose their bytes, unless a checkpoint needs them or
+        `keep_stale` keeps them. Trained records keep theirs until a quota needs the space.
 
-        Written anew are segments of which more than the share `garbage` is not needed, those that hold deleted or
-        redacted bytes, and those below `small` bytes where there are many. Segments that nothing points to, as a crash
-        leaves them, are removed when they are met again `grace` seconds after they were noticed. Records that every
-        consumer dropped, too old or too many, lose their bytes, unless a checkpoint needs them or `keep_stale` keeps
-        them; trained ones keep theirs until a quota asks for room.
+        Args:
+            garbage: Rewrite segments of which more than this share is not needed. Those with deleted or redacted bytes
+                are always rewritten.
+            small: Merge segments below this size where there are many.
+            grace: Remove segments that nothing points to, as a crash leaves them, this many seconds after they were
+                first noticed.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -582,14 +579,17 @@ class Book:
         >>> done.records, done.removed, done.after < done.before
         (1, 1, True)
         """
-        self._writable("compact")
+        check_writable(self, "compact")
         return compaction.compact(self, garbage=garbage, small=small, grace=grace)
 
     def check(self, *, deep: bool = True) -> Report:
-        """Whether all that the book promises is true: tables, places, bytes, counts, leases, groups, events, files.
+        """Check tables, places, bytes, counts, leases, groups, events and files of the book.
 
-        Changes nothing, beside readers and writers, in little memory. `deep=False` does not look at every byte of the
-        data. `rollbook.book.repair` mends what is found.
+        Changes nothing, runs concurrently with readers and writers, and uses little memory. `rollbook.book.repair`
+        repairs what it reports.
+
+        Args:
+            deep: Read every byte of the data.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -597,70 +597,16 @@ class Book:
         >>> book.check().ok
         True
         """
-        from rollbook.book.checking import check
+        from rollbook.book.check import check
 
         return check(self, deep=deep)
 
-    # --- other formats ------------------------------------------------------------------------------------------
-
-    def export(
-        self,
-        path: str | os.PathLike[str],
-        *conditions: tuple[str, str, Any],
-        format: str | None = None,
-        evaluation: bool = False,
-        overwrite: bool = False,
-        **options: Any,
-    ) -> int:
-        """Write the records that meet all conditions (all, if there are none) as Parquet, a HF dataset, JSONL, frames
-        or TRXP (see `rollbook.io.formats.FORMATS`); how many. The format follows from the path unless it is given.
-
-        Files do not say what a record is for: those for training are written, or (`evaluation=True`) those that are
-        kept beside, for `import_(..., evaluation=True)`.
-        """
-        from rollbook.io import formats
-
-        kept = self.where(*conditions, evaluation=int(check_bool("evaluation", evaluation)))
-        return formats.write(kept.batches(), path, format, overwrite=overwrite, **options)
-
-    def import_(
-        self,
-        path: str | os.PathLike[str],
-        format: str | None = None,
-        *,
-        evaluation: bool = False,
-        author: str = "",
-        on_error: str = "raise",
-        **options: Any,
-    ) -> Appended:
-        """Append what a file, folder or database of any of `rollbook.io.formats.FORMATS` holds, batch by batch.
-
-        Again is nothing: records that are there already stay. `on_error="skip"` leaves out rows that cannot be read,
-        and warns how many.
-        """
-        from rollbook.core.metrics import advise
-        from rollbook.io import formats
-
-        self._writable("import_")
-        done = Appended()
-        with formats.read(path, format, on_error=on_error, **options) as reading_:
-            for batch in reading_:
-                done += self.append(batch, evaluation=evaluation, author=author)
-        if reading_.report.count:
-            advise(
-                f"import_: {reading_.report.count} rows of {os.fspath(path)} could not be read; the first: "
-                f"{reading_.report.skipped[0].why}"
-            )
-        return done
-
-    # --- ending -------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
-        """End writing and let go of files; what was returned is safe in any case."""
+        """Stop writing and close files; whatever a method returned is durable in any case."""
         self.closed = True
-        if self.tender is not None:
-            self.tender.join()
-        self.shelf.close()
+        if self.compactor is not None:
+            self.compactor.join()
+        self.store.close()
         self.ledger.close()
 
     def __enter__(self) -> Book:
@@ -697,6 +643,214 @@ class Book:
 
 
 def _reopen(mode: str, arguments: Mapping[str, Any]) -> Book:
-    from rollbook.book.opening import open as open_book
+    return open(mode=mode, **arguments)
 
-    return open_book(mode=mode, **arguments)
+
+LEDGER = "ledger.sqlite"
+MODES = ("a", "r+", "r")
+
+
+def open(
+    url: str | os.PathLike[str],
+    mode: str = "a",
+    *,
+    tokenizer: Any = None,
+    quota: int | None = None,
+    data: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    segment_bytes: int = 256 << 20,
+    clock: Callable[[], float] | None = None,
+    disk: Disk | None = None,
+    **settings: Any,
+) -> Book:
+    """Open a book, or make it.
+
+    `url` is a folder (`runs/first`; the folder of a run stands for its book), `memory:`, or
+    `postgresql://user@host/database` (`?schema=NAME` for more than one book in a database); the password comes
+    from `PGPASSWORD` or `~/.pgpass`, or stands in the URL, and is never shown.
+    `mode`: "a" makes it if it is not there, "r+" wants it there, "r" only reads. `tokenizer` (or
+    its fingerprint): a book takes records of one tokenizer, and keeps its vocabulary, so that its texts can be shown
+    without it. `quota`: the most bytes its data may take. `data`: for
+    PostgreSQL, a folder or an object store (any fsspec address) for the data instead of the database. `settings`: those
+    of the consumer group "train" (see `Book.consumer`). `clock` replaces the database's clock in simulations, `disk`
+    the file operations in trials.
+
+    >>> import rollbook
+    >>> with rollbook.open("memory:") as book:
+    ...     book.append([rollbook.Experience(tokens=[1, 2, 3])]).admitted
+    1
+    """
+    check_choice("mode", mode, MODES)
+    if quota is not None:
+        check_int("quota", quota, 1)
+    check_int("segment_bytes", segment_bytes, 1)
+    address = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
+    read_only = mode == "r"
+    if not isinstance(address, str) or not address:
+        raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...'")
+    ledger: Ledger
+    store: SegmentStore
+    if address.startswith(POSTGRES):
+        ledger, store = _postgres(address, mode, data, storage_options or {}, clock)
+    else:
+        if data is not None:
+            raise ValueError(
+                f"data: got {redacted(data)!r}, expected None: only a book in PostgreSQL keeps its data elsewhere"
+            )
+        if address == "memory:":
+            if mode != "a":
+                raise NotABookError(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
+            ledger = SQLiteLedger(None, clock=clock or time.time)
+            store = MemorySegmentStore(segment_bytes)
+            schema.prepare(ledger, create=True, where="memory:", meta={})
+        elif "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
+            raise ValueError(f"url: got {redacted(address)!r}, expected a folder, 'memory:' or 'postgresql://...'")
+        elif is_conninfo(address) and not Path(address).exists():
+            raise ValueError(f"url: got {redacted(address)!r}, expected it as postgresql://user@host/database")
+        else:
+            # Absolute: a program may change its folder while the book is open.
+            folder = Path(os.path.abspath(os.path.expanduser(address)))
+            if not (folder / LEDGER).exists() and (folder / "book" / LEDGER).exists():
+                # A run's folder stands for its book, as on the command line: an empty book beside it would hide it.
+                folder, address = folder / "book", os.path.join(address, "book")
+            ledger, store = _folder(folder, mode, segment_bytes, clock, disk or Disk())
+    book = Book(address, ledger, store, read_only=read_only, tokenizer=_fingerprint(tokenizer), quota=quota)
+    book.opened_with = {
+        "url": address if "://" in address else os.path.abspath(os.path.expanduser(address)),
+        "tokenizer": book.tokenizer,
+        "quota": quota,
+        "data": data,
+        "storage_options": storage_options,
+        "segment_bytes": segment_bytes,
+    }
+    if not isinstance(tokenizer, str):
+        book.pending_tokenizer = tokenizer
+    try:
+        if book.tokenizer is not None:
+            with ledger.read() as tx:
+                check_tokenizer(tx, book)
+        if not read_only:
+            book.consumer(TRAIN, create=True, **settings)
+        elif settings:
+            raise ReadOnlyError(f"{book.url}: opened for reading, and got settings ({', '.join(settings)})")
+    except BaseException:
+        book.close()
+        raise
+    return book
+
+
+def _fingerprint(tokenizer: Any) -> str | None:
+    if tokenizer is None or isinstance(tokenizer, str):
+        return tokenizer
+    from rollbook.core.fingerprints import tokenizer_fingerprint
+
+    if not (hasattr(tokenizer, "backend_tokenizer") or hasattr(tokenizer, "get_vocab")):
+        raise ValueError(
+            f"tokenizer: got {type(tokenizer).__name__}, of which no fingerprint can be taken; pass a text"
+        )
+    return tokenizer_fingerprint(tokenizer)
+
+
+def _folder(
+    folder: Path, mode: str, segment_bytes: int, clock: Callable[[], float] | None, disk: Disk
+) -> tuple[Ledger, SegmentStore]:
+    path = folder / LEDGER
+    check_files(path)
+    if mode != "a" and not path.exists():
+        raise NotABookError(f"{folder}: there is no book here (no {LEDGER})")
+    if folder.exists() and not folder.is_dir():
+        raise NotABookError(f"{folder}: got a file, expected a folder")
+    if mode == "a":
+        disk.make_folder(str(folder))
+    remote = disk.network_file_system(str(folder))
+    if remote is not None:
+        raise BookError(
+            f"{folder}: the folder is on {remote}, where locks and syncs cannot be trusted; expected a local disk "
+            "(postgresql:// is for books that many machines share)"
+        )
+    store = FileSegmentStore(str(folder), disk, segment_bytes)
+    # Looked for before the ledger is: another process may be making the book, and a segment comes after the tables.
+    lost = bool(store.segments())
+    new = not path.exists()
+    if lost and new:
+        raise _lost(folder)
+    ledger = SQLiteLedger(path, read_only=mode == "r", clock=clock or time.time)
+    try:
+        if lost and schema.layout_of(ledger) is None:
+            raise _lost(folder)
+        schema.prepare(ledger, create=mode != "r", where=str(folder), meta={})
+        _check_schema(ledger, folder)
+        if new:
+            disk.sync_folder(str(folder))
+        return ledger, store
+    except BaseException:
+        ledger.close()
+        raise
+
+
+def _lost(folder: Path) -> CorruptBookError:
+    """Why no ledger is begun beside segments: it would know nothing of them, and compaction would remove them."""
+    return CorruptBookError(
+        f"{folder}: it has segments, and its {LEDGER} is missing or empty; `rollbook check --repair` makes one"
+    )
+
+
+_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master"
+
+
+@lru_cache(maxsize=1)
+def _expected() -> frozenset[tuple[Any, ...]]:
+    ledger = SQLiteLedger(None)
+    schema.prepare(ledger, create=True, where="memory:", meta={})
+    with ledger.read() as tx:
+        return frozenset(tx.all(_SCHEMA))
+
+
+def _check_schema(ledger: Ledger, folder: Path) -> None:
+    """Refuse tables that are not, word by word, those of this layout: constraints and indices of a stranger's could
+    compute whatever it likes at every write. Tables that the book does not know are never touched."""
+    with ledger.read() as tx:
+        objects = frozenset(tx.all(_SCHEMA))
+    mine = {row for row in objects if row[2] in schema.TABLES}
+    unlike = sorted(mine ^ _expected(), key=str)
+    if unlike:
+        kind, name = unlike[0][:2]
+        raise CorruptBookError(
+            f"{folder}: the ledger's {kind} {str(name)[:80]!r} is missing or is not what this version makes; "
+            "`rollbook check --repair` builds it anew"
+        )
+
+
+def _postgres(
+    url: str, mode: str, data: str | None, options: Mapping[str, Any], clock: Callable[[], float] | None
+) -> tuple[Ledger, SegmentStore]:
+    from rollbook.book.postgres import PostgresLedger
+    from rollbook.book.segments.postgres import PostgresSegmentStore
+
+    address = PostgresAddress.parse(url)
+    if data is not None and url_secrets(data):
+        # The book keeps where its data lies, for whoever opens it.
+        raise ValueError(f"data: got {redacted(data)!r} with a secret in it, expected that in storage_options")
+    ledger = PostgresLedger(address.plain, address.schema, read_only=mode == "r", clock=clock)
+    try:
+        if mode == "a":
+            ledger.make_schema()
+        where = redacted(url)
+        if mode == "r+" and schema.layout_of(ledger) is None:
+            raise NotABookError(f"{where}: there is no book here")
+        schema.prepare(ledger, create=mode != "r", where=where, meta={"data": data or ""})
+        with ledger.read() as tx:
+            stored_data = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]
+        if stored_data != (data or ""):
+            raise BookError(
+                f"{where}: its data lies in {redacted(stored_data) or 'the database'}; got data={data!r}, expected "
+                f"data={redacted(stored_data) or None!r}"
+            )
+        if data is None:
+            return ledger, PostgresSegmentStore(ledger)
+        from rollbook.book.segments.fsspec import FsspecSegmentStore
+
+        return ledger, FsspecSegmentStore(data, options)
+    except BaseException:
+        ledger.close()
+        raise

@@ -1,6 +1,6 @@
-"""Compaction: bytes that nobody needs leave the shelf, and many small segments become few.
+"""Compaction: bytes that nobody needs leave the store, and many small segments become few.
 
-Invariant: whatever the ledger points to is on the shelf. Records are copied first, then the ledger points to the copies
+Invariant: whatever the ledger points to is in the store. Records are copied first, then the ledger points to the copies
 (only where it still pointed to what was copied), then what nothing points to any more is removed, each removal checked
 in the transaction that does it. A compactor that dies, or that another one overtakes, leaves bytes too many, never too
 few; a record is moved whole and unharmed, or stays where it is.
@@ -21,19 +21,241 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.book import attachments, consumers, purging, reading, work
-from rollbook.book.errors import Damaged
+from rollbook.book import media, queue
+from rollbook.book.consumer import all_consumers, delete_removed_consumers
+from rollbook.book.content_hash import printed_ids
+from rollbook.book.errors import CorruptBookError, MissingSegmentError, SegmentBusyError
+from rollbook.book.failpoints import hit
 from rollbook.book.ledger import Transaction, chunks
-from rollbook.book.shelves import ALIGN, MissingSegment, Place, SegmentBusy
-from rollbook.book.windows import reached
+from rollbook.book.media import open_blob
+from rollbook.book.read import Frames, check_slots, read_frame
+from rollbook.book.segments.files import ALIGN, Place
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.ragged import Ragged
-from rollbook.core.wire import encode
+from rollbook.core.wire import encode, read_header
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
+
+
+_EVICTED = ("stale", "max_size", "max_age", "attempts")
+_UNUSED = "NOT EXISTS (SELECT 1 FROM media_uses WHERE media_uses.hash = media.hash)"
+MARK = "INSERT INTO orphans (segment, seen) {} ON CONFLICT (segment) DO UPDATE SET seen = 0"
+"""Note segments of which the ledger once spoke: no append can be on its way to one, and once empty it may go."""
+
+
+# --- records that lose their bytes ----------------------------------------------------------------------------------
+
+
+def _done_with(tx: Transaction, condition: str) -> str | None:
+    """The end of a query of `work` and `records` for what every consumer is done with, as `condition` says of its row
+    (`mine`), and what no kept checkpoint would bring back; `None` if there is no consumer."""
+    first = tx.one("SELECT MIN(id) FROM consumers")[0]
+    if first is None:
+        return None
+    checkpoint = tx.one("SELECT MIN(event) FROM checkpoints")[0]
+    return (
+        "FROM work JOIN records ON records.seq = work.seq "
+        f"WHERE work.consumer = {int(first)} AND records.segment IS NOT NULL "
+        "AND NOT EXISTS (SELECT 1 FROM consumers LEFT JOIN work AS mine ON mine.consumer = consumers.id "
+        f"AND mine.seq = work.seq WHERE mine.state IS NULL OR NOT ({condition})) "
+    ) + (
+        ""
+        if checkpoint is None
+        else "AND NOT EXISTS (SELECT 1 FROM events WHERE events.seq = work.seq "
+        f"AND events.kind IN ('dropped', 'trained') AND events.id > {int(checkpoint)}) "
+    )
+
+
+def _evicted(tx: Transaction) -> str | None:
+    """`_done_with` what was dropped before it was ever used, by a rule; what a consumer keeps to look at is not."""
+    keep = [group.id for group in all_consumers(tx) if group.settings.keep_stale]
+    condition = f" AND NOT (mine.reason = 'stale' AND consumers.id IN ({','.join(map(str, keep))}))" if keep else ""
+    reasons = ",".join(f"'{reason}'" for reason in _EVICTED)
+    return _done_with(tx, f"mine.state = 'dropped' AND mine.uses = 0 AND mine.reason IN ({reasons}){condition}")
+
+
+def _finished(tx: Transaction) -> str | None:
+    """`_done_with` what was trained or dropped."""
+    return _done_with(tx, "mine.state IN ('trained', 'dropped')")
+
+
+def purge(book: Book) -> int:
+    """Take the bytes of records that nobody will ask for; how many."""
+    with book.ledger.read() as tx:
+        gone = [row[0] for row in tx.all("SELECT seq FROM records WHERE gone IS NOT NULL AND segment IS NOT NULL")]
+        rule = _evicted(tx)
+        evicted = (
+            [] if rule is None else [row[0] for row in tx.all(f"SELECT work.seq {rule} AND work.state = 'dropped'")]
+        )
+        unused = tx.one(f"SELECT 1 FROM media WHERE {_UNUSED}")
+    count = 0
+    for marks, part in chunks(gone):
+        with book.ledger.write() as tx:
+            rows = tx.all(
+                f"SELECT seq, gone FROM records WHERE gone IS NOT NULL AND segment IS NOT NULL AND seq IN ({marks})",
+                part,
+            )
+            count += _take_bytes(tx, rows)
+    for marks, part in chunks(evicted):
+        with book.ledger.write() as tx:
+            # A revision may have brought one back meanwhile.
+            rows = tx.all(f"SELECT work.seq, work.reason {_evicted(tx)} AND work.seq IN ({marks})", part)
+            count += _take_bytes(tx, rows)
+    if count or unused:
+        _forget_media(book)
+    return count
+
+
+def _take_bytes(tx: Transaction, reasons: Sequence[tuple[int, str]]) -> int:
+    """Records (number, reason) that have no bytes from now on; the ledger keeps them."""
+    for marks, part in chunks([seq for seq, _ in reasons]):
+        tx.run(MARK.format(f"SELECT DISTINCT segment, 0 FROM records WHERE seq IN ({marks})"), part)
+        tx.run(f"DELETE FROM media_uses WHERE seq IN ({marks})", part)
+    tx.many(
+        "UPDATE records SET gone = COALESCE(gone, ?), segment = NULL, start = NULL, size = NULL, slot = NULL, "
+        "bytes = 0 WHERE seq = ?",
+        [(reason, seq) for seq, reason in reasons],
+    )
+    queue.record_events(tx, [queue.Event("removed", seq, reason=reason) for seq, reason in reasons])
+    return len(reasons)
+
+
+def _forget_media(book: Book) -> None:
+    """Media that no record uses: their bytes are garbage."""
+    with book.ledger.read() as tx:
+        hashes = [key for (key,) in tx.all(f"SELECT hash FROM media WHERE {_UNUSED}")]
+    for marks, part in chunks(hashes):
+        with book.ledger.write() as tx:
+            unused = f"hash IN ({marks}) AND {_UNUSED}"
+            tx.run(MARK.format(f"SELECT DISTINCT segment, 0 FROM media WHERE {unused}"), part)
+            tx.run(f"DELETE FROM media WHERE {unused}", part)
+
+
+def take_finished(book: Book, least: int, most: int) -> int:
+    """Take the bytes of records that were trained or dropped for every consumer, the oldest first, up to `most` bytes;
+    how many records. None where less than `least` bytes could be had."""
+    book.store.seal()
+    busy = {name for name in book.store.segments() if book.store.busy(name)}  # other writers' cannot be written anew
+    with book.ledger.read() as tx:
+        rule = _finished(tx)
+        if rule is None:
+            return 0
+        finished = tx.all(f"SELECT work.seq, records.segment, records.bytes {rule} ORDER BY work.seq")
+        sizes = {
+            key: 0 if segment in busy else size
+            for key, segment, size in tx.all("SELECT hash, segment, size FROM media")
+        }
+        uses: defaultdict[int, list[str]] = defaultdict(list)
+        left: Counter[str] = Counter()
+        for key, seq in tx.all("SELECT hash, seq FROM media_uses"):
+            uses[seq].append(key)
+            left[key] += 1
+    freed = 0
+    taken: list[int] = []
+    for seq, segment, size in finished:
+        if freed >= most:
+            break
+        if segment in busy:
+            continue
+        taken.append(seq)
+        freed += size
+        for key in uses[seq]:
+            left[key] -= 1
+            freed += 0 if left[key] else sizes.get(key, 0)
+    if freed < least:
+        return 0
+    count = 0
+    for marks, part in chunks(taken):
+        with book.ledger.write() as tx:
+            rows = tx.all(f"SELECT work.seq {_finished(tx)} AND work.seq IN ({marks})", part)
+            count += _take_bytes(tx, [(seq, "quota") for (seq,) in rows])
+    _forget_media(book)
+    return count
+
+
+# --- bytes that must go ---------------------------------------------------------------------------------------------
+
+
+def pending_purges(book: Book) -> dict[str, str]:
+    """Segments that hold deleted or redacted bytes, and what the removal of these waits for."""
+    with book.ledger.read() as tx:
+        segments = [segment for (segment,) in tx.all("SELECT segment FROM purges ORDER BY segment")]
+    return {
+        segment: "a writer has it open: it ends the segment when it appends next or closes the book, and a compaction "
+        "after that removes the bytes"
+        if book.store.busy(segment)
+        else "the next compaction removes the bytes"
+        for segment in segments
+        if book.store.has(segment)
+    }
+
+
+def look_for_forgotten(book: Book) -> None:
+    """Find the segments that hold copies of deleted or redacted records which the ledger no longer knows of: from
+    before a revision, or from an append that crashed or came second; list them in `purges`."""
+    with book.ledger.read() as tx:
+        row = tx.one("SELECT value FROM meta WHERE key = 'forgotten'")
+        since = int(row[0]) if row is not None else 0
+        last = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0])
+        seqs = tx.all("SELECT DISTINCT seq FROM events WHERE id > ? AND kind IN ('deleted', 'redacted')", (since,))
+        listed = {row[0] for row in tx.all("SELECT segment FROM purges")}
+    if last == since:
+        return
+    names: set[str] = set()
+    for marks, part in chunks([seq for (seq,) in seqs]):
+        with book.ledger.read() as tx:
+            uids = [uid for (uid,) in tx.all(f"SELECT uid FROM records WHERE seq IN ({marks})", part)]
+        # A rewound record's id has its number behind it.
+        names.update(uids, (uid.rpartition("~")[0] for uid in uids))
+    segments = []
+    if names:
+        for segment, size in book.store.segments().items():
+            if segment not in listed and _holds_bytes(book, segment, size, names):
+                segments.append(segment)
+    with book.ledger.write() as tx:
+        tx.many(
+            "INSERT INTO purges (segment, since) VALUES (?, ?) ON CONFLICT DO NOTHING", [(s, tx.now) for s in segments]
+        )
+        tx.run(
+            "INSERT INTO meta (key, value) VALUES ('forgotten', ?) "
+            "ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+            (str(last),),
+        )
+
+
+def _holds_bytes(book: Book, segment: str, size: int, names: set[str]) -> bool:
+    """Whether a segment holds, among what nothing points to, a record of one of these ids or a medium that is gone."""
+    live: defaultdict[int, set[int]] = defaultdict(set)
+    with book.ledger.read() as tx:
+        for start, slot in tx.all("SELECT start, slot FROM records WHERE segment = ?", (segment,)):
+            live[start].add(slot)
+    at = ALIGN
+    while at < size:
+        try:
+            head = book.store.get(Place(segment, at, ALIGN))
+            if bytes(head[:8]) == media.MAGIC:
+                length = media.blob_size(head)
+                with book.ledger.read() as tx:
+                    if tx.one("SELECT 1 FROM media WHERE hash = ?", (bytes(head[24:56]).hex(),)) is None:
+                        return True
+            else:
+                frame = read_header(head)
+                length = frame.stop
+                dead = [slot for slot in range(frame.count) if slot not in live[at]]
+                if dead:
+                    uids = printed_ids(read_frame(book, Place(segment, at, length), verify=False).columns["eid"]).uid
+                    if any(uids[slot] in names for slot in dead):
+                        return True
+        except MissingSegmentError:
+            return False
+        except WireError:
+            return True  # What cannot be read may be anything: the rest is copied, and this goes.
+        at += -(-length // ALIGN) * ALIGN
+    return False
+
 
 FRAME_RECORDS = 512
 FRAME_BYTES = 8 << 20
@@ -45,22 +267,22 @@ POINTED_AT_ONCE = 2000
 MERGE = 8
 """So many small segments of about one size become one: each byte is then copied once for each step in size."""
 SMALL = 32 << 20
-TEND_EVERY = 64
-"""How many appends lie between two looks whether small segments should be merged."""
-TEND_ABOVE = 64
-TEND_BYTES = 8 << 20
-"""What is merged at once beside appends, and only if there are more than `TEND_ABOVE` segments smaller than this."""
-_TEND_SECONDS = 60.0
+AUTO_MERGE_INTERVAL = 64
+"""Check every this many appends whether small segments should be merged."""
+AUTO_MERGE_SEGMENTS = 64
+AUTO_MERGE_BYTES = 8 << 20
+"""Bytes merged at once in the background, if more than `AUTO_MERGE_SEGMENTS` segments are smaller than this."""
+_AUTO_MERGE_SECONDS = 60.0
 _REMOVE_AT_ONCE = 16
 _POINT = "during compaction"
 
 
 @dataclass(slots=True)
-class Compacted:
+class CompactionResult:
     """What a compaction did."""
 
     before: int = 0
-    """Bytes on the shelf."""
+    """Bytes in the store."""
     after: int = 0
     read: int = 0
     """Segments whose records were copied elsewhere."""
@@ -79,26 +301,26 @@ class Compacted:
     """Segments that still hold deleted or redacted bytes, and what the removal waits for."""
 
 
-def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: float = 3600.0) -> Compacted:
+def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: float = 3600.0) -> CompactionResult:
     """See `Book.compact`."""
     check_float("garbage", garbage, 0.0, 1.0)
     check_int("small", small)
     check_float("grace", grace, 0.0)
-    done = Compacted(before=sum(book.shelf.segments().values()))
-    consumers.delete_removed(book.ledger)
-    done.purged = purging.purge(book)
-    reached(_POINT)
-    purging.look_for_forgotten(book)
-    reached(_POINT)
+    done = CompactionResult(before=sum(book.store.segments().values()))
+    delete_removed_consumers(book.ledger)
+    done.purged = purge(book)
+    hit(_POINT)
+    look_for_forgotten(book)
+    hit(_POINT)
     for names in _chosen(book, garbage, small):
         _move(book, names, done)
     done.removed += _sweep(book, grace)
     book.ledger.clear_log()
     done.pending = {
         name: "it is damaged: repair the book first" if name in done.damaged else reason
-        for name, reason in purging.pending(book).items()
+        for name, reason in pending_purges(book).items()
     }
-    done.after = sum(book.shelf.segments().values())
+    done.after = sum(book.store.segments().values())
     return done
 
 
@@ -107,37 +329,37 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
 
 def _chosen(book: Book, garbage: float, small: int) -> list[list[str]]:
     """The segments to write anew, in the order of their age, those together that fit into one copy."""
-    sizes = book.shelf.segments()
+    sizes = book.store.segments()
     with book.ledger.read() as tx:
         live: Counter[str] = Counter()
         for table, column in (("records", "bytes"), ("media", "size")):
-            found = tx.all(f"SELECT segment, SUM({column}) FROM {table} WHERE segment IS NOT NULL GROUP BY segment")
-            live.update({name: int(total) for name, total in found})
+            rows = tx.all(f"SELECT segment, SUM({column}) FROM {table} WHERE segment IS NOT NULL GROUP BY segment")
+            live.update({name: int(total) for name, total in rows})
         must = {row[0] for row in tx.all("SELECT segment FROM purges")}
         emptied = {row[0] for row in tx.all("SELECT segment FROM orphans WHERE seen = 0")}
-    wanted = set()
+    chosen = set()
     for name, size in sizes.items():
         # What nothing points to may be an append's on its way, unless it is known that it is not.
         if name in must or (name in emptied if name not in live else _share(live[name], size) > garbage):
-            wanted.add(name)
-    if any(map(book.shelf.busy, wanted)):
-        book.shelf.seal()  # It may be this writer's own, which can end it; others' have to wait.
-        wanted = {name for name in wanted if not book.shelf.busy(name)}
+            chosen.add(name)
+    if any(map(book.store.busy, chosen)):
+        book.store.seal()  # It may be this writer's own, which can end it; others' have to wait.
+        chosen = {name for name in chosen if not book.store.busy(name)}
     merged = {
         name
-        for tier in _tiers({n: s for n, s in sizes.items() if s < small and n in live and n not in wanted}).values()
+        for tier in _tiers({n: s for n, s in sizes.items() if s < small and n in live and n not in chosen}).values()
         for name in _mergeable(book, tier)
     }
     groups: list[list[str]] = []
     room = 0
-    for name in sorted(wanted | merged):
+    for name in sorted(chosen | merged):
         if not groups or live[name] > room:
             groups.append([])
             room = PUT_BYTES
         groups[-1].append(name)
         room -= live[name]
     # To write a single one anew because it is small would change nothing.
-    return [names for names in groups if len(names) > 1 or names[0] in wanted]
+    return [names for names in groups if len(names) > 1 or names[0] in chosen]
 
 
 def _share(live: int, size: int) -> float:
@@ -159,7 +381,7 @@ def _tiers(sizes: dict[str, int]) -> dict[int, list[str]]:
 
 def _mergeable(book: Book, names: Sequence[str]) -> list[str]:
     """Those without a writer, if they are enough for a merge to be worth it."""
-    idle = [name for name in names if not book.shelf.busy(name)] if len(names) >= MERGE else []
+    idle = [name for name in names if not book.store.busy(name)] if len(names) >= MERGE else []
     return idle if len(idle) >= MERGE else []
 
 
@@ -200,7 +422,7 @@ class _Copies:
         self.size += len(part)
 
 
-def _move(book: Book, names: Sequence[str], done: Compacted) -> None:
+def _move(book: Book, names: Sequence[str], done: CompactionResult) -> None:
     """Copy what is needed of these segments, have the ledger point to the copies, and remove them."""
     rows: list[_Row] = []
     media: list[_Medium] = []
@@ -217,10 +439,10 @@ def _move(book: Book, names: Sequence[str], done: Compacted) -> None:
                 for row in tx.all(f"SELECT hash, segment, start, size FROM media WHERE segment IN ({marks})", part)
             ]
     copies = _Copies()
-    frames = reading.Frames(book, 8)
+    frames = Frames(book, 8)
     for piece in _pieces(sorted(rows)):
-        for many, moved in _gathered(frames, piece, done):
-            copies.add(encode(many), moved)
+        for records, moved in _gathered(frames, piece, done):
+            copies.add(encode(records), moved)
         copies = _put(book, names, copies, done, PUT_BYTES)
     for medium in sorted(media, key=lambda medium: medium[1:]):
         blob = _blob(book, medium, done)
@@ -247,20 +469,20 @@ def _pieces(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
 
 
 def _gathered(
-    frames: reading.Frames, piece: Sequence[_Row], done: Compacted
+    frames: Frames, piece: Sequence[_Row], done: CompactionResult
 ) -> Iterator[tuple[Experiences, list[_Row]]]:
     """The records of a piece, in order, every byte checked; those together whose columns are of one type."""
     parts: list[Experiences] = []
     rows: list[_Row] = []
     kinds: dict[str, Any] = {}
     for place, run in groupby(piece, key=lambda row: row.place):
-        found = list(run)
+        members = list(run)
         try:
             frame = frames.get(place)
-            reading.check_slots(place, [row.slot for row in found], len(frame))
-        except MissingSegment:
+            check_slots(place, [row.slot for row in members], len(frame))
+        except MissingSegmentError:
             continue  # Another compactor was here.
-        except Damaged as error:
+        except CorruptBookError as error:
             done.damaged.setdefault(place.segment, str(error))
             continue
         mine = {
@@ -272,34 +494,36 @@ def _gathered(
             yield Experiences.concat(parts), rows
             parts, rows, kinds = [], [], {}
         kinds |= mine
-        parts.append(frame.take([row.slot for row in found]))
-        rows += found
+        parts.append(frame.take([row.slot for row in members]))
+        rows += members
     if parts:
         yield Experiences.concat(parts), rows
 
 
-def _blob(book: Book, medium: _Medium, done: Compacted) -> memoryview | None:
+def _blob(book: Book, medium: _Medium, done: CompactionResult) -> memoryview | None:
     """A medium's bytes, checked; `None` if they are gone or damaged."""
     try:
-        view = book.shelf.get(Place(*medium[1:]))
-        found = attachments.open_blob(view).hash
-        if found != medium.hash:
-            raise Damaged(f"segment {medium.segment}, byte {medium.start}: medium {found}, expected {medium.hash}")
+        view = book.store.get(Place(*medium[1:]))
+        digest = open_blob(view).hash
+        if digest != medium.hash:
+            raise CorruptBookError(
+                f"segment {medium.segment}, byte {medium.start}: medium {digest}, expected {medium.hash}"
+            )
         return view
-    except MissingSegment:
+    except MissingSegmentError:
         pass
     except WireError as error:
         done.damaged.setdefault(medium.segment, str(error))
     return None
 
 
-def _put(book: Book, names: Sequence[str], copies: _Copies, done: Compacted, least: int) -> _Copies:
-    """Put copies of `least` bytes or more on the shelf and have the ledger point to them; what is still to be put."""
+def _put(book: Book, names: Sequence[str], copies: _Copies, done: CompactionResult, least: int) -> _Copies:
+    """Put copies of `least` bytes or more in the store and have the ledger point to them; what is still to be put."""
     if copies.size < least:
         return copies
-    reached(_POINT)
-    places = book.shelf.put(copies.parts)
-    reached(_POINT)
+    hit(_POINT)
+    places = book.store.put(copies.parts)
+    hit(_POINT)
     fresh = places[0].segment
     records: list[tuple[Any, ...]] = []
     media: list[tuple[Any, ...]] = []
@@ -317,7 +541,7 @@ def _put(book: Book, names: Sequence[str], copies: _Copies, done: Compacted, lea
         part = slice(start, start + POINTED_AT_ONCE)
         if not _repoint(book, names, fresh, records[part], media[part], copies.size, start == starts[-1], done):
             return _Copies()
-        reached(_POINT)
+        hit(_POINT)
     return _Copies()
 
 
@@ -329,11 +553,11 @@ def _repoint(
     media: Sequence[tuple[Any, ...]],
     size: int,
     last: bool,
-    done: Compacted,
+    done: CompactionResult,
 ) -> bool:
     """Have the ledger point to copies of records and media in the segment `fresh`; whether the segment is there."""
     with book.ledger.write() as tx:
-        if not book.shelf.has(fresh):
+        if not book.store.has(fresh):
             return False  # A remover thought it was left behind; everything is still where it was.
         had = [_pointing(tx, table, fresh) for table in ("records", "media")]
         # A record that was revised or purged meanwhile lies elsewhere: its row is left alone.
@@ -346,11 +570,11 @@ def _repoint(
         moved = [_pointing(tx, table, fresh) - n for table, n in zip(("records", "media"), had, strict=True)]
         if any(moved):
             detail = {"segments": len(names), "records": moved[0], "media": moved[1], "bytes": size}
-            work.record(tx, [work.Event("compacted", detail=detail)])
+            queue.record_events(tx, [queue.Event("compacted", detail=detail)])
             done.written += not any(had)
         for name in (*names, fresh) if last else ():
             if not _referred(tx, name):
-                tx.run(purging.MARK.format("VALUES (?, 0)"), (name,))
+                tx.run(MARK.format("VALUES (?, 0)"), (name,))
     done.records += moved[0]
     done.media += moved[1]
     return True
@@ -379,21 +603,21 @@ def _remove(book: Book, names: Sequence[str]) -> int:
             for name in part:
                 if _referred(tx, name):
                     continue
-                there = book.shelf.has(name)
+                there = book.store.has(name)
                 try:
-                    book.shelf.remove(name)
-                except SegmentBusy:
+                    book.store.remove(name)
+                except SegmentBusyError:
                     continue
                 tx.run("DELETE FROM orphans WHERE segment = ?", (name,))
                 tx.run("DELETE FROM purges WHERE segment = ?", (name,))
                 count += there
-        reached(_POINT)
+        hit(_POINT)
     return count
 
 
 def _sweep(book: Book, grace: float) -> int:
     """Note what nothing points to, remove what was noted `grace` seconds ago or more; how many were removed."""
-    there = book.shelf.segments()
+    there = book.store.segments()
     with book.ledger.read() as tx:
         used = {
             row[0]
@@ -403,11 +627,11 @@ def _sweep(book: Book, grace: float) -> int:
         noted = dict(tx.all("SELECT segment, seen FROM orphans"))
         must = [row[0] for row in tx.all("SELECT segment FROM purges")]
         now = tx.now
-    loose = [name for name in there if name not in used and not book.shelf.busy(name)]
+    loose = [name for name in there if name not in used and not book.store.busy(name)]
     new = [name for name in loose if name not in noted]
     late = [name for name in loose if name in noted and (noted[name] == 0 or noted[name] <= now - grace)]
     # A segment may have been begun after the list was made.
-    absent = {name for name in (*noted, *must) if name not in there and not book.shelf.has(name)}
+    absent = {name for name in (*noted, *must) if name not in there and not book.store.has(name)}
     found_again = [name for name in noted if name in used or name in absent]
     if new or absent or found_again:
         with book.ledger.write() as tx:
@@ -426,7 +650,7 @@ def make_room(book: Book, size: int) -> bool:
     """Have room for `size` bytes under the book's quota: first garbage goes, then the bytes of what every consumer is
     done with, oldest first and a sixteenth of the quota at once where there is so much; whether there is room now.
 
-    While segments are written anew the shelf holds their copies too, up to `PUT_BYTES` above the quota. No record loses
+    While segments are written anew the store holds their copies too, up to `PUT_BYTES` above the quota. No record loses
     its bytes where all that could go would not be enough.
     """
     quota = book.quota
@@ -434,7 +658,7 @@ def make_room(book: Book, size: int) -> bool:
         return True
 
     def over() -> int:
-        return sum(book.shelf.segments().values()) + size - quota
+        return sum(book.store.segments().values()) + size - quota
 
     while True:
         for garbage in (0.25, 0.05):
@@ -443,7 +667,7 @@ def make_room(book: Book, size: int) -> bool:
         excess = over()
         if excess <= 0:
             return True
-        if not purging.take_finished(book, excess, excess + quota // 16):
+        if not take_finished(book, excess, excess + quota // 16):
             # The little garbage that is left in many segments, as the last resort.
             compact(book, garbage=0.0, small=0, grace=0.0)
             return over() <= 0
@@ -451,42 +675,40 @@ def make_room(book: Book, size: int) -> bool:
 
 # --- beside appends -----------------------------------------------------------------------------------------------
 
-_tenders: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_compactors: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
-def _wait_for_tenders() -> None:
+def _join_compactors() -> None:
     """A daemon thread that the interpreter stops inside Arrow's code would abort the process."""
-    for thread in list(_tenders):
+    for thread in list(_compactors):
         thread.join(10.0)
 
 
-def after_append(book: Book) -> None:
-    """Now and then, start a thread that merges small segments if there are many; an append never waits for it.
+def start_auto_merge(book: Book) -> None:
+    """Start a thread that merges small segments if there are many; an append never waits for it.
 
     The thread does one bounded step and ends. `Book.close` waits for it, and a forked child does not have it. Rows of
     a database need no merging: they are read many at once.
     """
-    if book.shelf.transactional:
+    if book.compactor is not None and book.compactor.is_alive():
         return
-    if next(book.appends) % TEND_EVERY or (book.tender is not None and book.tender.is_alive()):
-        return
-    book.tender = threading.Thread(target=_tend, args=(book,), name="rollbook-merge", daemon=True)
-    _tenders.add(book.tender)
-    book.tender.start()
+    book.compactor = threading.Thread(target=_auto_merge, args=(book,), name="rollbook-merge", daemon=True)
+    _compactors.add(book.compactor)
+    book.compactor.start()
 
 
-def _tend(book: Book) -> None:
-    """Merge small segments if there are many, unless somebody else does: at most `TEND_BYTES`. Errors are warnings."""
+def _auto_merge(book: Book) -> None:
+    """Merge up to `AUTO_MERGE_BYTES` of small segments, unless another process does; warn of errors."""
     try:
-        sizes = {name: size for name, size in book.shelf.segments().items() if size < TEND_BYTES}
-        if len(sizes) <= TEND_ABOVE:
+        sizes = {name: size for name, size in book.store.segments().items() if size < AUTO_MERGE_BYTES}
+        if len(sizes) <= AUTO_MERGE_SEGMENTS:
             return
         names: list[str] = []
-        room = TEND_BYTES
+        room = AUTO_MERGE_BYTES
         for name in _mergeable(book, max(_tiers(sizes).values(), key=len)):
             room -= sizes[name]
-            if room < 0 or len(names) == 4 * TEND_ABOVE:
+            if room < 0 or len(names) == 4 * AUTO_MERGE_SEGMENTS:
                 break
             names.append(name)
         with book.ledger.write() as tx:
@@ -497,9 +719,9 @@ def _tend(book: Book) -> None:
             tx.run(
                 "INSERT INTO meta (key, value) VALUES ('tending', ?) "
                 "ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-                (repr(tx.now + _TEND_SECONDS),),
+                (repr(tx.now + _AUTO_MERGE_SECONDS),),
             )
-        _move(book, names, Compacted())
+        _move(book, names, CompactionResult())
         with book.ledger.write() as tx:
             tx.run("DELETE FROM meta WHERE key = 'tending'")
     except Exception as error:

@@ -11,8 +11,10 @@ import errno
 import fcntl
 import mmap
 import os
+import random
 import re
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -205,14 +207,14 @@ class Disk:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The plain files in a folder and how many bytes each has, in order of their names; links are left out."""
-        found = {}
+        sizes = {}
         with os.scandir(folder) as entries:
             for entry in entries:
                 # A file may go while they are listed.
                 with suppress(FileNotFoundError):
                     if entry.is_file(follow_symlinks=False):
-                        found[entry.name] = entry.stat(follow_symlinks=False).st_size
-        return dict(sorted(found.items()))
+                        sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return dict(sorted(sizes.items()))
 
     def try_lock(self, fd: int, shared: bool = False) -> bool:
         """Take the file's lock unless somebody has it, or, `shared`, unless somebody has it alone. It belongs to the
@@ -227,8 +229,8 @@ class Disk:
     def free(self, path: str) -> int:
         """Bytes that this user may still write on the file system of `path`."""
         with _naming(path):
-            found = os.statvfs(path)
-            return found.f_bavail * found.f_frsize
+            stats = os.statvfs(path)
+            return stats.f_bavail * stats.f_frsize
 
     def network_file_system(self, path: str) -> str | None:
         """The name of the network file system that `path` is or would be on; `None` for a local one.
@@ -297,13 +299,13 @@ def read_private(fd: int, start: int, stop: int, mapped: bool) -> memoryview:
             if error.errno not in (errno.ENOMEM, errno.ENODEV):
                 raise
     memory = np.empty(stop - start, dtype=np.uint8).data
-    got = 0
-    while got < len(memory):
-        step = os.preadv(fd, [memory[got:]], start + got)
+    filled = 0
+    while filled < len(memory):
+        step = os.preadv(fd, [memory[filled:]], start + filled)
         if not step:
             break
-        got += step
-    return memory[:got]
+        filled += step
+    return memory[:filled]
 
 
 # --- mounts ---------------------------------------------------------------------------------------------------------
@@ -318,7 +320,7 @@ def network_mount(path: str, table: str) -> str | None:
     >>> network_mount("/shared runs/demo", table), network_mount("/shared runs/fast/demo", table)
     ('nfs4', None)
     """
-    longest, found = -1, None
+    longest, kind = -1, None
     for line in table.splitlines():
         before, dash, after = line.partition(" - ")
         fields, kinds = before.split(" "), after.split(" ")
@@ -328,8 +330,8 @@ def network_mount(path: str, table: str) -> str | None:
         inside = point.rstrip("/") + "/"
         # Of several on the same point the last one covers the others.
         if len(point) >= longest and (path + "/").startswith(inside):
-            longest, found = len(point), _network(kinds)
-    return found
+            longest, kind = len(point), _network(kinds)
+    return kind
 
 
 def _network(kinds: list[str]) -> str | None:
@@ -346,3 +348,55 @@ def _network(kinds: list[str]) -> str | None:
 
 def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def identity(path: str | os.PathLike[str] | int) -> tuple[int, int] | None:
+    """Return the device and inode that a path leads to (or a descriptor has), or `None` if nothing is there.
+
+    >>> identity("/") == identity("/tmp/.."), identity("/nowhere")
+    (True, None)
+    """
+    try:
+        entry = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return entry.st_dev, entry.st_ino
+
+
+@contextmanager
+def folder_lock(folder: str | os.PathLike[str], *, shared: bool, seconds: float) -> Iterator[bool]:
+    """Hold the lock of a book's folder: shared for a write transaction, alone for a repair that replaces the ledger.
+
+    The lock is taken on the folder itself: it needs no file, moves with the folder and ends with the process.
+
+    Returns:
+        A context whose value says whether the lock was had within `seconds`.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with folder_lock(folder, shared=True, seconds=0.0), folder_lock(folder, shared=False, seconds=0.0) as alone:
+    ...         alone
+    False
+    """
+    # Opened anew each time: a descriptor that several threads or a forked child share would share its lock, too.
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        end = time.monotonic() + seconds
+        pause = 0.0002
+        while True:
+            try:
+                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < end:
+                    time.sleep(pause * (0.5 + random.random()))
+                    pause = min(pause * 1.5, 0.01)
+                    continue
+                yield False
+                return
+            break
+        try:
+            yield True
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # Closing would leave it to a child that was forked meanwhile.
+    finally:
+        os.close(fd)

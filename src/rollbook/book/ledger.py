@@ -21,12 +21,25 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rollbook.book.errors import BookError, ConnectionLost, Damaged, LockTimeout, NotABook, OutcomeUnknown, moved
-from rollbook.book.locks import folder_lock, identity
-from rollbook.book.windows import reached
+from rollbook.book import failpoints
+from rollbook.book.disk import folder_lock, identity
+from rollbook.book.errors import (
+    BookError,
+    ConnectionLostError,
+    CorruptBookError,
+    LockTimeoutError,
+    NotABookError,
+    OutcomeUnknownError,
+    ReadOnlyError,
+    moved,
+)
+from rollbook.core.errors import RollbookError
 from rollbook.core.files import FILE
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
 
 LAYOUT = 2
 """The number of the tables' layout (see `rollbook.book.schema`)."""
@@ -53,11 +66,11 @@ def _array(values: Sequence[Any]) -> str:
         return json.dumps(values)
     except TypeError:
         # SQLite keeps whatever it is given, bytes in a column of texts too.
-        raise Damaged(f"got {str(values)[:100]}, expected numbers or texts; see `rollbook check`") from None
+        raise CorruptBookError(f"got {str(values)[:100]}, expected numbers or texts; see `rollbook check`") from None
 
 
-class ConcurrentChange(Exception):
-    """Another transaction inserted the same row, or the two waited for each other: nothing was written, try again."""
+class ConcurrentChangeError(RollbookError):
+    """Another transaction inserted the same row, or the two deadlocked; nothing was written, retry."""
 
 
 class Transaction(Protocol):
@@ -143,9 +156,9 @@ class Ledger(Protocol):
             timeout: How many seconds to wait for other writers, `BUSY_SECONDS` by default.
 
         Raises:
-            LockTimeout: Other writers held the ledger for so long.
-            ConnectionLost: The connection broke before the commit.
-            OutcomeUnknown: The connection broke during the commit.
+            LockTimeoutError: Other writers held the ledger for so long.
+            ConnectionLostError: The connection broke before the commit.
+            OutcomeUnknownError: The connection broke during the commit.
         """
 
     def read(self) -> Any:
@@ -195,20 +208,20 @@ def took_effect(ledger: Ledger, error: BookError, committed: Callable[[Transacti
     """Find out whether a write transaction that a broken connection ended took effect.
 
     Args:
-        error: `ConnectionLost` or `OutcomeUnknown`, as the transaction raised it.
+        error: `ConnectionLostError` or `OutcomeUnknownError`, as the transaction raised it.
         committed: Looks for a trace of the transaction.
 
     Raises:
-        OutcomeUnknown: The server could not be asked.
+        OutcomeUnknownError: The server could not be asked.
     """
-    if not isinstance(error, OutcomeUnknown):
+    if not isinstance(error, OutcomeUnknownError):
         return False
     try:
         # Not `read`: the broken session may still be committing, and holds the lock until that is done.
         with ledger.write() as tx:
             return committed(tx)
     except BookError as failure:
-        raise OutcomeUnknown(f"{error}; then: {failure}") from failure
+        raise OutcomeUnknownError(f"{error}; then: {failure}") from failure
 
 
 def write_once(
@@ -235,12 +248,12 @@ def write_once(
             with (begin or ledger.write)(timeout=timeout, **options) as tx:
                 results.append(transact(tx))
             return results[-1]
-        except (ConnectionLost, OutcomeUnknown) as error:
+        except (ConnectionLostError, OutcomeUnknownError) as error:
             if took_effect(ledger, error, lambda tx: committed(tx, results[-1])):
                 return results[-1]
             if time.monotonic() >= start + RETRY_SECONDS:
                 raise
-        except LockTimeout:
+        except LockTimeoutError:
             # A row's lock, whose wait is shorter: a session that paused with it has been ended.
             left = start + patience - time.monotonic()
             if left <= 0.01:
@@ -248,19 +261,19 @@ def write_once(
             timeout = left
 
 
-def parsed(text: Any, what: str) -> dict[str, Any]:
+def parsed(text: Any, label: str) -> dict[str, Any]:
     """A dict from JSON that a ledger holds, which anybody may have written.
 
     >>> parsed('{"step": 3}', "a detail")
     {'step': 3}
     """
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except (RecursionError, TypeError, ValueError) as error:
-        raise Damaged(f"{what}: got {str(text)[:100]!r}, which is no JSON: {str(error)[:100]}") from None
-    if not isinstance(found, dict):
-        raise Damaged(f"{what}: got {str(text)[:100]!r}, expected a dict")
-    return found
+        raise CorruptBookError(f"{label}: got {str(text)[:100]!r}, which is no JSON: {str(error)[:100]}") from None
+    if not isinstance(fields, dict):
+        raise CorruptBookError(f"{label}: got {str(text)[:100]!r}, expected a dict")
+    return fields
 
 
 class _SQLiteTransaction:
@@ -305,10 +318,9 @@ class _SQLiteTransaction:
         return self.connection.execute(sql, values).fetchone()
 
     def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
-        return [self.all(sql, values) for sql, values in queries]
+        return [self.connection.execute(sql, values).fetchall() for sql, values in queries]
 
-    def array(self, values: Sequence[Any]) -> str:
-        return _array(values)
+    array = staticmethod(_array)
 
     def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
         key = {"records": "seq", "leases": "id"}[table]
@@ -374,19 +386,19 @@ def check_files(path: Path) -> None:
         except (FileNotFoundError, NotADirectoryError):
             continue
         if not stat.S_ISREG(mode):
-            raise NotABook(f"{name}: a link, a pipe, a device or a folder, expected a plain file")
+            raise NotABookError(f"{name}: a link, a pipe, a device or a folder, expected a plain file")
 
 
 def check_plain(connection: sqlite3.Connection, path: Path) -> None:
     """Refuse a database in which reading or writing a table would run what somebody else wrote: a ledger has tables of
     plain columns, and indices."""
-    found = connection.execute(
+    objects = connection.execute(
         "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%' "
         "UNION ALL SELECT 'column', kept.name || '.' || has.name FROM sqlite_master AS kept "
         "JOIN pragma_table_xinfo(kept.name) AS has WHERE kept.type = 'table' AND has.hidden <> 0 LIMIT 1"
     ).fetchone()
-    if found is not None:
-        raise NotABook(f"{path}: it has a {found[0]} {str(found[1])[:80]!r} of its own, which no ledger has")
+    if objects is not None:
+        raise NotABookError(f"{path}: it has a {objects[0]} {str(objects[1])[:80]!r} of its own, which no ledger has")
 
 
 def _holder(path: Path | None) -> str:
@@ -416,7 +428,7 @@ def take_turn(lock: threading.RLock, timeout: float | None) -> Iterator[float | 
     """Hold the lock between the threads of one process; gives what is left of `timeout`."""
     begin = time.monotonic()
     if not lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
-        raise LockTimeout(f"another thread of this process held the ledger for {timeout:.3g} s")
+        raise LockTimeoutError(f"another thread of this process held the ledger for {timeout:.3g} s")
     try:
         yield None if timeout is None else max(begin + timeout - time.monotonic(), 0.0)
     finally:
@@ -513,7 +525,7 @@ class SQLiteLedger:
             except (OSError, sqlite3.OperationalError) as error:
                 if self.path.exists() and not os.access(self.path, os.R_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path)) from None
-                raise NotABook(f"{self.path}: the ledger cannot be opened: {error}") from None
+                raise NotABookError(f"{self.path}: the ledger cannot be opened: {error}") from None
         try:
             # Names of functions in a stranger's schema (views, triggers, indices) are not called.
             connection.execute("PRAGMA trusted_schema=OFF")
@@ -547,15 +559,15 @@ class SQLiteLedger:
         text = str(error)
         if isinstance(error, sqlite3.OperationalError):
             if self.read_only and "readonly" in text:
-                return NotABook(f"{self.path}: a write was broken off there ({text}); open it for writing once")
+                return NotABookError(f"{self.path}: a write was broken off there ({text}); open it for writing once")
             if self.path is not None and "readonly" in text:
                 for path in (self.path, self.path.parent):
                     if not os.access(path, os.W_OK):
                         # The system says so of a disk that is mounted to be read alone, too.
                         code = errno.EACCES if os.statvfs(path).f_flag & os.ST_RDONLY == 0 else errno.EROFS
                         return OSError(code, os.strerror(code), str(path))
-            for said, code in (("disk is full", errno.ENOSPC), ("disk I/O", errno.EIO), ("readonly", errno.EROFS)):
-                if said in text:
+            for phrase, code in (("disk is full", errno.ENOSPC), ("disk I/O", errno.EIO), ("readonly", errno.EROFS)):
+                if phrase in text:
                     return OSError(code, text, str(self.path))
             if self.path is not None and "unable to open" in text:
                 return BookError(
@@ -565,9 +577,11 @@ class SQLiteLedger:
         if isinstance(error, sqlite3.ProgrammingError):
             return error
         if isinstance(error, sqlite3.IntegrityError):
-            return Damaged(f"{self.path}: the ledger's rows contradict each other ({text}); see `rollbook check`")
-        if any(told in text for told in _DAMAGE):
-            return Damaged(
+            return CorruptBookError(
+                f"{self.path}: the ledger's rows contradict each other ({text}); see `rollbook check`"
+            )
+        if any(phrase in text for phrase in _DAMAGE):
+            return CorruptBookError(
                 f"{self.path}: the ledger is damaged ({text}); `rollbook check --repair` recovers what it can"
             )
         return error
@@ -585,7 +599,7 @@ class SQLiteLedger:
                 if "locked" not in str(error) and "busy" not in str(error):
                     raise
                 if time.monotonic() > end:
-                    raise LockTimeout(
+                    raise LockTimeoutError(
                         f"{self.path}: other writers held the ledger for {seconds:.3g} s{_holder(self.path)}"
                     ) from None
             time.sleep(pause * (0.5 + random.random()))
@@ -628,8 +642,8 @@ class SQLiteLedger:
                     if self.path is not None and identity(self.path) != self._identity:
                         raise moved(self.path)
                     yield _SQLiteTransaction(connection, self.clock())
-                    if begin != "BEGIN":
-                        reached("before commit")
+                    if begin != "BEGIN" and failpoints.active:
+                        failpoints.hit("before commit")
                     connection.execute("COMMIT")
                 except BaseException:
                     if connection.in_transaction:
@@ -641,18 +655,16 @@ class SQLiteLedger:
                     raise
                 raise explained from error
             except OverflowError as error:
-                raise Damaged(f"{self.path}: a number out of range ({error}); see `rollbook check`") from error
-        if begin != "BEGIN":
-            reached("after commit")
+                raise CorruptBookError(f"{self.path}: a number out of range ({error}); see `rollbook check`") from error
+        if begin != "BEGIN" and failpoints.active:
+            failpoints.hit("after commit")
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return every row of one query."""
         with self.read() as tx:
             return tx.all(sql, values)
 
-    def array(self, values: Sequence[Any]) -> str:
-        """The parameter of `in_ints`."""
-        return _array(values)
+    array = staticmethod(_array)
 
     def changes(self) -> tuple[int, int]:
         """Return numbers that change when another connection, or this one, has written."""
@@ -698,3 +710,23 @@ class SQLiteLedger:
             with self._lock:
                 self._connection.close()
         self._closed = True
+
+
+def check_text(name: str, text: object, least: int = 1, most: int = 1 << 20) -> str:
+    """A text that every ledger can keep, else an error that says what it should have been.
+
+    >>> check_text("reason", "too long")
+    'too long'
+    """
+    if not isinstance(text, str) or not least <= len(text) <= most:
+        size = f" of {least} to {most} characters" if isinstance(text, str) and text else " that is not empty" * least
+        raise ValueError(f"{name}: got {str(text)[:100]!r}, expected a text{size}")
+    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"{name}: got {text!r}, expected no NUL and no lone surrogate, which a database cannot keep")
+    return text
+
+
+def check_writable(book: Book, operation: str) -> None:
+    """Raise `ReadOnlyError` if the book was opened for reading."""
+    if book.read_only:
+        raise ReadOnlyError(f"{operation}: {book.url} was opened for reading (mode 'r')")

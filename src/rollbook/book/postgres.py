@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import xxhash
 
-from rollbook.book import ledger as ledgers
-from rollbook.book.errors import BookError, ConnectionLost, LockTimeout, NotABook, OutcomeUnknown
-from rollbook.book.ledger import ConcurrentChange, Turns
-from rollbook.book.windows import reached
+from rollbook.book.errors import BookError, ConnectionLostError, LockTimeoutError, NotABookError, OutcomeUnknownError
+from rollbook.book.failpoints import hit
+from rollbook.book.ledger import BUSY_SECONDS, ConcurrentChangeError, Turns
 from rollbook.core.addresses import redacted
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def connect(url: str, schema: str) -> psycopg.Connection[Any]:
         limit = sql.Literal(_milliseconds(IDLE_SECONDS))
         connection.execute(sql.SQL(settings).format(sql.Identifier(schema), limit, limit))
     except psycopg.OperationalError as error:
-        raise ConnectionLost(f"{redacted(url)}: no connection to PostgreSQL: {_line(error)}") from None
+        raise ConnectionLostError(f"{redacted(url)}: no connection to PostgreSQL: {_line(error)}") from None
     return connection
 
 
@@ -335,7 +334,7 @@ class PostgresLedger:
                 except psycopg.errors.UniqueViolation:
                     pass  # Another process made it in the same moment.
                 except psycopg.Error as error:
-                    raise NotABook(f"schema {self.schema!r} cannot be made: {str(error).strip()}") from None
+                    raise NotABookError(f"schema {self.schema!r} cannot be made: {str(error).strip()}") from None
 
     @contextmanager
     def connection(self) -> Iterator[psycopg.Connection[Any]]:
@@ -374,7 +373,7 @@ class PostgresLedger:
         begin = "" if durable else "SET LOCAL synchronous_commit TO off; "
         kind = "_shared" if shared else ""
         begin += f"SELECT pg_advisory_xact_lock{kind}({self._lock_key})"
-        yield from self._transaction(begin, True, ledgers.BUSY_SECONDS if timeout is None else timeout)
+        yield from self._transaction(begin, True, BUSY_SECONDS if timeout is None else timeout)
 
     @contextmanager
     def read(self) -> Iterator[PostgresTransaction]:
@@ -396,7 +395,7 @@ class PostgresLedger:
                         yield tx
                         tx.flush()
                         if writes:
-                            reached("before commit")
+                            hit("before commit")
                         committing = writes
                         connection.execute("COMMIT")
                         for consumer in tx.woken:
@@ -419,7 +418,7 @@ class PostgresLedger:
                 raise
             raise explained from error
         if writes:
-            reached("after commit")
+            hit("after commit")
 
     @contextmanager
     def _begun(self, begin: str, seconds: float) -> Iterator[tuple[psycopg.Connection[Any], float]]:
@@ -465,7 +464,7 @@ class PostgresLedger:
         while True:
             try:
                 return connect(self.url, self.schema)
-            except ConnectionLost:
+            except ConnectionLostError:
                 if time.monotonic() > end:
                     raise
             time.sleep(0.2)
@@ -513,12 +512,12 @@ class PostgresLedger:
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             return BookError(f"{where}: {text}")
         if isinstance(error, (psycopg.errors.UniqueViolation, psycopg.errors.DeadlockDetected)):
-            return ConcurrentChange(text)
+            return ConcurrentChangeError(text)
         if isinstance(error, psycopg.errors.LockNotAvailable):
-            waited = min(seconds, ledgers.BUSY_SECONDS)
-            return LockTimeout(f"{where}: other writers held the ledger for {waited:.3g} s{self._holder()}")
+            waited = min(seconds, BUSY_SECONDS)
+            return LockTimeoutError(f"{where}: other writers held the ledger for {waited:.3g} s{self._holder()}")
         if isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout):
-            return ConnectionLost(
+            return ConnectionLostError(
                 f"{where}: this process paused for more than {IDLE_SECONDS:g} s inside a transaction, and the server "
                 "ended its session; nothing was changed"
             )
@@ -526,11 +525,11 @@ class PostgresLedger:
             if not broken:
                 return BookError(f"{where}: {text}")
             if committing:
-                return OutcomeUnknown(
+                return OutcomeUnknownError(
                     f"{where}: the connection to PostgreSQL broke during the commit, so its outcome is unknown; "
                     f"repeat the same call: {text}"
                 )
-            return ConnectionLost(f"{where}: the connection to PostgreSQL broke, nothing was changed: {text}")
+            return ConnectionLostError(f"{where}: the connection to PostgreSQL broke, nothing was changed: {text}")
         return error
 
     def _holder(self) -> str:

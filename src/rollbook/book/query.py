@@ -1,40 +1,369 @@
 """SQL over Arrow tables that are loaded column by column, in a DuckDB that can read them and do nothing else.
 
 Invariant: a query sees the sources it was given and no file, network, extension, environment variable or Python
-object; it changes nothing; when `run` returns or raises, it has stopped.
+object; it changes nothing; when `run_query` returns or raises, it has stopped.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import html
+import itertools
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from math import inf
 from types import TracebackType
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from rollbook.book.sql_columns import Result, retyped
 from rollbook.core.checks import check_float, check_int
+from rollbook.core.errors import RollbookError
+from rollbook.core.fields import COLUMNAR, DTYPES
+from rollbook.core.ragged import promote
+
+_NUMBERS = {pa.from_numpy_dtype(np.dtype(name)): name for name in COLUMNAR if DTYPES[name].storage == name}
+_NUMBERS[pa.bool_()] = "bool"
+# Every 64-bit whole number, signed or not.
+_WIDE = pa.decimal128(20, 0)
+_TIME_UNITS = ("s", "ms", "us", "ns")
+
+
+def superset(schemas: Iterable[pa.Schema]) -> pa.Schema:
+    """The schema that holds all columns of all `schemas`, in the order in which they first appear.
+
+    A column's type depends on the set of its types, not on their order:
+
+    - numbers and booleans: the narrowest type that holds all exactly; else, for whole numbers (uint64 beside a signed
+      type), decimal128(20, 0), and with a float among them float64;
+    - list, large_list, fixed_size_list: the same kind if all are of it, else large_list, of the joined values;
+    - string and its variants: large_string; binary and its variants: large_binary;
+    - struct: all fields of all; dictionary: as its values; timestamp of one time zone: the finest unit;
+    - null: whatever the others say.
+
+    Anything else raises `ValueError` naming the column and its types.
+
+    >>> a = pa.schema([("tokens", pa.large_list(pa.int32())), ("reward", pa.float32())])
+    >>> b = pa.schema([("tokens", pa.large_list(pa.int64())), ("text", pa.string())])
+    >>> superset([a, b])
+    tokens: large_list<item: int64>
+      child 0, item: int64
+    reward: float
+    text: string
+    >>> superset([a, pa.schema([("reward", pa.string())])])
+    Traceback (most recent call last):
+        ...
+    ValueError: column 'reward': got float and string, which have no type in common
+    """
+    types: dict[str, dict[pa.DataType, None]] = {}
+    for schema in set_in_order(schemas):
+        if len(set(schema.names)) != len(schema.names):
+            twice = next(name for name in schema.names if schema.names.count(name) > 1)
+            raise ValueError(f"column {twice!r}: stands twice in one schema")
+        for field in schema:
+            types.setdefault(field.name, {})[field.type] = None
+    return pa.schema([pa.field(name, _join(name, list(kinds))) for name, kinds in types.items()])
+
+
+def set_in_order(schemas: Iterable[pa.Schema]) -> list[pa.Schema]:
+    """The different ones among many schemas, which of a book's thousands of frames are a few."""
+    return list(dict.fromkeys(schema.remove_metadata() for schema in schemas))
+
+
+def unify(batches: Iterable[pa.RecordBatch], schema: pa.Schema | None = None) -> pa.Table:
+    """One table of all batches, a chunk for each. Columns that a batch lacks are null there.
+
+    `schema`: the columns wanted and their types (default: the superset of the batches'). A column of a batch that
+    is not in it is left out; one whose type it cannot hold raises `ValueError`.
+
+    >>> narrow = pa.record_batch({"step": pa.array([1, 2], pa.int32())})
+    >>> wide = pa.record_batch({"step": pa.array([2**40]), "note": ["late"]})
+    >>> unify([narrow, wide]).to_pydict()
+    {'step': [1, 2, 1099511627776], 'note': [None, None, 'late']}
+    """
+    batches = list(batches)
+    if schema is None:
+        schema = superset(batch.schema for batch in batches)
+    else:
+        for other in set_in_order(batch.schema for batch in batches):
+            _check_holds(schema, other)
+    return pa.Table.from_batches([_fit(batch, schema) for batch in batches], schema=schema)
+
+
+def _check_holds(schema: pa.Schema, other: pa.Schema) -> None:
+    for field in schema:
+        places = other.get_all_field_indices(field.name)
+        if len(places) > 1:
+            raise ValueError(f"column {field.name!r}: stands twice in one schema")
+        kind = other.field(places[0]).type if places else field.type
+        if kind != field.type and _join(field.name, [field.type, kind]) != field.type:
+            raise ValueError(f"column {field.name!r}: got {kind}, which {field.type} cannot hold")
+
+
+def _fit(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    if batch.schema.equals(schema):
+        return batch
+    arrays = []
+    for field in schema:
+        place = batch.schema.get_field_index(field.name)
+        if place < 0:
+            arrays.append(pa.nulls(batch.num_rows, field.type))
+        elif batch.column(place).type == field.type:
+            arrays.append(batch.column(place))
+        else:
+            # Not "safe", which would refuse 2**53 + 1 as a float: what the types allow was settled above.
+            column = batch.column(place)
+            counted = retyped(column.type, _COUNTED)
+            if counted != column.type:  # Arrow casts a bool to any number but a decimal.
+                column = column.cast(counted, safe=False)
+            arrays.append(column.cast(field.type, safe=False))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+_COUNTED = {pa.bool_(): pa.uint8()}
+
+
+def retyped(kind: pa.DataType, instead: Mapping[pa.DataType, pa.DataType]) -> pa.DataType:
+    """The type with others in the place of some, in lists and structs too.
+
+    >>> retyped(pa.large_list(pa.bool_()), {pa.bool_(): pa.uint8()})
+    LargeListType(large_list<item: uint8>)
+    """
+    if pa.types.is_large_list(kind):
+        return pa.large_list(retyped(kind.value_type, instead))
+    if pa.types.is_list(kind):
+        return pa.list_(retyped(kind.value_type, instead))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(retyped(kind.value_type, instead), kind.list_size)
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, retyped(field.type, instead)) for field in kind])
+    return instead.get(kind, kind)
+
+
+def _join(name: str, kinds: list[pa.DataType]) -> pa.DataType:
+    """The one type for values of all `kinds` (at least one)."""
+    plain = [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in kinds]
+    distinct = list(dict.fromkeys(kind for kind in plain if not pa.types.is_null(kind)))
+    if not distinct:
+        return pa.null()
+    if len(distinct) == 1:
+        return kinds[0] if len(set(kinds)) == 1 else distinct[0]
+    joined: pa.DataType | None = None
+    if all(kind in _NUMBERS or kind == _WIDE for kind in distinct):
+        joined = _join_numbers(distinct)
+    elif _all(distinct, pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list):
+        joined = _join_lists(name, distinct)
+    elif _all(distinct, pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view):
+        joined = pa.large_string()
+    elif _all(
+        distinct,
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+        pa.types.is_binary_view,
+        pa.types.is_fixed_size_binary,
+    ):
+        joined = pa.large_binary()
+    elif _all(distinct, pa.types.is_struct):
+        fields: dict[str, dict[pa.DataType, None]] = {}
+        for kind in distinct:
+            for field in kind:
+                fields.setdefault(field.name, {})[field.type] = None
+        joined = pa.struct([pa.field(key, _join(f"{name}.{key}", list(types))) for key, types in fields.items()])
+    elif _all(distinct, pa.types.is_timestamp) and len({kind.tz for kind in distinct}) == 1:
+        joined = pa.timestamp(max((kind.unit for kind in distinct), key=_TIME_UNITS.index), distinct[0].tz)
+    if joined is None:
+        names = " and ".join(sorted(map(str, distinct)))
+        raise ValueError(f"column {name!r}: got {names}, which have no type in common")
+    return joined
+
+
+def _all(kinds: list[pa.DataType], *tests: Callable[[pa.DataType], bool]) -> bool:
+    return all(any(test(kind) for test in tests) for kind in kinds)
+
+
+def _join_numbers(kinds: list[pa.DataType]) -> pa.DataType:
+    exact = promote(_NUMBERS[kind] for kind in kinds) if _WIDE not in kinds else None
+    if exact is not None:
+        return pa.from_numpy_dtype(np.dtype(exact))
+    return pa.float64() if any(pa.types.is_floating(kind) for kind in kinds) else _WIDE
+
+
+def _join_lists(name: str, kinds: list[pa.DataType]) -> pa.DataType:
+    value = _join(name, list(dict.fromkeys(kind.value_type for kind in kinds)))
+    if _all(kinds, pa.types.is_list):
+        return pa.list_(value)
+    sizes = {kind.list_size if pa.types.is_fixed_size_list(kind) else None for kind in kinds}
+    size = sizes.pop()
+    return pa.list_(value, size) if size is not None and not sizes else pa.large_list(value)
+
+
+# --- a query's answer -------------------------------------------------------------------------------------------
+
+
+class Result:
+    """The rows of a query's answer.
+
+    Columns of one name get a number (`a`, `a_1`). Whole numbers of 128 bits, which sums of integers are in DuckDB,
+    come as int64 where all fit, else as decimals.
+
+    >>> result = Result(pa.table({"task": ["a", "b"], "tokens": [[1, 2], list(range(4096))]}))
+    >>> len(result), result.columns, result.rows()[0]
+    (2, ['task', 'tokens'], ('a', [1, 2]))
+    >>> result
+    task  tokens
+    a     [1, 2]
+    b     [0, 1, 2, 3, … 4096 in all]
+    """
+
+    def __init__(self, table: pa.Table, more: bool = False) -> None:
+        for place, field in enumerate(table.schema):
+            if pa.types.is_decimal128(field.type) and field.type.precision == 38 and field.type.scale == 0:
+                try:
+                    table = table.set_column(place, field.name, table.column(place).cast(pa.int64()))
+                except pa.ArrowInvalid:
+                    continue
+        self._table = table.rename_columns(_distinct(table.column_names))
+        self.more = more
+        """Whether `max_rows` cut off rows."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The names, each once."""
+        names: list[str] = self._table.column_names
+        return names
+
+    def arrow(self) -> pa.Table:
+        """An Arrow table; texts and lists with 64-bit offsets."""
+        return self._table
+
+    def pandas(self) -> Any:
+        """A pandas DataFrame; lists are numpy arrays."""
+        try:
+            return self._table.to_pandas()
+        except ImportError:
+            raise ImportError("Result.pandas needs pandas: pip install pandas") from None
+
+    def polars(self) -> Any:
+        """A polars DataFrame."""
+        try:
+            import polars
+        except ImportError:
+            raise ImportError("Result.polars needs polars: pip install polars") from None
+        return polars.from_arrow(self._table)
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        """All rows, in plain Python values."""
+        return list(self)
+
+    def dicts(self) -> list[dict[str, Any]]:
+        """All rows, by column name."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self]
+
+    def __len__(self) -> int:
+        count: int = self._table.num_rows
+        return count
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        for batch in self._table.to_batches(max_chunksize=1024):
+            yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+    def text(self, rows: int = 20, width: int = 160) -> str:
+        """The first rows as lines of at most `width` characters; long values, lists and rows of columns are cut.
+
+        What EXPLAIN says comes as it is.
+        """
+        if self.columns == ["explain_key", "explain_value"]:
+            return "\n".join(plan for _, plan in self)
+        shown = self._cells(rows, 40)
+        numeric = [pa.types.is_integer(f.type) or pa.types.is_floating(f.type) for f in self._table.schema]
+        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+        ends = list(itertools.accumulate(size + 2 for size in widths))
+        fit = max(1, sum(end - 2 <= width for end in ends))
+        lines = []
+        for line in shown:
+            cells = zip(line[:fit], widths, numeric, strict=False)
+            lines.append("  ".join(c.rjust(size) if right else c.ljust(size) for c, size, right in cells).rstrip())
+        hidden = [
+            f"{len(self) - rows} more rows" if len(self) > rows else "",
+            f"{len(widths) - fit} more columns: {_cut(', '.join(self.columns[fit:]), width)}"
+            if fit < len(widths)
+            else "",
+            "cut by max_rows" if self.more else "",
+            "no rows" if not len(self) else "",
+        ]
+        note = "; ".join(filter(None, hidden))
+        return "\n".join([*lines, f"({note})"] if note else lines)
+
+    __repr__ = text
+
+    def _repr_html_(self) -> str:
+        head, *body = self._cells(50, 200)
+        parts = ["<table><thead><tr>", *(f"<th>{html.escape(cell)}</th>" for cell in head), "</tr></thead><tbody>"]
+        for line in body:
+            parts += ["<tr>", *(f"<td>{html.escape(cell)}</td>" for cell in line), "</tr>"]
+        more = f"<p>{len(self) - 50} more rows</p>" if len(self) > 50 else ""
+        return "".join([*parts, "</tbody></table>", more])
+
+    def _cells(self, rows: int, size: int) -> list[list[str]]:
+        first = self._table.slice(0, rows)
+        columns = [[_cut(str(n), size), *(_cell(v, size) for v in first.column(n))] for n in self.columns]
+        return [list(line) for line in zip(*columns, strict=True)]
+
+
+def _distinct(names: list[str]) -> list[str]:
+    used = set(names)
+    seen: set[str] = set()
+    result = []
+    for name in names:
+        new = name
+        numbers = itertools.count(1)
+        while new in seen or (new != name and new in used):
+            new = f"{name}_{next(numbers)}"
+        seen.add(new)
+        result.append(new)
+    return result
+
+
+def _cell(value: pa.Scalar, size: int) -> str:
+    """A value as one short line; of a list of thousands only the first few are looked at."""
+    if not value.is_valid:
+        return "NULL"
+    kind = value.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        count = len(value.values)
+        few = count if count <= 6 else 4
+        inside = ", ".join(_cell(element, max(8, size // 2)) for element in value.values.slice(0, few))
+        tail = f", … {count} in all]" if few < count else "]"
+        return "[" + _cut(inside, max(8, size - len(tail) - 1)) + tail
+    if pa.types.is_floating(kind):
+        return f"{value.as_py():.6g}" if len(repr(value.as_py())) > 12 else repr(value.as_py())
+    return _cut(str(value.as_py()), size)
+
+
+def _cut(text: str, size: int) -> str:
+    # Texts come from models: what is not printable would move the cursor or colour the terminal.
+    short = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: size + 1])
+    return short if len(short) <= size else short[: size - 1] + "…"
+
 
 _READS = "SELECT, WITH, FROM, VALUES, PIVOT, EXPLAIN, DESCRIBE, SHOW or SUMMARIZE"
 _LARGE_PIECE = 8 << 20
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 
 
-class QueryError(ValueError):
-    """A query that is refused, that does not fit the tables there are, or that fails."""
+class QueryError(RollbookError, ValueError):
+    """The query is not allowed, does not match the tables, or failed."""
 
 
-class QueryTimeout(QueryError):
-    """A query that ran past its time."""
+class QueryTimeoutError(QueryError):
+    """The query exceeded its time limit."""
 
 
 class Source(Protocol):
@@ -52,7 +381,7 @@ class Source(Protocol):
         """These columns, of the types that `schema` says; mapped memory will do, nothing is written on it."""
 
 
-def run(
+def run_query(
     query: str,
     sources: Mapping[str, Source],
     *,
@@ -66,7 +395,7 @@ def run(
 
     `parameters`: values for `?` and `$1`, or by name for `$name`. `memory`: what DuckDB may use, as "1GB" or in bytes,
     for all queries of this process that give the same limit; the result, which is not part of it, may be as large
-    again. Nothing is spilled to disk. `seconds`: after which the query is stopped with `QueryTimeout` (one that is
+    again. Nothing is spilled to disk. `seconds`: after which the query is stopped with `QueryTimeoutError` (one that is
     inside a single call of a function is stopped when that returns). `threads`: up to 8 by default. `max_rows`: stop
     after so many rows; `Result.more` then says whether there are more.
 
@@ -79,13 +408,13 @@ def run(
     ...         print("loads", columns)
     ...         every = {"task": ["a", "a", "b"], "reward": [0.0, 1.0, 1.0], "tokens": [[1], [1, 2], [3]]}
     ...         return pa.table(every, self.schema).select(columns)
-    >>> run("select task, avg(reward) as mean from runs group by task order by task", {"runs": Rewards()})
+    >>> run_query("select task, avg(reward) as mean from runs group by task order by task", {"runs": Rewards()})
     loads ['task', 'reward']
     task  mean
     a      0.5
     b      1.0
     >>> try:
-    ...     run("copy runs to 'runs.csv'", {"runs": Rewards()})
+    ...     run_query("copy runs to 'runs.csv'", {"runs": Rewards()})
     ... except QueryError as error:
     ...     print(error)
     query: got COPY, expected one statement that reads: SELECT, WITH, FROM, VALUES, PIVOT, EXPLAIN, DESCRIBE, SHOW or
@@ -128,7 +457,7 @@ def run(
             if failure is not None:
                 raise failure from None
             if watch.expired:
-                raise QueryTimeout(f"query: stopped after {seconds:g} seconds") from None
+                raise QueryTimeoutError(f"query: stopped after {seconds:g} seconds") from None
             raise QueryError(_explain(error, sources, limit)) from None
 
 
@@ -145,11 +474,11 @@ def _duckdb() -> Any:
 
 def _bytes(memory: str | int) -> int:
     if isinstance(memory, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
-        if found is None or (found[3] and not found[2]):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
+        if match is None or (match[3] and not match[2]):
             raise ValueError(f"memory: got {memory!r}, expected a size such as '1GB' or a number of bytes")
-        unit = _UNITS[found[2].upper()]
-        memory = int(float(found[1]) * (1024 ** list(_UNITS).index(found[2].upper()) if found[3] else unit))
+        unit = _UNITS[match[2].upper()]
+        memory = int(float(match[1]) * (1024 ** list(_UNITS).index(match[2].upper()) if match[3] else unit))
     return check_int("memory", memory, 1)
 
 
@@ -260,7 +589,7 @@ class _Watch:
 
     def check(self) -> None:
         if self.expired:
-            raise QueryTimeout(f"query: stopped after {self._seconds:g} seconds")
+            raise QueryTimeoutError(f"query: stopped after {self._seconds:g} seconds")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -352,10 +681,10 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
     """A source as a dataset that is empty until DuckDB, which by then has planned the query, asks for columns."""
 
     def __init__(self, name: str, source: Source, watch: _Watch) -> None:
-        found = source.schema
-        if len(set(found.names)) != len(found.names):
-            raise ValueError(f"source {name!r}: names a column twice: {', '.join(found.names)}")
-        self.offered = pa.schema([pa.field(field.name, retyped(field.type, _KNOWN)) for field in found])
+        schema = source.schema
+        if len(set(schema.names)) != len(schema.names):
+            raise ValueError(f"source {name!r}: names a column twice: {', '.join(schema.names)}")
+        self.offered = pa.schema([pa.field(field.name, retyped(field.type, _KNOWN)) for field in schema])
         self.empty = self.offered.empty_table()
         super().__init__(self.empty)
         self.name = name
@@ -369,8 +698,8 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
 
     def scanner(self, columns: list[str] | None = None, filter: Any = None, **options: Any) -> _Scan:
         """The rows that pass the filter, of these columns (default: all), as DuckDB calls for them."""
-        wanted = self.offered.names if columns is None else columns
-        needed = [*wanted, *self._only_in(filter, wanted)]
+        names = self.offered.names if columns is None else columns
+        needed = [*names, *self._only_in(filter, names)]
         try:
             self.watch.check()
             with self.lock:
@@ -380,7 +709,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
             raise
         table = pa.table([self.loaded[name] for name in needed], names=needed)
         reader = pa.RecordBatchReader.from_batches(table.schema, self._pieces(table))
-        scanner = ds.Scanner.from_batches(reader, columns=wanted, filter=filter, batch_readahead=4)
+        scanner = ds.Scanner.from_batches(reader, columns=names, filter=filter, batch_readahead=4)
         self.readers.append(scanner.to_reader())
         return _Scan(self.readers[-1])
 
@@ -395,20 +724,20 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
             with contextlib.suppress(pa.ArrowException, OSError, QueryError):
                 reader.close()  # reads what is left, which is at most what was read ahead
 
-    def _only_in(self, filter: Any, wanted: list[str]) -> list[str]:
+    def _only_in(self, filter: Any, names: list[str]) -> list[str]:
         """The columns that the filter reads beside those that are wanted."""
         if filter is None:
             return []
-        found = []
+        only = []
         shown = str(filter)
         for name in self.offered.names:
-            if name not in wanted and name in shown:
+            if name not in names and name in shown:
                 # It may be the text of a constant: the filter reads a column if it cannot do without.
                 try:
                     ds.InMemoryDataset(self.empty.drop_columns([name])).scanner(filter=filter)
                 except pa.ArrowInvalid:
-                    found.append(name)
-        return found
+                    only.append(name)
+        return only
 
     def _load(self, names: list[str]) -> None:
         if not names:

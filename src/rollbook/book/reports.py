@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import consumers, inbox, work
-from rollbook.book.ledger import Transaction, parsed
-from rollbook.core.checks import check_choice
+import numpy as np
+
+from rollbook.book import queue
+from rollbook.book.consumer import get_consumer
+from rollbook.book.errors import CorruptBookError
+from rollbook.book.ledger import parsed
+from rollbook.core.checks import check_choice, check_int
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -63,23 +68,18 @@ class Counts:
         return self.admitted == self.waiting + self.leased + self.trained + sum(self.dropped.values())
 
 
-def admitted(tx: Transaction, evaluation: bool, count: int) -> None:
-    """Count records as they come in, apart from what consumers do with them."""
-    work.add_counts(tx, [(0, "evaluation" if evaluation else "admitted", "", count, 0.0)])
-
-
 _TALLY = "SELECT CAST(state AS TEXT), CAST(reason AS TEXT), CAST(SUM(CAST(n AS BIGINT)) AS BIGINT) FROM tallies"
 """SQLite keeps whatever it is given, text in a column of numbers too."""
 
 
 def counts(book: Book, name: str) -> Counts:
     """See `Book.counts`."""
-    inbox.drain_all(book, bounded=True)
+    queue.drain_inboxes(book, bounded=True)
     with book.ledger.read() as tx:
-        mine = (consumers.named(tx, name).id,)
+        mine = (get_consumer(tx, name).id,)
         totals = {state: n for state, _, n in tx.all(f"{_TALLY} WHERE consumer = 0 GROUP BY 1, 2")}
         tallies = [row for row in tx.all(f"{_TALLY} WHERE consumer = ? GROUP BY 1, 2 ORDER BY 2", mine) if row[2]]
-        unseen = inbox.size(tx, mine[0])
+        unseen = queue.inbox_size(tx, mine[0])
     by_state: Counter[str] = Counter()
     for state, _, n in tallies:
         by_state[state] += n
@@ -96,19 +96,19 @@ def counts(book: Book, name: str) -> Counts:
 
 def history(book: Book, uid: str) -> list[Entry]:
     """See `Book.history`."""
-    inbox.drain_all(book, bounded=True)
+    queue.drain_inboxes(book, bounded=True)
     with book.ledger.read() as tx:
         row = tx.one("SELECT seq FROM records WHERE uid = ?", (uid,))
         if row is None:
             raise KeyError(f"uid: got {uid!r}, which is not in the book")
-        found = tx.all(
+        rows = tx.all(
             "SELECT events.time, events.kind, events.reason, consumers.name, events.step, events.lease, events.detail "
             "FROM events LEFT JOIN consumers ON consumers.id = events.consumer WHERE events.seq = ? ORDER BY events.id",
             row,
         )
     return [
         Entry(at, kind, reason, consumer, step, lease, parsed(detail, "an event's detail") if detail else {})
-        for at, kind, reason, consumer, step, lease, detail in found
+        for at, kind, reason, consumer, step, lease, detail in rows
     ]
 
 
@@ -129,14 +129,26 @@ class KeepRate:
         return self.trained / done if done else math.nan
 
 
-def keep_rates(book: Book, name: str, by: str, edges: Sequence[float] | None) -> list[KeepRate]:
-    """See `Book.keep_rates`."""
+def keep_rates(
+    book: Book, by: str = "length", edges: Sequence[float] | None = None, consumer: str = "train"
+) -> list[KeepRate]:
+    """Return how many records of each response length or reward were trained on, and how many were dropped.
+
+    Args:
+        book: The book.
+        by: `"length"` (response tokens) or `"reward"`.
+        edges: Edges of the ranges; by default eight ranges of equal width.
+        consumer: The consumer group.
+
+    Returns:
+        One entry per range. Failed runs, which have neither length nor reward, are left out.
+    """
     check_choice("by", by, ("length", "reward"))
     column = "response_tokens" if by == "length" else "reward"
-    inbox.drain_all(book)
+    queue.drain_inboxes(book)
     with book.ledger.read() as tx:
-        mine = (consumers.named(tx, name).id,)
-        found = tx.all(
+        mine = (get_consumer(tx, consumer).id,)
+        rows = tx.all(
             f"SELECT records.{column}, work.state, work.uses, COUNT(*) FROM work "
             "JOIN records ON records.seq = work.seq "
             f"WHERE work.consumer = ? AND records.{column} IS NOT NULL "
@@ -145,16 +157,16 @@ def keep_rates(book: Book, name: str, by: str, edges: Sequence[float] | None) ->
             mine,
         )
     if edges is None:
-        edges = _edges([row[0] for row in found])
+        edges = _edges([row[0] for row in rows])
     rising = [float(edge) for edge in edges]
     if len(rising) < 2 or any(b <= a for a, b in pairwise(rising)):
-        if not found:
+        if not rows:
             return []
         raise ValueError(f"edges: got {list(edges)!r}, expected at least two numbers that rise")
     rates = []
     for low, high in pairwise(rising):
         last = high == rising[-1]
-        inside = [row for row in found if low <= row[0] < high or (last and row[0] == high)]
+        inside = [row for row in rows if low <= row[0] < high or (last and row[0] == high)]
         rates.append(
             KeepRate(
                 low,
@@ -176,3 +188,99 @@ def _edges(values: Sequence[float]) -> list[float]:
     if low == high:
         return [low, low + 1]
     return [low + (high - low) * i / 8 for i in range(8)] + [high]
+
+
+METRICS_KIND = "metrics"
+"""Of the events: `step` is the step's number, `detail` the numbers by name."""
+_MOST = 1 << 63
+
+
+def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
+    """Numbers by name, as strict JSON has them: NaN and infinity are the texts that `float` (and SQL's CAST) reads.
+
+    >>> import numpy as np
+    >>> json_number({"loss": np.float32(0.5), "kl": float("nan"), "low": -float("inf"), "tokens": 7})
+    {'loss': 0.5, 'kl': 'NaN', 'low': '-Infinity', 'tokens': 7}
+    >>> json_number({"loss": "0.5"})
+    Traceback (most recent call last):
+        ...
+    ValueError: metrics['loss']: got '0.5', expected an int or a float
+    """
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics: got {type(metrics).__name__}, expected numbers by name")
+    return {_name(name): _number(name, value) for name, value in metrics.items()}
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"metrics: got the name {name!r}, expected a text that is not empty")
+    return name
+
+
+def _number(name: str, value: Any) -> int | float | str:
+    if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
+        hint = "; .item() gives a tensor's" if hasattr(value, "item") else ""
+        raise ValueError(f"metrics[{name!r}]: got {str(value)[:60]!r}, expected an int or a float{hint}")
+    if isinstance(value, Integral) and -_MOST <= int(value) < _MOST:
+        return int(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"metrics[{name!r}]: got {value.__class__.__name__}, too large for a float") from None
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def finite_numbers(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
+    """Numbers from what `json_number` made of them, which anybody may have written.
+
+    >>> finite_numbers({"loss": 0.5, "kl": "NaN", "tokens": 7}, "a line")
+    {'loss': 0.5, 'kl': nan, 'tokens': 7}
+    """
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        if value in ("NaN", "Infinity", "-Infinity"):
+            numbers[name] = float(value)
+        elif type(value) in (int, float):
+            numbers[name] = value
+        else:
+            raise CorruptBookError(f"{label}: {name}: got {str(value)[:60]!r}, expected a number")
+    return numbers
+
+
+def log_metrics(book: Book, step: int, metrics: Mapping[str, Any]) -> None:
+    """See `Book.log`."""
+    if check_int("step", step) >= _MOST:
+        raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
+    event = queue.Event(METRICS_KIND, step=int(step), detail=json_number(metrics))
+    with book.ledger.write() as tx:
+        queue.record_events(tx, [event])
+
+
+def read_metrics(book: Book) -> list[tuple[int, dict[str, float]]]:
+    """See `Book.metrics`."""
+    with book.ledger.read() as tx:
+        # Events of no record are few, and together in the index.
+        rows = tx.all(
+            "SELECT id, kind, step, detail FROM events WHERE seq IS NULL AND kind IN ('metrics', 'rewound') ORDER BY id"
+        )
+    entries: list[tuple[int, int, dict[str, float]]] = []
+    for event, kind, step, detail in rows:
+        metrics = parsed(detail, f"event {event}")
+        if kind == METRICS_KIND:
+            if type(step) is not int:
+                raise CorruptBookError(f"event {event}: step: got {step!r}, expected a whole number")
+            entries.append((event, step, finite_numbers(metrics, f"event {event}")))
+        else:
+            back = metrics.get("event")
+            if type(back) is not int:
+                raise CorruptBookError(
+                    f"event {event}: got {str(metrics)[:60]!r}, expected the checkpoint that was gone back to"
+                )
+            while entries and entries[-1][0] > back:
+                entries.pop()
+    steps: dict[int, dict[str, float]] = {}
+    for _, step, metrics in entries:
+        steps.setdefault(step, {}).update(metrics)
+    return sorted(steps.items())

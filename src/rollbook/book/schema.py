@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from rollbook.book.digests import FORMAT
-from rollbook.book.errors import NewerLayout, NotABook
+from rollbook.book.content_hash import FORMAT
+from rollbook.book.errors import NewerLayoutError, NotABookError
 from rollbook.book.ledger import LAYOUT, Ledger, Transaction
 
 TYPES = {
@@ -209,23 +209,27 @@ def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -
     layout = layout_of(ledger)
     if layout is None:
         if not create:
-            raise NotABook(f"{where}: there is no book here")
+            raise NotABookError(f"{where}: there is no book here")
         with ledger.write() as tx:
             if _layout(tx, ledger.dialect) is not None:  # Another process was faster.
                 return False
             _make(tx, ledger.dialect, meta)
         return True
     if layout > LAYOUT:
-        raise NewerLayout(f"{where}: the book has layout {layout}, this version knows up to {LAYOUT}; use a newer one")
+        raise NewerLayoutError(
+            f"{where}: the book has layout {layout}, this version knows up to {LAYOUT}; use a newer one"
+        )
     if layout < LAYOUT:
         if layout not in MIGRATIONS:
-            raise NotABook(f"{where}: the book has layout {layout}, of an older version; this one reads {LAYOUT}")
+            raise NotABookError(f"{where}: the book has layout {layout}, of an older version; this one reads {LAYOUT}")
         if not create:
-            raise NotABook(f"{where}: the book has layout {layout}; open it for writing once, and it becomes {LAYOUT}")
+            raise NotABookError(
+                f"{where}: the book has layout {layout}; open it for writing once, and it becomes {LAYOUT}"
+            )
         with ledger.write() as tx:
             reached = migrate(tx, ledger.dialect)
             if reached != LAYOUT:
-                raise NotABook(
+                raise NotABookError(
                     f"{where}: the book has layout {layout}, and no step leads on from {reached} to {LAYOUT}"
                 )
     return False
@@ -244,11 +248,11 @@ def _layout(tx: Transaction, dialect: str) -> int | None:
         names = {row[0] for row in tx.all("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")}
     if "meta" not in names:
         if names & set(TABLES):
-            raise NotABook(f"tables {sorted(names & set(TABLES))} without `meta`: this is no ledger of a book")
+            raise NotABookError(f"tables {sorted(names & set(TABLES))} without `meta`: this is no ledger of a book")
         return None
     row = tx.one("SELECT value FROM meta WHERE key = 'layout'")
     if row is None or not str(row[0]).isdigit():
-        raise NotABook(f"meta: got layout {row and row[0]!r}, expected a number")
+        raise NotABookError(f"meta: got layout {row and row[0]!r}, expected a number")
     return int(row[0])
 
 

@@ -22,7 +22,7 @@ def check(options: argparse.Namespace) -> int:
     if options.offer and not options.repair:
         raise ValueError("check: --offer requires --repair")
     if options.repair:
-        from rollbook.book.repairing import repair
+        from rollbook.book.recovery import repair
 
         report = repair(book_at(options.path), offer=options.offer)
     else:
@@ -75,11 +75,12 @@ def export(options: argparse.Namespace) -> int:
     misplaced += ["--theme"] * (options.theme != "auto") + ["--max-mb"] * (options.max_mb is not None)
     if misplaced:
         raise ValueError(f"{', '.join(misplaced)}: only for HTML pages (OUT ending in .html, or --format html)")
+    from rollbook.book import export_records
     from rollbook.book import open as open_book
 
     with open_book(book_at(options.path), "r") as book:
-        count = book.export(
-            options.out, format=options.format, evaluation=options.evaluation, overwrite=options.overwrite
+        count = export_records(
+            book, options.out, format=options.format, evaluation=options.evaluation, overwrite=options.overwrite
         )
     if options.json:
         print_json({"exported": count})
@@ -161,12 +162,14 @@ def _import_as(folder: str, options: argparse.Namespace) -> Any:
 
 
 def _import_into(path: str, options: argparse.Namespace) -> Any:
+    from rollbook.book import import_records
     from rollbook.book import open as open_book
 
     more = {name: getattr(options, name) for name in ("table", "tokenizer") if getattr(options, name) is not None}
     with open_book(path) as book:
         try:
-            return book.import_(
+            return import_records(
+                book,
                 options.source,
                 format=options.format,
                 evaluation=options.evaluation,

@@ -140,7 +140,7 @@ def _summarize(path: str) -> dict[str, Any]:
 
         with open_book(path, "r") as book:
             summary = _from_ledger(book.ledger)
-            sizes = book.shelf.segments()
+            sizes = book.store.segments()
         return {**summary, "segments": len(sizes), "bytes": sum(sizes.values())}
     from pathlib import Path
 

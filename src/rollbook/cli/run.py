@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 LEDGER = "ledger.sqlite"
-"""The file that a book's folder has; `rollbook.book.opening.LEDGER`, without loading the book."""
+"""The file that a book's folder has; `rollbook.book.book.LEDGER`, without loading the book."""
 
 
 @dataclass(frozen=True, slots=True)

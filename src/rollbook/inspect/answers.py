@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.book import measurements
+from rollbook.book import reports
 from rollbook.book.errors import BookError
 from rollbook.core import __version__
 from rollbook.core.checks import check_choice, check_int
@@ -620,7 +620,7 @@ class Answers:
         from rollbook.inspect.sources import BookSource
 
         rows = self.source.metrics() if isinstance(self.source, BookSource) else []
-        steps = [[step, measurements.plain(numbers)] for step, numbers in rows if step >= since]
+        steps = [[step, reports.json_number(numbers)] for step, numbers in rows if step >= since]
         return {"cursor": cursor, "count": len(rows), "steps": steps}
 
     def close(self) -> None:

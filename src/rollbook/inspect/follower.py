@@ -23,8 +23,9 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rollbook.book import consumers, measurements
+from rollbook.book import reports
 from rollbook.book.book import TRAIN
+from rollbook.book.consumer import find_consumer
 from rollbook.book.errors import BookError
 from rollbook.book.ledger import Transaction, chunks, parsed
 from rollbook.core import columns as arrow
@@ -408,7 +409,7 @@ class Follower:
         # A writer beside this one may commit smaller numbers later than larger ones: nothing is read beyond the bounds.
         seqs, events = self.book.ledger.bounds()
         with self.book.ledger.read() as tx:
-            train = consumers.find(tx, TRAIN)
+            train = find_consumer(tx, TRAIN)
             consumer = -1 if train is None else train.id
             if self._event is None:
                 # What happens from here on is met as events; all before is in the rows.
@@ -467,7 +468,7 @@ class Follower:
         self._highs.read(tx, self._event or 0, last)
         kinds: dict[int, set[str]] = {}
         for event, kind, seq, whose in events:
-            if kind == measurements.KIND:
+            if kind == reports.METRICS_KIND:
                 self._logged = event
             if kind == "trained" and whose == consumer:
                 self._begin_lags()
@@ -595,9 +596,8 @@ class Follower:
             return rows
         for _, run in groupby(enumerate(ns), key=lambda pair: pair[1] - pair[0]):
             numbers = [n for _, n in run]
-            for batch in self.book.scan(
-                ("seq", *READ), ("seq", ">=", numbers[0]), ("seq", "<=", numbers[-1]), rows=PIECE
-            ):
+            selection = self.book.where(("seq", ">=", numbers[0]), ("seq", "<=", numbers[-1]))
+            for batch in selection.scan(("seq", *READ), rows=PIECE):
                 columns = columns_of(batch)
                 seqs = columns.pop("seq").to_pylist()
                 rows.update(zip(seqs, bulk.rows(columns, len(seqs)), strict=True))

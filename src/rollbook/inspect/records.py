@@ -14,10 +14,11 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from rollbook.book.attachments import OWN, open_blob, references
+from rollbook.book.errors import MissingSegmentError
 from rollbook.book.ledger import chunks
-from rollbook.book.reading import fetch, fetch_present, numbers_of
-from rollbook.book.shelves import MissingSegment, Place
+from rollbook.book.media import OWN, open_blob, references
+from rollbook.book.read import fetch, fetch_present, seqs_of
+from rollbook.book.segments.files import Place
 from rollbook.core import freeform
 from rollbook.core.columns import texts
 from rollbook.core.errors import WireError
@@ -68,13 +69,13 @@ class Reader:
     def vocabulary(self) -> Vocabulary | None:
         """What ids mean; a book that is written for the first time may have it later."""
         if self._vocabulary is None:
-            self._vocabulary = self.book.vocabulary()
+            self._vocabulary = self.book.vocabulary
         return self._vocabulary
 
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:
         """These records, in this order; `KeyError` names one that is not there. Of several, those that were deleted
         meanwhile are left out; of one, `BookError` says so."""
-        numbers = numbers_of(self.book, list(uids))
+        numbers = seqs_of(self.book, list(uids))
         if len(numbers) > 1:
             numbers, records = fetch_present(self.book, numbers, media=False)
             if not numbers:
@@ -97,7 +98,7 @@ class Reader:
 
     def record(self, uid: str) -> dict[str, Any]:
         """The whole record as strict JSON can say it."""
-        return record_json(fetch(self.book, numbers_of(self.book, [uid]), media=False))
+        return record_json(fetch(self.book, seqs_of(self.book, [uid]), media=False))
 
     def media(self, name: str) -> tuple[bytes, str] | None:
         """The bytes and type of a picture that a trajectory named."""
@@ -109,11 +110,11 @@ class Reader:
         if row is None:
             return None
         try:
-            blob = open_blob(self.book.shelf.get(Place(*row)))
+            blob = open_blob(self.book.store.get(Place(*row)))
             if blob.kind == "tensor":
                 return None
             return bytes(blob.payload) if blob.kind == "bytes" else binascii.a2b_base64(blob.payload)
-        except (MissingSegment, ValueError):
+        except (MissingSegmentError, ValueError):
             return None  # Moved just now, or damaged: it is not shown.
 
 

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollbook.book.book import Book
+from rollbook.book.book import LEDGER, Book
+from rollbook.book.book import open as open_book
 from rollbook.book.errors import BookError
 from rollbook.book.ledger import Transaction, chunks
-from rollbook.book.naming import uids_of
-from rollbook.book.opening import LEDGER
-from rollbook.book.opening import open as open_book
-from rollbook.book.reading import numbers_of
+from rollbook.book.read import seqs_of, uids_of
 from rollbook.core import columns as physical
 from rollbook.core.addresses import POSTGRES, redacted
 from rollbook.core.fields import FIELDS
@@ -207,11 +205,11 @@ class BookSource:
 
     def sql(self, query: str, *, seconds: float, rows: int) -> dict[str, Any]:
         """See `Source`: DuckDB over the tables of `Book.sql`."""
-        from rollbook.book import query as querying
-        from rollbook.book import tables
+        from rollbook.book.query import run_query
+        from rollbook.book.sql import sql_tables
 
         try:
-            table = querying.run(query, tables.sources(self.book), seconds=seconds, max_rows=rows)
+            table = run_query(query, sql_tables(self.book), seconds=seconds, max_rows=rows)
         except ImportError as error:
             raise ValueError(str(error)) from None
         return {"columns": table.columns, "rows": [list(row) for row in table], "truncated": table.more}
@@ -219,12 +217,12 @@ class BookSource:
     def texts(self, uids: Sequence[str]) -> list[tuple[str, str]]:
         """The prompt and the response of some records, as texts: those that were recorded, else by the vocabulary; ""
         where there is neither, or the bytes are gone."""
-        seqs = numbers_of(self.book, uids_of(uids))
+        seqs = seqs_of(self.book, uids_of(uids))
         texts_by_number: dict[int, tuple[str, str]] = {}
         vocabulary = self.reader.vocabulary
         ordered = sorted(set(seqs))
         for at in range(0, len(ordered), 500):
-            for batch in self.book.scan(("seq", *_TEXTS), ("seq", "in", ordered[at : at + 500])):
+            for batch in self.book.where(("seq", "in", ordered[at : at + 500])).scan(("seq", *_TEXTS)):
                 columns = columns_of(batch)
                 numbers = columns["seq"].to_pylist()
                 nothing: list[Any] = [None] * len(numbers)

@@ -238,7 +238,7 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_REAL, job["limit"] + 2 * _GRACE)
             tell({"found": _answer(job, sources)})
         except Exception as error:
-            late = type(error).__name__.startswith("QueryTimeout")  # by name: its module loads duckdb
+            late = type(error).__name__ == "QueryTimeoutError"  # by name: its module loads duckdb
             message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
             tell({"error": message or type(error).__name__, "late": late})
         finally:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rollbook.book.book import Book
-from rollbook.book.opening import open as open_book
+from rollbook.book.book import open as open_book
 from rollbook.core.metrics import advise
 from rollbook.models import Actor
 from rollbook.models.heads import text_config

@@ -329,14 +329,14 @@ def _kept(found: Evaluation, book: Book) -> Evaluation:
     """
     import dataclasses
 
-    from rollbook.book.errors import Conflict
+    from rollbook.book.errors import ConflictError
     from rollbook.core.experiences import Experiences
 
     rows = list(found.records)
     for again in itertools.count(2):
         try:
             book.append(rows, evaluation=True)
-        except Conflict:
+        except ConflictError:
             rows = [row.replace(eid=row.eid.replace(suffix=f"{was.eid.suffix}-{again}"))
                     for row, was in zip(rows, found.records, strict=True)]  # fmt: skip
         else:

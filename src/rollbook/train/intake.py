@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollbook.book.book import Book
-from rollbook.book.limits import MaxUses
-from rollbook.book.samplers import SAMPLERS
+from rollbook.book.consumer import MaxUses
+from rollbook.book.sampler import SAMPLERS
 from rollbook.core.checks import check_choice, check_float, check_int, suggest
 from rollbook.core.experiences import Experiences
 from rollbook.rollout.engine import derive_seed

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.book.opening import open as open_book
+from rollbook.book.book import open as open_book
 from rollbook.core.checks import check_int
 from rollbook.models.forward import policy_log_probs, reference_log_probs, values
 from rollbook.rewards.recipes import CombinedReward

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollbook.book import consumers
 from rollbook.book.book import Book
+from rollbook.book.consumer import find_consumer
 from rollbook.book.ledger import Transaction, chunks, parsed
 from rollbook.core.experiences import Experiences
 
@@ -53,7 +53,7 @@ class Traced:
 def trace(book: Book, step: int, consumer: str = "train") -> Traced:
     """The records that a step learnt from; none if there was nothing to learn from."""
     with book.ledger.read() as tx:
-        own = consumers.find(tx, consumer)
+        own = find_consumer(tx, consumer)
         if own is None:
             raise ValueError(f"{book.url}: got no consumer {consumer!r}, expected the one that the run trained as")
         found = tx.all(

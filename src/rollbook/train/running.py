@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rollbook.book.book import Book
-from rollbook.book.opening import open as open_book
-from rollbook.book.windows import reached
+from rollbook.book.book import open as open_book
+from rollbook.book.failpoints import hit
 from rollbook.core.files import FILE, make_folder, private_opener
 from rollbook.core.metrics import advise
 from rollbook.models.loading import transformers_module
@@ -102,7 +102,7 @@ class Run:
             # That it is a run's folder stays to be seen until all else is gone.
             for one in sorted(_files(folder), key=lambda each: each == kept):
                 shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
-                reached("overwriting")
+                hit("overwriting")
         if kept.is_file():
             if not self.config.resume:
                 raise ConfigError("resume", f"got false, and {folder} has a run, expected overwrite or another folder")
@@ -150,7 +150,7 @@ class Run:
         # Whoever runs the kept file again wants to go on.
         with open(new, "w", encoding="utf-8", opener=private_opener) as file:
             file.write(shown(dataclasses.replace(self.config, overwrite=False)))
-        reached("config written")
+        hit("config written")
         os.replace(new, self.folder / CONFIG)
 
     def _same(self, before: Config) -> None:
@@ -268,7 +268,7 @@ class Run:
         how = config.warmup.warm_up()
 
         def told(step: int, loss: float, success: float | None) -> None:
-            reached("warming up")
+            hit("warming up")
             if success is not None or step == how.steps:
                 share = "" if success is None else f", {success:.0%} of samples right".replace("%", " %")
                 self.say(f"warm-up   step {step:>4}: loss {loss:.3f}{share}")

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.book.windows import reached
+from rollbook.book.failpoints import hit
 from rollbook.core.checks import check_int
 from rollbook.core.files import make_folder, make_private
 from rollbook.models.loading import quietly
@@ -117,25 +117,25 @@ def save(
     mend(folder)
     target, partial = where / name_of(step), where / f"{_PARTIAL}{name_of(step)}"
     partial.mkdir(0o700)
-    reached("saving begins")
+    hit("saving begins")
     with quietly():
         actor.save_pretrained(partial / "model")
-        reached("model saved")
+        hit("model saved")
         if critic is not None:
             critic.save_pretrained(partial / "critic")
     torch.save({**state, "random": random_state()}, partial / "state.pt")
-    reached("state saved")
+    hit("state saved")
     (partial / "trainer.json").write_text(json.dumps({"step": step, **told}, indent=1))
     make_private(partial)
     _sync(partial)
-    reached("before rename")
+    hit("before rename")
     old = where / f"{_OLD}{name_of(step)}"
     if target.exists():
         target.rename(old)
-        reached("between renames")
+        hit("between renames")
     partial.rename(target)
     _sync_one(where)
-    reached("after rename")
+    hit("after rename")
     if old.exists():
         shutil.rmtree(old)
     return Saved(step, target)
@@ -206,7 +206,7 @@ def prune(folder: Path, keep: int | None) -> list[Saved]:
         # The name first: what is half removed is no checkpoint.
         hidden = one.path.with_name(f"{_PARTIAL}{one.path.name}")
         one.path.rename(hidden)
-        reached("during prune")
+        hit("during prune")
         shutil.rmtree(hidden)
     return gone
 

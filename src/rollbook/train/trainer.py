@@ -19,9 +19,10 @@ from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.inputs import row_rewards
 from rollbook.algorithms.shaping import RunningNorm
 from rollbook.book.book import Book
-from rollbook.book.errors import ConnectionLost, OutcomeUnknown
-from rollbook.book.leasing import Lease
-from rollbook.book.windows import reached
+from rollbook.book.checkpoint import forget_checkpoint
+from rollbook.book.errors import ConnectionLostError, OutcomeUnknownError
+from rollbook.book.failpoints import hit
+from rollbook.book.lease import Lease
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import StepMetrics, advise
@@ -259,10 +260,10 @@ class Trainer:
                 learned = self.learner.update(
                     records, step=step, expert=expert, weights=self._weights(lease, len(records))
                 )
-            reached("learnt")
+            hit("learnt")
             with metrics.time("acknowledge"):
                 self._acknowledge(lease, step, self._placements(lease, learned))
-                reached("acknowledged")
+                hit("acknowledged")
                 self.done = step
                 self._announce()
         metrics.add(
@@ -272,7 +273,7 @@ class Trainer:
         )
         self._add_divergence(metrics, records[: len(leased)])
         self.track(step, metrics.values())
-        reached("stepped")
+        hit("stepped")
         return Report(step, metrics.values(), lease.uids)
 
     def collect(self, prompts: Sequence[Prompt], metrics: StepMetrics | None = None) -> Experiences:
@@ -327,9 +328,9 @@ class Trainer:
         missing, collected, appended, dropped, failures = self.prompts_per_step, 0, 0, 0, list[str | None]()
         for _ in range(1 + self.algorithm.refill):
             records = self.collect(prompts.take(missing, step), metrics)
-            reached("made")
+            hit("made")
             appended += self.book.append(records).admitted
-            reached("appended")
+            hit("appended")
             collected += len(records)
             failures.append(_common_failure(records))
             if not self.algorithm.drop_constant_groups:
@@ -391,7 +392,7 @@ class Trainer:
             try:
                 lease.ack(step=step, details=details)
                 return
-            except (ConnectionLost, OutcomeUnknown) as error:
+            except (ConnectionLostError, OutcomeUnknownError) as error:
                 if time.monotonic() >= end:
                     raise
                 advise(f"step {step} is not acknowledged yet: {error}")
@@ -488,7 +489,7 @@ class Trainer:
             engine.version = self.done
         settings = {"sampling": self.sampling, "seed": self.seed, "environment": self.environment, **options}
         evaluation = evaluate(engine, prompts, reward, step=self.done, book=self.book, **settings)
-        reached("evaluated")
+        hit("evaluated")
         self.track(self.done, evaluation.metrics())
         return evaluation
 
@@ -548,9 +549,9 @@ class Trainer:
         held = {one.told()["book"] for one in found if one.step == self.done}
         name = f"{name}+" if name in held else name
         if any(point.name == name for point in self.book.checkpoints()):
-            self.book.forget(name)
+            forget_checkpoint(self.book, name)
         self.book.checkpoint(name)
-        reached("book's checkpoint")
+        hit("book's checkpoint")
         told: dict[str, Any] = {
             "seed": self.seed,
             "algorithm": self.algorithm.name,
@@ -572,13 +573,13 @@ class Trainer:
             told=told,
         )
         saving.prune(self.folder, self.keep)
-        reached("before forgetting")
+        hit("before forgetting")
         there = {saving.name_of(one.step) for one in saving.saved(self.folder)}
         for point in self.book.checkpoints():
             # Also what a process would have forgotten that was killed before it came to this.
             own = point.name.removesuffix("+")
             if saving.is_name(own) and (own not in there or point.name in held):
-                self.book.forget(point.name)
+                forget_checkpoint(self.book, point.name)
         return made.path
 
     def resume(self) -> bool:

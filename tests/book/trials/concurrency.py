@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import rollbook
-from rollbook.book import LeaseLost
+from rollbook.book import LeaseLostError
 from rollbook.book.book import Book
 from tests.book.trials.crash import CONSUMERS, Report, acknowledge, checked, leased, warm
 from tests.book.trials.log import Logger, fork, kill, wait
@@ -91,7 +91,7 @@ def _consume(
                     acknowledge(lease, consumer, uids[::2], say)
                     uids = uids[1::2]
                 acknowledge(lease, consumer, uids, say)
-            except LeaseLost:
+            except LeaseLostError:
                 continue
             if fate == "hang":
                 raise AssertionError(f"lease {lease.fence}: acknowledged {SECONDS * 1.2:g} s after its last progress")

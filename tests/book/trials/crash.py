@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import rollbook
-from rollbook.book import BookError, LeaseLost, windows
+from rollbook.book import BookError, LeaseLostError, failpoints
 from rollbook.book.book import Book
 from tests.book.trials import verify
 from tests.book.trials.log import Log, Logger, fork, kill, wait
@@ -90,7 +90,7 @@ class Worker:
     def live(self, doom: tuple[str, int] | None, retries: list[Piece], pause: float) -> None:
         """Work until death, at the n-th time a window is reached if that is its doom."""
         self.doom = doom
-        windows.watch(self.reached)
+        failpoints.watch(self.reached)
         acts = [self.append] * 5 + [self.take] * 5 + [self.revise] * 2 + [self.compact]
         if doom is not None and doom[0] in BIAS:
             acts += [getattr(self, BIAS[doom[0]])] * 13
@@ -160,7 +160,7 @@ class Worker:
                 acknowledge(lease, consumer, first, self.say)
                 uids = [uid for uid in uids if uid not in first]
             acknowledge(lease, consumer, uids, self.say)
-        except LeaseLost:
+        except LeaseLostError:
             return  # This one hung; `acknowledge` has said so where it matters.
 
     def revise(self, book: Book) -> None:
@@ -227,7 +227,7 @@ def acknowledge(
         try:
             count = lease.ack(step=1, uids=uids)
             break
-        except LeaseLost:
+        except LeaseLostError:
             say(f"lost {about}")
             raise
         except BookError as error:

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import rollbook
-from rollbook.book import BookError, LeaseLost, windows
+from rollbook.book import BookError, LeaseLostError, failpoints
 from rollbook.book.book import Book
 from tests.book.trials.crash import CONSUMERS, Report, acknowledge, checked, leased, warm
 from tests.book.trials.log import Logger, fork, kill, wait
@@ -54,7 +54,7 @@ def repeat(call: Callable[[], Result], say: Callable[[str], None]) -> Result:
     while True:
         try:
             return call()
-        except LeaseLost:
+        except LeaseLostError:
             raise
         except BookError as error:
             say(f"did fail {type(error).__name__}")
@@ -114,7 +114,7 @@ def _consume(url: str, say: Callable[[str], None], consumer: str, ended: Path, s
                 acknowledge(lease, consumer, uids[::2], say, patience=LONGEST)
                 uids = uids[1::2]
             acknowledge(lease, consumer, uids, say, patience=LONGEST)
-        except LeaseLost:
+        except LeaseLostError:
             continue
 
 
@@ -130,7 +130,7 @@ def _hold(url: str, say: Callable[[str], None], ended: Path, seed: int) -> None:
 
     book = repeat(lambda: _open(url), say)
     book.close()
-    windows.watch(reached)
+    failpoints.watch(reached)
     _write(url, say, 9, ended, seed)
 
 

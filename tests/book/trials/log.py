@@ -5,7 +5,7 @@ line is in the pipe even if its writer is killed right behind it, and lines come
 
     try append PIECE             did append PIECE
     did lease CONSUMER FENCE experience|group COUNT UID..
-    try ack CONSUMER FENCE UID.. did ack CONSUMER FENCE UID..    lost CONSUMER FENCE UID..   (LeaseLost)
+    try ack CONSUMER FENCE UID.. did ack CONSUMER FENCE UID..    lost CONSUMER FENCE UID..   (LeaseLostError)
     try revise UID VALUE         did revise UID VALUE
     did nack | compact | refuse  die WINDOW WHILE     error TEXT
 """

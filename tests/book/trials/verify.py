@@ -345,10 +345,10 @@ def _voided(events: list[tables.Event]) -> set[int]:
 
 
 def _read(url: str, book: Book, ledger: Ledger, sample: int | None, seed: int) -> dict[str, Experience]:
-    shelf = book.shelf.segments()
-    for name in {record.segment for record in ledger.state.records if record.segment is not None} - shelf.keys():
+    store = book.store.segments()
+    for name in {record.segment for record in ledger.state.records if record.segment is not None} - store.keys():
         # Compaction may have been here since.
-        if any(record.segment == name for record in tables.read(url).records) and not book.shelf.has(name):
+        if any(record.segment == name for record in tables.read(url).records) and not book.store.has(name):
             ledger.wrong.append(f"segment {name}: the ledger points to it, and it is not there")
     uids = list(ledger.seq)
     if sample is not None and sample < len(uids):

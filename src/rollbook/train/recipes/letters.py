@@ -158,7 +158,7 @@ def expert(folder: Any, count: int = 2000, length: int = 6, seed: int = 0, skip:
     ...     expert(f"{place}/expert", count=20)
     20
     """
-    from rollbook.book.opening import open as open_book
+    from rollbook.book.book import open as open_book
     from rollbook.train.data import Prompts
     from rollbook.train.supervised import records_from_answers
 

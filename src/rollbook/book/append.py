@@ -1,0 +1,965 @@
+"""Appending records: preparation, transaction, group commit and the streaming writer.
+
+Appends of several threads are written together, with one sync of the segment and one commit of the ledger: the first
+thread writes its append; threads that come meanwhile wait, and the first of them then writes all that wait.
+
+Invariant: bytes are in the store before the ledger refers to them, and the ledger has all records of an append or none.
+Appending a record again changes nothing; a different record under its id is rejected before anything is written.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rollbook.book import compaction, content_hash, queue, revision
+from rollbook.book.consumer import (
+    SELECT_CONSUMERS,
+    Consumer,
+    all_consumers,
+    find_consumer,
+    parse_consumers,
+    save_consumer,
+)
+from rollbook.book.content_hash import ContentHashes, content_hashes
+from rollbook.book.errors import (
+    BackPressureError,
+    BookError,
+    ConflictError,
+    ConnectionLostError,
+    CorruptBookError,
+    LockTimeoutError,
+    OutcomeUnknownError,
+    QuotaExceededError,
+)
+from rollbook.book.index_columns import IndexColumns, column_types, index_columns, number_column
+from rollbook.book.ledger import BUSY_SECONDS, RETRY_SECONDS, ConcurrentChangeError, Transaction, took_effect
+from rollbook.book.media import MIN_BASE64, Blob, extract, may_hold_media
+from rollbook.book.segments.files import Place
+from rollbook.core.checks import check_float, check_int
+from rollbook.core.columns import Values
+from rollbook.core.errors import WireError
+from rollbook.core.experiences import Experiences, from_rows, uncollected
+from rollbook.core.ipc import RowLayout
+from rollbook.core.metrics import advise
+from rollbook.core.wire import decode, encode
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+    from rollbook.core.experience import Experience
+    from rollbook.core.vocabulary import Vocabulary
+
+
+ATTEMPTS = 50
+"""How often an append looks again after another writer changed what it had seen."""
+FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
+"""Rows whose ids may be taken again: records that a rewind dropped, and runs that failed and now gave a record."""
+_COLUMNS = (
+    *("seq", *IndexColumns._fields, "evaluation", "admitted", "revision", "whole", "core"),
+    *("segment", "start", "size", "slot", "bytes", "gone"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AppendResult:
+    """What an append did: how many records are new, how many were there already, how many of those got new fields."""
+
+    admitted: int = 0
+    known: int = 0
+    revised: int = 0
+    stale: int = 0
+    """Of the admitted ones, how many were too old for some consumer as they came."""
+
+    def __add__(self, other: AppendResult) -> AppendResult:
+        return AppendResult(
+            self.admitted + other.admitted,
+            self.known + other.known,
+            self.revised + other.revised,
+            self.stale + other.stale,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PendingAppend:
+    """Records on their way in, with what the ledger will say of them."""
+
+    records: Experiences | RowLayout
+    digests: ContentHashes
+    tags: Sequence[IndexColumns]
+    evaluation: bool
+    frame: Any = None
+    """Their bytes, if they were made already."""
+    blobs: Mapping[str, Blob] = field(default_factory=dict)
+    """With `frame`: the media that it refers to."""
+    uses: Sequence[tuple[str, ...]] = ()
+    """With `frame`: the media of each record; empty if there are none."""
+
+    def take(self, indices: list[int]) -> PendingAppend:
+        hashes = ContentHashes(*([column[i] for i in indices] for column in self.digests))
+        return PendingAppend(self.select(indices), hashes, [self.tags[i] for i in indices], self.evaluation)
+
+    def select(self, indices: list[int]) -> Experiences:
+        """The records at `indices`, on memory of their own."""
+        records = decode(self.frame, verify=False) if isinstance(self.records, RowLayout) else self.records
+        return records.take(indices)
+
+
+class _Scratch(threading.local):
+    """Memory for one frame, used again and again: the first touch of fresh memory takes longer than the copy."""
+
+    most = 64 << 20
+
+    def __init__(self) -> None:
+        self.memory = bytearray()
+
+    def of(self, size: int) -> bytearray:
+        if size > self.most:
+            return bytearray(size)
+        if len(self.memory) < size:
+            self.memory = bytearray(size + size // 4)
+        return self.memory
+
+
+_scratch = _Scratch()
+
+
+def as_experiences(experiences: Any) -> Experiences:
+    """One record, some, or columns, as columns."""
+    return experiences if isinstance(experiences, Experiences) else from_rows(_rows(experiences), copy=False)
+
+
+def _rows(records: Any) -> list[Any]:
+    from rollbook.core.experience import Experience
+
+    if isinstance(records, Experience):
+        return [records]
+    if isinstance(records, (str, bytes, dict)) or not isinstance(records, Iterable):
+        raise ValueError(f"append: got {type(records).__name__}, expected an Experience, several, or Experiences")
+    return list(records)
+
+
+def _prepare(records: Experiences | list[Any], evaluation: bool) -> PendingAppend:
+    """Encode records, and compute what the ledger will say of them."""
+    # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
+    # by this thread's next append: columns that the caller holds stay out of it.
+    with uncollected():
+        layout = None if isinstance(records, Experiences) else RowLayout.of(records)
+        if layout is not None and not evaluation and not (_has_long_text(layout) and may_hold_media(layout)):
+            return _describe(layout, evaluation, encode(layout, out=_scratch.of), {}, ())
+        columns = as_experiences(records)
+        lifted = extract(columns, evaluation=[evaluation] * len(columns))
+        frame = encode(lifted.stripped, out=_scratch.of, settle=columns is not records)
+        return _describe(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
+
+
+def _has_long_text(layout: RowLayout) -> bool:
+    """Return whether a free-form value is long enough to hold media."""
+    return any(
+        max(map(len, filter(None, column.data)), default=0) >= MIN_BASE64
+        for column in layout.columns.values()
+        if isinstance(column, Values) and column.flat is not None and column.data is not None
+    )
+
+
+def _describe(records: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> PendingAppend:
+    ids = content_hash.printed_ids(records.columns["eid"])
+    return PendingAppend(records, content_hashes(records, ids), index_columns(records, ids), evaluation, *encoded)
+
+
+def append_records(
+    book: Book, experiences: Any, *, evaluation: bool, author: str, timeout: float | None
+) -> tuple[AppendResult, dict[str, str]]:
+    """See `Book.append`; also, by id, which records were "admitted", too old as they came ("stale") or "revised"."""
+    records = experiences if isinstance(experiences, Experiences) else _rows(experiences)
+    if not records:
+        return AppendResult(), {}
+    pending, doubled = _deduplicate(_prepare(records, evaluation))
+    end = None if timeout is None else time.monotonic() + timeout
+    # Where bytes and rows are written by one transaction, the first attempt takes all records for new and writes them
+    # at once; if some are not, it writes nothing.
+    hopeful = book.quota is None and book.store.transactional
+    attempts = 0
+    last_retry = time.monotonic() + RETRY_SECONDS
+    revisions: list[tuple[int, int]]
+    while True:
+        if hopeful:
+            hopeful, fresh, known_count, revisions = False, list(range(len(pending.tags))), 0, []
+        else:
+            with book.ledger.read() as tx:
+                fresh, known_count, revisions = _classify(tx, pending)
+                check_tokenizer(tx, book)
+                wait_reason = _limiter_wait(tx, evaluation, len(fresh))
+            if wait_reason is not None:
+                _wait(wait_reason, end)
+                continue
+        new = pending if len(fresh) == len(pending.tags) else pending.take(fresh)
+        fates: dict[str, str] = {}
+        admit = AppendTransaction(book, new) if fresh else None
+        # Without a limit, or one of 0 s for limiters, the lock has its default limit.
+        lock_wait = max(end - time.monotonic(), 0.0) if end is not None and timeout else None
+        try:
+            if revisions:
+                # In one transaction with the new ones, which comes about only if one of them brings something.
+                changed = revision.add_fields(book, pending, revisions, author, admit, lock_wait)
+                fates = dict.fromkeys(changed, "revised")
+                known_count += len(revisions) - len(changed)
+            if admit is not None and admit.stale is None:
+                if book.store.transactional:
+                    admit.write_bytes()
+                    with book.ledger.write(shared=True, timeout=lock_wait) as tx:
+                        admit(tx)
+                else:
+                    book.group_commit.run(book, admit, lock_wait)
+        except (_ConcurrentAppendError, ConcurrentChangeError):
+            attempts += 1
+            if attempts > ATTEMPTS:
+                raise BookError(
+                    f"append: other writers changed what is new {ATTEMPTS} times while it was written, or its segment "
+                    "was removed; nothing was admitted"
+                ) from None
+            continue
+        except (ConnectionLostError, OutcomeUnknownError) as error:
+            # Ids make a second attempt safe; a look tells new records from those that were known before this call.
+            if not took_effect(book.ledger, error, admit.is_there if admit else lambda tx: False) or revisions:
+                if time.monotonic() >= last_retry:
+                    raise
+                continue
+        result = AppendResult(known=known_count + doubled, revised=len(fates))
+        if admit is None or admit.stale is None:
+            return result, fates
+
+        book.known_column_types |= admit.columns
+        book.pending_tokenizer = None
+        if not book.store.transactional and next(book.appends) % compaction.AUTO_MERGE_INTERVAL == 0:
+            compaction.start_auto_merge(book)
+        fates |= {tag.uid: "stale" if i in admit.stale else "admitted" for i, tag in enumerate(new.tags)}
+        return result + AppendResult(admitted=len(fresh), stale=len(admit.stale)), fates
+
+
+def _deduplicate(pending: PendingAppend) -> tuple[PendingAppend, int]:
+    """Each id once: the same record twice in one append counts once."""
+    first: dict[str, int] = {}
+    for i, tag in enumerate(pending.tags):
+        j = first.setdefault(tag.uid, i)
+        if pending.digests.whole[i] != pending.digests.whole[j]:
+            raise ConflictError(f"append: records {j} and {i} are different and have the same id {tag.uid!r}")
+    doubled = len(pending.tags) - len(first)
+    return (pending.take(list(first.values())), doubled) if doubled else (pending, 0)
+
+
+def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, list[tuple[int, int]]]:
+    """Which records are new, how many are known, and which known ones (index, number) may bring new fields."""
+    place = {tag.uid: i for i, tag in enumerate(pending.tags)}
+    fresh = dict.fromkeys(place.values())
+    known_count = 0
+    revisions = []
+    for start in range(0, len(place), 10_000):
+        part = list(place)[start : start + 10_000]
+        for seq, uid, stored_hash, core, evaluation, gone in tx.all(
+            f"SELECT seq, uid, whole, core, evaluation, gone FROM records WHERE uid {tx.in_texts}", (tx.array(part),)
+        ):
+            i = place[uid]
+            if gone == "rewound" or (gone is not None and stored_hash is None):
+                continue  # The id is free: see `FREE`.
+            del fresh[i]
+            if bool(evaluation) != pending.evaluation:
+                raise ConflictError(
+                    f"{uid}: got it for {_purpose(pending.evaluation)}, it is there for {_purpose(evaluation)}"
+                )
+            same = stored_hash is not None and bytes(stored_hash) == pending.digests.whole[i]
+            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, pending.digests.whole[i])):
+                known_count += 1
+            elif gone is not None:
+                # What was sampled is the same: it stays gone, and late fields have nothing to be added to.
+                if core is None or bytes(core) != pending.digests.core[i]:
+                    raise ConflictError(f"{uid}: got a record under the id of one that is gone ({gone})")
+                known_count += 1
+            else:
+                revisions.append((i, seq))
+    return list(fresh), known_count, revisions
+
+
+def _purpose(evaluation: Any) -> str:
+    return "evaluation" if evaluation else "training"
+
+
+def check_tokenizer(tx: Transaction, book: Book) -> None:
+    """Raise if the book's records are of another tokenizer than its opener named."""
+    if book.tokenizer is None:
+        return
+    row = tx.one("SELECT value FROM meta WHERE key = 'tokenizer'")
+    if row is not None and row[0] != book.tokenizer:
+        raise BookError(f"tokenizer: got {book.tokenizer!r}, the book's records were made with {row[0]!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where an append's bytes were put: one frame, and the media that the book did not have."""
+
+    frame: Place
+    media: dict[str, Place]
+    uses: Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Records as they are written: a frame, and the media that it refers to."""
+
+    frame: Any
+    blobs: Mapping[str, Blob]
+    uses: Sequence[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, pending: PendingAppend) -> Encoded:
+        """Encode records, unless they are encoded already."""
+        if pending.frame is not None:
+            return cls(pending.frame, pending.blobs, pending.uses)
+        columns = as_experiences(pending.records)
+        lifted = extract(columns, evaluation=[pending.evaluation] * len(columns))
+        return cls(encode(lifted.stripped), lifted.blobs, lifted.uses)
+
+    def parts(self, known_hashes: Collection[str]) -> tuple[list[Any], list[str]]:
+        """What is written: the frame, then the media that the book does not know; and the hashes of those."""
+        new = [key for key in self.blobs if key not in known_hashes]
+        return [self.frame, *(self.blobs[key].data for key in new)], new
+
+    def known_media(self, tx: Transaction) -> set[str]:
+        """Those of its media that the book has."""
+        if not self.blobs:
+            return set()
+        hashes = tx.array(list(self.blobs))
+        return {key for (key,) in tx.all(f"SELECT hash FROM media WHERE hash {tx.in_texts}", (hashes,))}
+
+    def stored(self, places: Sequence[Place], new: Sequence[str]) -> Stored:
+        """Where its parts were put."""
+        return Stored(places[0], dict(zip(new, places[1:], strict=True)), self.uses)
+
+
+def store_all(book: Book, admits: Sequence[AppendTransaction]) -> None:
+    """Put the bytes of appends in the store, with one sync; those that are there already stay where they are."""
+    admits = [admit for admit in admits if admit.stored is None]
+    if not admits:
+        return
+    known_hashes: set[str] = set()
+    if any(admit.encoded.blobs for admit in admits):
+        with book.ledger.read() as tx:
+            known_hashes = set().union(*(admit.encoded.known_media(tx) for admit in admits))
+    listed = [admit.encoded.parts(known_hashes) for admit in admits]
+    parts = [part for parts, _ in listed for part in parts]
+    if book.quota is not None:
+        check_quota(book, sum(map(len, parts)))
+    places = book.store.put(parts)
+    start = 0
+    for admit, (own_parts, new) in zip(admits, listed, strict=True):
+        admit.stored = admit.encoded.stored(places[start : start + len(own_parts)], new)
+        start += len(own_parts)
+        admit.keep_vocabulary()
+
+
+def check_quota(book: Book, size: int) -> None:
+    """Raise unless so many bytes more fit into the book's quota, after making room for them if need be."""
+    from rollbook.book.compaction import make_room
+
+    have = sum(book.store.segments().values())
+    if have + size > book.quota and not make_room(book, size):  # type: ignore[operator]
+        with book.ledger.read() as tx:
+            states = (queue.WAITING, queue.COOLING, queue.LEASED)
+            counts = {
+                consumer.name: queue.count_rows(tx, consumer, *states)[0] + queue.inbox_size(tx, consumer.id)
+                for consumer in all_consumers(tx)
+            }
+        raise QuotaExceededError(
+            f"quota: the book has {sum(book.store.segments().values())} bytes and would get {size} more, expected at "
+            f"most {book.quota}; nothing that could be removed was left"
+            + "".join(f"; consumer {name!r} is not done with {n} records" for name, n in counts.items() if n)
+        )
+
+
+def _limiter_wait(tx: Transaction, evaluation: bool, count: int) -> str | None:
+    """Why a limiter holds these records back, if one does."""
+    if evaluation or not count:
+        return None
+    for consumer in all_consumers(tx):
+        if consumer.settings.ratio is not None:
+            consumer.inserts += queue.inbox_size(tx, consumer.id)
+            reason = _limiter_reason(tx, consumer, count)
+            if reason is not None:
+                return reason
+    return None
+
+
+class _ConcurrentAppendError(Exception):
+    """Other writers changed what is new, or filled what a limiter leaves: look again."""
+
+
+class AppendTransaction:
+    """New records, written in two steps: `write_bytes` writes their bytes, a call writes the ledger in a transaction.
+
+    A store in the ledger's database gets the bytes in the same transaction.
+    """
+
+    def __init__(self, book: Book, pending: PendingAppend) -> None:
+        self.book = book
+        self.pending = pending
+        self.columns = column_types(pending.records) - book.known_column_types
+        self.encoded = Encoded.of(pending)
+        self.stored: Stored | None = None
+        self.placed: Stored | None = None
+        """Where the last call found or put the bytes."""
+        self.vocabulary: str | None = None
+        self.stale: set[int] | None = None
+        """Which records were too old for some consumer; `None` until they are written."""
+
+    def write_bytes(self) -> None:
+        """Put their bytes in the store, once."""
+        if not self.book.store.transactional:
+            store_all(self.book, [self])
+            return
+        if self.book.quota is not None:
+            check_quota(self.book, sum(map(len, self.encoded.parts(())[0])))
+        self.keep_vocabulary()
+
+    def keep_vocabulary(self) -> None:
+        """Prepare the tokenizer's vocabulary for the ledger, if that does not have it."""
+        if self.book.pending_tokenizer is not None and self.vocabulary is None:
+            self.vocabulary = encode_vocabulary(self.book)
+
+    def is_there(self, tx: Transaction) -> bool:
+        """Whether a call wrote the ledger and was committed."""
+        frame = None if self.placed is None else self.placed.frame
+        if frame is None:
+            return False
+        place = (self.pending.tags[0].uid, frame.segment, frame.offset)
+        return tx.one("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", place) is not None
+
+    def __call__(self, tx: Transaction) -> None:
+        book, pending = self.book, self.pending
+        uids = [tag.uid for tag in pending.tags]
+        same_uids, consumer_rows, meta_rows, [(base,)] = tx.ask(
+            (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
+            (SELECT_CONSUMERS, ()),
+            ("SELECT key, value FROM meta WHERE key IN ('tokenizer', 'policy_version', 'lineage')", ()),
+            tx.next_number("records", len(uids)),
+        )
+        meta = dict(meta_rows)
+        if not all(free for _, _, free in same_uids):
+            raise _ConcurrentAppendError
+        if book.tokenizer is not None and meta.get("tokenizer", book.tokenizer) != book.tokenizer:
+            raise _ConcurrentAppendError
+        self.placed = stored = self._placed(tx)
+        # If bytes in the open segment must be removed, seal it, so that the next compaction can rewrite it. Stores in
+        # PostgreSQL and fsspec have no open segments.
+        segment = stored.frame.segment
+        if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
+            book.store.seal()
+        listening = [] if pending.evaluation else parse_consumers(consumer_rows)
+        # Where an append depends on how many records there are, or the other way round, appends come one by one.
+        limited = []
+        for consumer in [group for group in listening if group.settings.ratio or group.settings.max_size]:
+            limited.append(_counted(tx, book, consumer))
+            if _limiter_reason(tx, limited[-1], len(uids)):
+                raise _ConcurrentAppendError
+        if same_uids:
+            renamed = [(f"{uid}~{seq}", seq) for seq, uid, _ in sorted(same_uids)]
+            tx.many("UPDATE records SET uid = ? WHERE seq = ?", renamed)
+        insert_records(tx, pending, stored, base)
+        stale: set[int] = set()
+        numbers: dict[int, str] = {}
+        lineage = queue.parse_lineage(meta)
+        if lineage.number and queue.name_lineage(pending.records):
+            lineage = queue.read_lineage(tx, lock=True)
+        newest = [tag.version_max for tag in pending.tags]
+        abandoned = lineage.admit(tx, pending.records, base, newest) if lineage.number else set()
+        for consumer in listening:
+            key = consumer.settings.sampler.key
+            if key is not None and key not in IndexColumns._fields:
+                numbers[consumer.id] = json.dumps(number_column(pending.records, key))
+            if consumer.settings.max_staleness is not None:
+                floor = queue.version_floor(lineage.announced, consumer.settings.max_staleness)
+                versions = [tag.version_min for tag in pending.tags]
+                stale |= abandoned
+                stale.update(i for i, v in enumerate(versions) if floor is not None and v is not None and v < floor)
+            if consumer.waiting > tx.now:
+                tx.notify(consumer.id)
+        queue.add_to_inbox(tx, [consumer.id for consumer in listening], base, len(uids), numbers)
+        for consumer in limited:
+            while not queue.drain_inbox(tx, book, consumer):
+                pass
+            save_consumer(tx, consumer)
+        if self.columns:
+            tx.insert("columns", ("name", "type"), sorted(self.columns), "ON CONFLICT DO NOTHING")
+        if book.tokenizer is not None and ("tokenizer" not in meta or self.vocabulary is not None):
+            tx.run("INSERT INTO meta (key, value) VALUES ('tokenizer', ?) ON CONFLICT DO NOTHING", (book.tokenizer,))
+            if self.vocabulary is not None:
+                check_tokenizer(tx, book)
+                new = "INSERT INTO meta (key, value) VALUES ('vocabulary', ?) ON CONFLICT DO NOTHING"
+                tx.run(new, (self.vocabulary,))
+        self.stale = stale
+
+    def _placed(self, tx: Transaction) -> Stored:
+        """Where the bytes are, written now or before, and still there."""
+        if self.book.store.transactional:
+            parts, new = self.encoded.parts(self.encoded.known_media(tx))
+            return self.encoded.stored(self.book.store.insert(tx, parts), new)  # type: ignore[attr-defined]
+        stored = self.stored
+        if stored is None:
+            raise _ConcurrentAppendError
+        segments = {stored.frame.segment, *(place.segment for place in stored.media.values())}
+        if not all(map(self.book.store.has, segments)):
+            raise _ConcurrentAppendError
+        borrowed = _borrowed(stored)
+        if borrowed and len(borrowed) > len(
+            tx.all(f"SELECT hash FROM media WHERE hash {tx.in_texts}", (tx.array(borrowed),))
+        ):
+            raise _ConcurrentAppendError  # A medium that was known has been removed meanwhile.
+        return stored
+
+
+def _counted(tx: Transaction, book: Book, consumer: Consumer) -> Consumer:
+    """A consumer, locked, whose counts include every record before this append."""
+    locked = find_consumer(tx, consumer.name, lock=True)
+    if locked is None:
+        raise _ConcurrentAppendError
+    while not queue.drain_inbox(tx, book, locked):
+        pass
+    return locked
+
+
+def _borrowed(stored: Stored) -> list[str]:
+    return list({key for keys in stored.uses for key in keys if key not in stored.media})
+
+
+def _limiter_reason(tx: Transaction, consumer: Consumer, count: int) -> str | None:
+    ratio = consumer.settings.ratio
+    if ratio is None or ratio.inserts_left(consumer.inserts, consumer.samples) >= count:
+        return None
+    if not _can_go_on(tx, consumer):
+        # Nothing is there to be handed out (groups that wait for their other runs): holding back would be for ever.
+        return None
+    if count > ratio.append_size:
+        raise BackPressureError(
+            f"append: got {count} records at once, consumer {consumer.name!r} lets at most append_size = "
+            f"{ratio.append_size} in; append them in smaller pieces"
+        )
+    return (
+        f"consumer {consumer.name!r} has {consumer.inserts} records and took {consumer.samples}: {count} more would "
+        f"pass its ratio of {ratio.ratio:g} by more than {ratio.slack:g}"
+    )
+
+
+def _can_go_on(tx: Transaction, consumer: Consumer) -> bool:
+    """Whether something is leased, rests, or could be leased now, so that samples can catch up without more inserts."""
+    if queue.count_rows(tx, consumer, queue.LEASED, queue.COOLING)[0]:
+        return True
+    if consumer.grouped:
+        return bool(tx.one("SELECT 1 FROM groups WHERE consumer = ? AND ready = 1 LIMIT 1", (consumer.id,)))
+    return queue.count_rows(tx, consumer, queue.WAITING)[0] > 0
+
+
+def _wait(why: str, end: float | None) -> None:
+    if end is not None and time.monotonic() >= end:
+        raise BackPressureError(f"append: held back until the time was up, nothing was written: {why}")
+    time.sleep(0.01)
+
+
+def insert_records(
+    tx: Transaction, pending: PendingAppend, stored: Stored | None, base: int, gone: str | None = None
+) -> None:
+    """Insert the records' rows, numbered from `base` on."""
+    count = len(pending.tags)
+    place = (None, None, None) if stored is None else (stored.frame.segment, stored.frame.offset, stored.frame.length)
+    share = 0 if stored is None else -(-stored.frame.length // count)
+    tx.insert(
+        "records",
+        _COLUMNS,
+        [
+            (
+                base + i,
+                *pending.tags[i],
+                int(pending.evaluation),
+                tx.now,
+                0,
+                None if stored is None else pending.digests.whole[i],
+                None if stored is None else pending.digests.core[i],
+                *place,
+                None if stored is None else i,
+                share,
+                gone,
+            )
+            for i in range(count)
+        ],
+    )
+    if stored is not None and stored.uses:
+        # Another writer may have brought the same medium: its place stays, this one's bytes are left to compaction.
+        tx.insert(
+            "media",
+            ("hash", "segment", "start", "size"),
+            [(key, p.segment, p.offset, p.length) for key, p in stored.media.items()],
+            "ON CONFLICT DO NOTHING",
+        )
+        uses = [(key, base + i) for i, keys in enumerate(stored.uses) for key in keys]
+        tx.insert("media_uses", ("hash", "seq"), uses)
+    detail = {"evaluation": True} if pending.evaluation else None
+    queue.record_events(tx, [queue.Event("admitted", base + i, detail=detail) for i in range(count)])
+    queue.add_counts(tx, [(0, "evaluation" if pending.evaluation else "admitted", "", count, 0.0)])
+
+
+def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | None) -> int:
+    """See `Book.fail`."""
+    from rollbook.core.experience import Experience
+
+    if reason in ("deleted", "rewound"):
+        raise ValueError(f"reason: got {reason!r}, which the ledger says of records; expected another word")
+    rows = [Experience(eid=eid, tokens=[0, 0], group_size=group_size) for eid in eids]
+    experiences = from_rows(rows)
+    entries = [
+        tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0)
+        for tag in index_columns(experiences)
+    ]
+    pending = PendingAppend(experiences, content_hashes(experiences), entries, False)
+    with queue.write_drained(book) as tx:
+        # A run that has a record, or failed already, is known: ids end in chance, and who starts again fails it again.
+        gids, uids = tx.array([tag.gid for tag in entries]), tx.array([tag.uid for tag in entries])
+        runs, same_uids = tx.ask(
+            (
+                "SELECT gid, run FROM records WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') "
+                f"AND gid {tx.in_texts}",
+                (gids,),
+            ),
+            (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (uids,)),
+        )
+        known_runs = set(map(tuple, runs))
+        taken = {uid for _, uid, free in same_uids if not free}
+        first = {(tag.gid, tag.run): i for i, tag in reversed(list(enumerate(entries)))}
+        fresh = sorted(i for run, i in first.items() if run not in known_runs and entries[i].uid not in taken)
+        if not fresh:
+            return 0
+        pending = pending.take(fresh)
+        again = {tag.uid for tag in pending.tags}
+        tx.many(
+            "UPDATE records SET uid = ? WHERE seq = ?",
+            [(f"{uid}~{seq}", seq) for seq, uid, free in same_uids if free and uid in again],
+        )
+        base = tx.one(*tx.next_number("records", len(fresh)))[0]
+        insert_records(tx, pending, None, base, reason)
+        for consumer in all_consumers(tx):
+            queue.enter_rows(
+                tx,
+                consumer,
+                [queue.new_row(consumer, base + i, tag.gid, None, None, reason) for i, tag in enumerate(pending.tags)],
+            )
+            save_consumer(tx, consumer)
+    return len(fresh)
+
+
+MAX_APPENDS = 64
+"""How many appends one transaction commits."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    """An append in the queue."""
+
+    admit: AppendTransaction
+    leads: bool = False
+    """Whether its thread writes next, for all that wait."""
+    done: bool = False
+    """Whether it was written, or failed with `error`."""
+    error: Exception | None = None
+
+
+class GroupCommit:
+    """A queue of appends that are ready to be written.
+
+    Invariant: while the queue is not empty, one thread writes or is about to; an entry is done only if it was committed
+    or has an error.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[_Entry] = []
+        self._busy = False
+        self._pid = os.getpid()
+
+    def run(self, book: Book, admit: AppendTransaction, timeout: float | None) -> None:
+        """Write an append, alone or together with others.
+
+        Raises:
+            LockTimeoutError: Its turn did not come within `timeout` seconds.
+        """
+        if self._pid != os.getpid():
+            self._reset()  # The parent's threads did not follow into this forked process.
+        entry = _Entry(admit)
+        group: list[_Entry] = []
+        try:
+            self._join(entry, group, BUSY_SECONDS if timeout is None else timeout)
+            _write(book, group, timeout)
+        finally:
+            with self._changed:
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
+                if entry.leads:
+                    # If this thread was interrupted, the others write for themselves.
+                    self._waiting[:0] = [other for other in group if not other.done and other is not entry]
+                    self._hand_over()
+        if entry.error is not None:
+            raise entry.error
+
+    def _join(self, entry: _Entry, group: list[_Entry], timeout: float) -> None:
+        """Wait in the queue; fill `group` with what this thread has to write, unless another thread wrote the entry."""
+        with self._changed:
+            self._waiting.append(entry)
+            entry.leads, self._busy = not self._busy, True
+            if not self._changed.wait_for(lambda: entry.done or entry.leads, timeout):
+                if entry in self._waiting:
+                    raise LockTimeoutError(f"append: other threads of this process held the book for {timeout:.3g} s")
+                self._changed.wait_for(lambda: entry.done or entry.leads)  # It is being written.
+            if not entry.done:
+                group += self._waiting[:MAX_APPENDS]
+                del self._waiting[:MAX_APPENDS]
+
+    def _hand_over(self) -> None:
+        """Let the first thread that waits write; with the lock."""
+        self._busy = bool(self._waiting)
+        if self._waiting:
+            self._waiting[0].leads = True
+        self._changed.notify_all()
+
+
+def _write(book: Book, group: Sequence[_Entry], timeout: float | None) -> None:
+    """Write entries together, or one by one if one of them is at fault."""
+    if len(group) > 1:
+        try:
+            _commit(book, [entry.admit for entry in group], timeout)
+        except LockTimeoutError as error:
+            for entry in group:
+                entry.error, entry.done = error, True
+        except Exception:
+            for entry in group:
+                entry.admit.stale = None
+        else:
+            for entry in group:
+                entry.done = True
+    for entry in group:
+        if not entry.done:
+            try:
+                _commit(book, [entry.admit], timeout)
+            except Exception as error:
+                entry.error = error
+            entry.done = True
+
+
+def _commit(book: Book, admits: Sequence[AppendTransaction], timeout: float | None) -> None:
+
+    store_all(book, admits)
+    with book.ledger.write(shared=True, timeout=timeout) as tx:
+        for admit in admits:
+            admit(tx)
+
+
+class Receipt(Future[AppendResult]):
+    """What becomes of the records of one `add`: `result()` waits until they are durable, or raises why they are not."""
+
+    asked = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What was added is on its way: a wait for it can be given up, not the records themselves.
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> AppendResult:
+        """What the append did with these records."""
+        self.asked = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Why they were refused; `None` if they were not."""
+        self.asked = True
+        return super().exception(timeout)
+
+
+class Writer:
+    """Appends in the background; made by `book.writer(delay=...)`. Threads may share it.
+
+    Records wait at most `delay` seconds, or until `batch` of them are together, and are then admitted in one append
+    (one sync, one frame). If one of them is refused, the pieces are appended one by one, so that only the one at fault
+    fails. While the book holds inserts back, `add` blocks once `most` records wait.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> with book.writer(delay=0.05) as writer:
+    ...     receipts = [writer.add(rollbook.Experience(tokens=[1, 2, i])) for i in range(100)]
+    >>> sum(receipt.result().admitted for receipt in receipts), len(book)
+    (100, 100)
+    """
+
+    def __init__(self, book: Book, *, delay: float, batch: int, most: int, evaluation: bool, author: str) -> None:
+        self._book = book
+        self._delay = check_float("delay", delay, 0.0)
+        self._batch = check_int("batch", batch, 1)
+        self._most = max(check_int("most", most, 1), self._batch)
+        self._options: dict[str, Any] = {"evaluation": evaluation, "author": author, "timeout": None}
+        self._failed: list[Receipt] = []
+        self._pending: list[tuple[Experiences, Receipt]] = []
+        self._count = 0
+        self._since = 0.0
+        self._hurry = False
+        self._closing = False
+        self._busy = False
+        self._changed = threading.Condition()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._work, name="rollbook-writer", daemon=True)
+        self._thread.start()
+
+    def add(self, experiences: Experience | Iterable[Experience]) -> Receipt:
+        """Take records; the receipt's `result()` waits until they are durable."""
+        self._check_process()
+        # Columns hold what the records were now, not what the caller makes of them before the flush.
+        columns = as_experiences(experiences).compact()
+        receipt = Receipt()
+        with self._changed:
+            while self._count >= self._most and not self._closing:
+                self._changed.wait()
+            if self._closing:
+                raise BookError("writer: it is closed")
+            if not self._pending:
+                self._since = time.monotonic()
+            self._pending.append((columns, receipt))
+            self._count += len(columns)
+            self._changed.notify_all()
+        return receipt
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all that was added is durable; raises what struck any of it, unless its receipt was asked."""
+        self._check_process()
+        with self._changed:
+            self._hurry = bool(self._pending)
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: not self._busy and not self._pending, timeout)
+        if not done:
+            raise TimeoutError(f"writer: not all is durable after {timeout} s")
+        self._complain()
+
+    def close(self) -> None:
+        """Flush and end; raises what struck any of the records, unless its receipt was asked."""
+        self._end()
+        self._complain()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise BookError("writer: its thread did not follow into this forked process; make a writer here")
+
+    def _end(self) -> None:
+        if os.getpid() != self._pid:
+            return  # What it holds is the parent's to write.
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _complain(self) -> None:
+        failed, self._failed = [receipt for receipt in self._failed if not receipt.asked], []
+        if failed:
+            failed[0].result()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._pending and not self._closing:
+                    self._changed.wait()
+                if not self._pending:
+                    return
+                while not (self._hurry or self._closing or self._count >= self._batch):
+                    left = self._since + self._delay - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(left)
+                taken, self._pending, self._count, self._hurry = self._pending, [], 0, False
+                self._busy = True
+                self._changed.notify_all()
+            try:
+                self._admit(taken)
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def _admit(self, taken: list[tuple[Experiences, Receipt]]) -> None:
+        if len(taken) > 1:
+            try:
+                together = Experiences.concat([columns for columns, _ in taken])
+                _, fates = append_records(self._book, together, **self._options)
+            except Exception:
+                pass  # One of them is at fault: each is tried alone below, and what is admitted already is known.
+            else:
+                self._share_out(taken, fates)
+                return
+        for columns, receipt in taken:
+            try:
+                receipt.set_result(append_records(self._book, columns, **self._options)[0])
+            except BaseException as error:
+                self._failed.append(receipt)
+                receipt.set_exception(error)
+
+    def _share_out(self, taken: list[tuple[Experiences, Receipt]], fates: dict[str, str]) -> None:
+        """Each receipt's part of what one append did; of a record that came twice, the first has it."""
+        for columns, receipt in taken:
+            states = [fates.pop(eid.uid, "known") for eid in columns.eids()]
+            known_count, revised, stale = (states.count(word) for word in ("known", "revised", "stale"))
+            receipt.set_result(AppendResult(len(states) - known_count - revised, known_count, revised, stale))
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end()
+
+    def __repr__(self) -> str:
+        return f"Writer({self._book!r}, {self._count} records waiting)"
+
+
+def encode_vocabulary(book: Book) -> str | None:
+    """What the ledger is to keep of the tokenizer that the book was opened with; `None` if it has it."""
+    from rollbook.core.vocabulary import Vocabulary
+
+    with book.ledger.read() as tx:
+        if tx.one("SELECT 1 FROM meta WHERE key = 'vocabulary'"):
+            book.pending_tokenizer = None
+            return None
+    try:
+        vocabulary = Vocabulary.of(book.pending_tokenizer)
+    except Exception as error:  # A user's tokenizer may raise anything; records are admitted without its vocabulary.
+        advise(f"tokenizer: its vocabulary is not kept, texts will show as ids: {type(error).__name__}: {error}")
+        book.pending_tokenizer = None
+        return None
+    return base64.b64encode(vocabulary.to_bytes()).decode("ascii")
+
+
+def read_vocabulary(book: Book) -> Vocabulary | None:
+    """Return the vocabulary that the ledger has, or `None`."""
+    from rollbook.core.vocabulary import Vocabulary
+
+    with book.ledger.read() as tx:
+        row = tx.one("SELECT value FROM meta WHERE key = 'vocabulary'")
+    if row is None:
+        return None
+    try:
+        return Vocabulary.from_bytes(binascii.a2b_base64(row[0], strict_mode=True))
+    except (TypeError, ValueError) as error:
+        cause = error.message if isinstance(error, WireError) else str(error)
+        raise CorruptBookError(f"{book.url}: the vocabulary in its ledger cannot be read: {cause}") from None

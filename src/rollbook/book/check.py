@@ -1,0 +1,721 @@
+"""Findings: what a check says of a book, and a repair of what it did.
+
+Invariant: a report's size is bounded, whatever it is of: all findings are counted, `LISTED` of each kind are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollbook.book import compaction, media, queue
+from rollbook.book.consumer import NOT_REMOVED, Consumer, find_consumer
+from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
+from rollbook.book.index_columns import IndexColumns, index_columns
+from rollbook.book.ledger import LAYOUT, Transaction, chunks
+from rollbook.book.read import read_frame
+from rollbook.book.schema import INDICES, TABLES
+from rollbook.book.segments.files import ALIGN, FileSegmentStore, Place
+from rollbook.core.errors import WireError
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+
+
+LISTED = 100
+"""How many findings of one kind a report holds; it counts the rest."""
+ERROR, NOTE = "error", "note"
+_MEND = "rollbook check --repair"
+_COMPACT = "none is needed; rollbook compact removes it in time"
+_RECORD = f"{_MEND} marks the record as damaged and keeps the others; a copy elsewhere can be appended again"
+KINDS: dict[str, tuple[str, str]] = {
+    "layout": (ERROR, f"{_MEND} builds the ledger anew from what can be read"),
+    "ledger": (ERROR, f"{_MEND} builds the ledger anew from what can be read"),
+    "type": (ERROR, f"{_MEND} builds the ledger anew from what can be read"),
+    "missing": (ERROR, _RECORD),
+    "damaged": (ERROR, _RECORD),
+    "another": (ERROR, _RECORD),
+    "medium": (ERROR, _RECORD),
+    "tags": (ERROR, f"{_MEND} takes them from the record"),
+    "uses": (ERROR, f"{_MEND} counts them anew"),
+    "consumer": (ERROR, f"{_MEND} resets what cannot be read"),
+    "work": (ERROR, f"{_MEND} puts the rows in order, as far as events say"),
+    "tally": (ERROR, f"{_MEND} counts anew"),
+    "lease": (ERROR, f"{_MEND} ends it, and its records are offered again"),
+    "group": (ERROR, f"{_MEND} looks at all groups anew"),
+    "quarantined": (ERROR, f"{_MEND} --offer offers all of them for training, book.revise(uid, retrain=True) one"),
+    "event": (ERROR, "none: the past is not made up; it does no harm to what comes"),
+    "orphan": (NOTE, _COMPACT),
+    "unused": (NOTE, _COMPACT),
+    "pending": (NOTE, "rollbook compact; a writer that is idle has to close the book first"),
+    "idle": (NOTE, f"none is needed; {_MEND} ends it"),
+    "begun": (NOTE, f"none is needed; {_MEND} moves it away"),
+    "leftover": (NOTE, f"none is needed; {_MEND} moves it away"),
+    "stranger": (NOTE, "none: the book never reads it"),
+}
+"""Every kind of finding: how grave it is, and what helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be (`error`), or that is left over and harms nobody (`note`)."""
+
+    kind: str
+    severity: str
+    what: str
+    where: str
+    """A record's id, a segment, a consumer or a table."""
+    remedy: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What a check found, or a repair did."""
+
+    url: str
+    deep: bool = True
+    """Whether every byte of the data was looked at, or only what is needed to find it."""
+    records: int = 0
+    media: int = 0
+    segments: int = 0
+    bytes: int = 0
+    """What was looked at; the bytes are those of the segments."""
+    findings: list[Finding] = field(default_factory=list)
+    """What is wrong now: at most `LISTED` of a kind."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """How many findings there are of each kind."""
+    repaired: list[Finding] = field(default_factory=list)
+    """What a repair did, recovered and could not recover; counted in `repairs`."""
+    repairs: Counter[str] = field(default_factory=Counter)
+    aside: str | None = None
+    """Where a repair put what it changed, as it was before."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong; what is merely left over is not."""
+        return not any(KINDS[kind][0] == ERROR for kind in self.counts)
+
+    def add(self, kind: str, description: str, where: str = "") -> None:
+        """Note a finding."""
+        self.counts[kind] += 1
+        if self.counts[kind] <= LISTED:
+            severity, remedy = KINDS[kind]
+            self.findings.append(Finding(kind, severity, description, where, remedy))
+
+    def did(self, kind: str, description: str, where: str = "", count: int = 1) -> None:
+        """Note what a repair did."""
+        if count:
+            self.repairs[kind] += count
+            if sum(repair.kind == kind for repair in self.repaired) < LISTED:
+                self.repaired.append(Finding(kind, NOTE, description, where, ""))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {
+            "url": self.url,
+            "ok": self.ok,
+            "deep": self.deep,
+            "records": self.records,
+            "media": self.media,
+            "segments": self.segments,
+            "bytes": self.bytes,
+            "counts": dict(self.counts),
+            "findings": [{name: getattr(finding, name) for name in Finding.__slots__} for finding in self.findings],
+            "repairs": dict(self.repairs),
+            "repaired": [
+                {name: getattr(finding, name) for name in ("kind", "what", "where")} for finding in self.repaired
+            ],
+            "aside": self.aside,
+        }
+
+
+PAGE = 1000
+"""How many rows of the ledger are looked at together."""
+
+
+class Problem(NamedTuple):
+    """What is wrong with one record."""
+
+    kind: str
+    seq: int
+    uid: str
+    what: str
+    mend: Any = None
+    """Of `tags` those of the record, of `uses` the hashes of its media."""
+
+
+class _Row(NamedTuple):
+    seq: int
+    segment: Any
+    start: Any
+    size: Any
+    slot: Any
+    gone: str | None
+    tags: IndexColumns
+
+
+_ROWS = f"SELECT seq, segment, start, size, slot, gone, {', '.join(IndexColumns._fields)} FROM records"
+
+
+def _rows(tx: Transaction, condition: str, values: Sequence[Any]) -> list[_Row]:
+    rows = tx.all(f"{_ROWS} WHERE {condition}", values)
+    return [_Row._make((*row[:6], IndexColumns(*row[6:]))) for row in rows]
+
+
+def pages(book: Book) -> Iterator[list[_Row]]:
+    """All records, a page at a time."""
+    last = -(1 << 63)
+    while True:
+        with book.ledger.read() as tx:
+            rows = _rows(tx, f"seq > ? ORDER BY seq LIMIT {PAGE}", (last,))
+        if not rows:
+            return
+        yield rows
+        last = rows[-1].seq
+
+
+def record_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[Problem]:
+    """What is wrong with records, in order; what compaction or a revision moved meanwhile is looked at again."""
+    for page in pages(book):
+        if report is not None:
+            report.records += len(page)
+        suspects = [problem.seq for problem in _problems(book, page, deep)]
+        for marks, part in chunks(list(dict.fromkeys(suspects))):
+            with book.ledger.read() as tx:
+                again = _rows(tx, f"seq IN ({marks}) ORDER BY seq", part)
+            yield from _problems(book, again, deep)
+
+
+def _problems(book: Book, rows: Sequence[_Row], deep: bool) -> Iterator[Problem]:
+    stored: defaultdict[tuple[Any, ...], list[_Row]] = defaultdict(list)
+    for row in rows:
+        if row.segment is not None:
+            stored[row.segment, row.start, row.size].append(row)
+        elif row.gone is None:
+            yield Problem("missing", row.seq, row.tags.uid, "the ledger says neither where it lies nor why it is gone")
+    for place, mine in stored.items():
+        try:
+            frame = read_frame(book, Place(*place), deep)
+        except MissingSegmentError:
+            for row in mine:
+                yield Problem("missing", row.seq, row.tags.uid, f"segment {place[0]} is not there")
+            continue
+        except (WireError, OSError) as error:
+            for row in mine:
+                yield Problem("damaged", row.seq, row.tags.uid, str(error))
+            continue
+        yield from _in_frame(book, frame, mine)
+
+
+def _in_frame(book: Book, frame: Any, rows: Sequence[_Row]) -> Iterator[Problem]:
+    inside = []
+    for row in rows:
+        if type(row.slot) is int and 0 <= row.slot < len(frame):
+            inside.append(row)
+        else:
+            description = f"slot {row.slot!r} of a frame of {len(frame)} records"
+            yield Problem("damaged", row.seq, row.tags.uid, description)
+    if not inside:
+        return
+    try:
+        records = frame.take([row.slot for row in inside])
+        expected = index_columns(records)
+        references = media.references(records)
+    except (WireError, ValueError) as error:
+        for row in inside:
+            yield Problem("damaged", row.seq, row.tags.uid, str(error))
+        return
+    uses: defaultdict[int, set[str]] = defaultdict(set)
+    stored_hashes: set[str] = set()
+    with book.ledger.read() as tx:
+        for marks, part in chunks([row.seq for row in inside]):
+            for seq, key in tx.all(f"SELECT seq, hash FROM media_uses WHERE seq IN ({marks})", part):
+                uses[seq].add(key)
+        for marks, part in chunks(list({key for keys in references for key in keys})):
+            stored_hashes.update(key for (key,) in tx.all(f"SELECT hash FROM media WHERE hash IN ({marks})", part))
+    for row, mine, keys in zip(inside, expected, references, strict=True):
+        uid = row.tags.uid
+        if mine.uid != uid:
+            yield Problem("another", row.seq, uid, f"the record that lies there is {mine.uid!r}")
+            continue
+        unlike = [name for name in IndexColumns._fields if getattr(mine, name) != getattr(row.tags, name)]
+        if unlike:
+            name = unlike[0]
+            description = f"{name}: the ledger has {getattr(row.tags, name)!r}, the record {getattr(mine, name)!r}"
+            yield Problem("tags", row.seq, uid, description, mine)
+        missing = [key for key in keys if key not in stored_hashes]
+        if missing:
+            yield Problem("medium", row.seq, uid, f"the medium sha256:{missing[0]} is not in the book")
+        elif uses[row.seq] != set(keys):
+            description = f"the ledger counts {len(uses[row.seq])} media, the record refers to {len(set(keys))}"
+            yield Problem("uses", row.seq, uid, description, tuple(dict.fromkeys(keys)))
+
+
+def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[tuple[str, str]]:
+    """(hash, what is wrong) of media whose bytes are not what they should be."""
+    last = ""
+    while True:
+        with book.ledger.read() as tx:
+            rows = tx.all(
+                f"SELECT hash, segment, start, size FROM media WHERE hash > ? ORDER BY hash LIMIT {PAGE}", (last,)
+            )
+        if not rows:
+            return
+        last = rows[-1][0]
+        if report is not None:
+            report.media += len(rows)
+        for key, *place in rows:
+            problem = _medium(book, key, Place(*place), deep)
+            if problem is None:
+                continue
+            with book.ledger.read() as tx:  # Compaction may have moved it.
+                now = tx.one("SELECT segment, start, size FROM media WHERE hash = ?", (key,))
+            problem = None if now is None else _medium(book, key, Place(*now), deep)
+            if problem is not None:
+                yield key, problem
+
+
+def _medium(book: Book, key: str, place: Place, deep: bool) -> str | None:
+    try:
+        digest = media.open_blob(book.store.get(place), verify=deep).hash
+    except MissingSegmentError:
+        return f"segment {place.segment} is not there"
+    except (WireError, OSError) as error:
+        return str(error)
+    return None if digest == key else f"what lies there is sha256:{digest}"
+
+
+LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.ASCII)
+"""What a write that a crash ended leaves behind."""
+
+
+def check(book: Book, *, deep: bool = True) -> Report:
+    """Look at everything; `deep` also at every byte of records and media.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3], reward=1.0)])
+    >>> check(book).ok
+    True
+    >>> with book.ledger.write() as tx:
+    ...     _ = tx.run("UPDATE records SET reward = 2.0")
+    >>> [(finding.kind, finding.what) for finding in check(book).findings]
+    [('tags', 'reward: the ledger has 2.0, the record 1.0')]
+    """
+    report = Report(book.url, deep)
+    for stage in STAGES:
+        if stage is not _layout and report.counts["layout"]:
+            break  # Nothing can be asked of tables that are not there.
+        try:
+            stage(book, report)
+        except (BookError, WireError, sqlite3.Error) as error:
+            report.add("ledger", f"{stage.__name__.strip('_')}: {error}")
+        except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+            # Values of other types than the ledger's columns have; SQLite keeps whatever it is given.
+            report.add("type", f"{stage.__name__.strip('_')}: {type(error).__name__}: {error}")
+    return report
+
+
+# --- the ledger's tables --------------------------------------------------------------------------------------------
+
+
+def columns_of(tx: Transaction, dialect: str, table: str) -> list[str]:
+    """The names of a table's columns; none if there is no such table."""
+    if dialect == "sqlite":
+        rows = tx.all("SELECT name FROM pragma_table_info(?) ORDER BY cid", (table,))
+    else:
+        rows = tx.all(
+            "SELECT column_name FROM information_schema.columns WHERE table_schema = current_schema() "
+            "AND table_name = ? ORDER BY ordinal_position",
+            (table,),
+        )
+    return [name for (name,) in rows]
+
+
+def names_of(table: str) -> list[str]:
+    """The names of the columns that a table of the ledger has to have."""
+    return [column.split()[0] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
+
+
+def _layout(book: Book, report: Report) -> None:
+    dialect = book.ledger.dialect
+    with book.ledger.read() as tx:
+        for table in TABLES:
+            there = columns_of(tx, dialect, table)
+            missing = [name for name in names_of(table) if name not in there]
+            if missing:
+                report.add("layout", f"columns are missing: {', '.join(missing)}" if there else "no such table", table)
+        if report.counts["layout"]:
+            return
+        source = "sqlite_master WHERE type = 'index'" if dialect == "sqlite" else "pg_indexes"
+        name = "name" if dialect == "sqlite" else "indexname"
+        where = "" if dialect == "sqlite" else " WHERE schemaname = current_schema()"
+        indices = {row[0] for row in tx.all(f"SELECT {name} FROM {source}{where}")}
+        for index in (sql.split()[2] for sql in INDICES):
+            if index not in indices:
+                report.add("ledger", "the index is missing", index)
+        row = tx.one("SELECT value FROM meta WHERE key = 'layout'")
+        if row is None or str(row[0]) != str(LAYOUT):
+            report.add("layout", f"layout {row and row[0]!r}, expected {LAYOUT}", "meta")
+        if dialect == "sqlite":
+            for (message,) in tx.all(f"PRAGMA integrity_check({LISTED})"):
+                if message != "ok":
+                    report.add("ledger", str(message), "ledger.sqlite")
+
+
+_STORED = {"TEXT": "('text')", "{INT}": "('integer')", "{REAL}": "('real', 'integer')", "{BYTES}": "('blob')"}
+
+
+def _types(book: Book, report: Report) -> None:
+    if book.ledger.dialect != "sqlite":
+        return  # PostgreSQL keeps to what was declared.
+    for table, columns in TABLES.items():
+        wrong = []
+        for column in columns:
+            name, declared, *rest = column.split()
+            if declared in _STORED:
+                allowed = _STORED[declared]
+                if "NOT" not in rest and "KEY" not in rest:
+                    allowed = f"{allowed[:-1]}, 'null')"
+                wrong.append(f"typeof({name}) NOT IN {allowed}")
+        if wrong:
+            with book.ledger.read() as tx:
+                rows = tx.all(f"SELECT rowid FROM {table} WHERE {' OR '.join(wrong)} LIMIT {LISTED}")
+            for (row,) in rows:
+                report.add("type", "a value of another type than its column's", f"{table} row {row}")
+
+
+# --- records and media ----------------------------------------------------------------------------------------------
+
+
+def _records(book: Book, report: Report) -> None:
+    for problem in record_problems(book, report.deep, report):
+        report.add(problem.kind, problem.what, problem.uid)
+
+
+def _media(book: Book, report: Report) -> None:
+    for key, description in media_problems(book, report.deep, report):
+        with book.ledger.read() as tx:
+            rows = tx.all(
+                "SELECT records.uid FROM media_uses JOIN records ON records.seq = media_uses.seq "
+                f"WHERE media_uses.hash = ? LIMIT {LISTED}",
+                (key,),
+            )
+        for (uid,) in rows or [("",)]:
+            report.add("medium", f"sha256:{key}: {description}", uid)
+    with book.ledger.read() as tx:
+        unused = "FROM media WHERE NOT EXISTS (SELECT 1 FROM media_uses WHERE media_uses.hash = media.hash)"
+        for (key,) in tx.all(f"SELECT hash {unused} LIMIT {LISTED}"):
+            report.add("unused", "no record uses the medium", f"sha256:{key}")
+        lost = (
+            "FROM media_uses WHERE NOT EXISTS (SELECT 1 FROM media WHERE media.hash = media_uses.hash) OR NOT EXISTS "
+            "(SELECT 1 FROM records WHERE records.seq = media_uses.seq AND records.segment IS NOT NULL)"
+        )
+        for key, seq in tx.all(f"SELECT hash, seq {lost} LIMIT {LISTED}"):
+            report.add("uses", f"sha256:{key}: a use by record number {seq}, one of which is not there")
+
+
+# --- consumers ------------------------------------------------------------------------------------------------------
+
+
+def readable(tx: Transaction) -> tuple[list[Consumer], dict[int, str]]:
+    """The consumers, and of those that cannot be read, by number, why."""
+    good: list[Consumer] = []
+    bad: dict[int, str] = {}
+    for number, name in tx.all("SELECT id, name FROM consumers ORDER BY id"):
+        try:
+            consumer = find_consumer(tx, name)
+        except ValueError as error:
+            bad[number] = str(error)
+        else:
+            if consumer is not None:
+                good.append(consumer)
+    return good, bad
+
+
+def recount(tx: Transaction, consumer: int) -> dict[tuple[str, str], tuple[int, float]]:
+    """What the tallies of a consumer have to be."""
+    rows = tx.all(
+        "SELECT state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work WHERE consumer = ? GROUP BY 1, 2",
+        (consumer,),
+    )
+    return {(state, reason): (n, weight) for state, reason, n, weight in rows}
+
+
+def _counts(book: Book, report: Report) -> None:
+    with book.ledger.read() as tx:
+        good, bad = readable(tx)
+        for number, why in bad.items():
+            report.add("consumer", why, f"consumer number {number}")
+        came = dict(tx.all("SELECT evaluation, COUNT(*) FROM records GROUP BY 1"))
+        totals = dict(tx.all("SELECT state, SUM(n) FROM tallies WHERE consumer = 0 GROUP BY 1"))
+        for state, key in (("admitted", 0), ("evaluation", 1)):
+            if totals.get(state, 0) != came.get(key, 0):
+                report.add("tally", f"{state}: counted {totals.get(state, 0)}, there are {came.get(key, 0)}", "records")
+        for consumer in good:
+            _count(tx, report, consumer, totals.get("admitted", 0))
+        stray = f"consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED}"
+        _stray(tx, report, "work", stray, "of a consumer that is not there")
+        gone = "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq)"
+        _stray(tx, report, "work", gone, "of a record that is not there")
+
+
+def _count(tx: Transaction, report: Report, consumer: Consumer, admitted: int) -> None:
+    name = f"consumer {consumer.name!r}"
+    there = recount(tx, consumer.id)
+    rows = tx.all(
+        "SELECT state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer = ? GROUP BY 1, 2", (consumer.id,)
+    )
+    tallies = {(state, reason): (n, weight) for state, reason, n, weight in rows}
+    passed = sum(weight for _, weight in there.values())  # Rounding errors are as large as what went in and out.
+    for key in sorted({*there, *tallies}):
+        n, weight = tallies.get(key, (0, 0.0))
+        real, heavy = there.get(key, (0, 0.0))
+        label = " ".join(filter(None, key))
+        if n != real:
+            report.add("tally", f"{label}: counted {n}, there are {real}", name)
+        elif abs(weight - heavy) > 1e-6 * max(abs(heavy), 1.0) + 1e-12 * passed:
+            report.add("tally", f"{label}: weight {weight!r}, there is {heavy!r}", name)
+        if key[0] not in queue.STATES:
+            report.add("work", f"{real} rows in a state {key[0]!r}, which is none", name)
+    total = sum(n for n, _ in there.values()) + queue.inbox_size(tx, consumer.id)
+    if total != admitted:
+        report.add("work", f"{admitted} records were admitted, {total} are waiting, leased, trained or dropped", name)
+    missing = tx.all(
+        "SELECT uid FROM records WHERE evaluation = 0 AND NOT EXISTS (SELECT 1 FROM work WHERE work.seq = records.seq "
+        "AND work.consumer = ?) AND NOT EXISTS (SELECT 1 FROM inbox WHERE inbox.consumer = ? AND records.seq "
+        f"BETWEEN inbox.first AND inbox.last) LIMIT {LISTED}",
+        (consumer.id, consumer.id),
+    )
+    for (uid,) in missing:
+        report.add("work", f"{name} has no row for it", uid)
+    beside = tx.all(
+        "SELECT records.uid FROM records JOIN work ON work.seq = records.seq WHERE records.evaluation <> 0 AND "
+        f"work.consumer = ? LIMIT {LISTED}",
+        (consumer.id,),
+    )
+    for (uid,) in beside:
+        report.add("work", f"{name} has a row for a record that is for evaluation", uid)
+
+
+def _stray(tx: Transaction, report: Report, kind: str, condition: str, description: str) -> None:
+    for consumer, seq in tx.all(f"SELECT consumer, seq FROM work WHERE {condition} LIMIT {LISTED}"):
+        report.add(kind, f"a row {description}", f"consumer number {consumer}, record number {seq}")
+
+
+def _quarantined(book: Book, report: Report) -> None:
+    with book.ledger.read() as tx:
+        for uid in queue.quarantined_uids(tx):
+            problem = "its history was lost: it is held back from consumers that may have trained on it"
+            report.add(queue.QUARANTINED, problem, uid)
+
+
+UNHELD = (
+    "state = 'leased' AND (lease IS NULL OR NOT EXISTS "
+    "(SELECT 1 FROM leases WHERE leases.id = work.lease AND leases.state = 'active'))"
+)
+"""Of `work`: leased by nobody."""
+FORGOTTEN = "state <> 'leased' AND lease IS NOT NULL"
+EMPTY = (
+    "state = 'active' AND expires <= ? AND NOT EXISTS "
+    "(SELECT 1 FROM work WHERE work.lease = leases.id AND work.state = 'leased')"
+)
+"""Of `leases`: its time is up, and it holds nothing."""
+
+
+def _leases(book: Book, report: Report) -> None:
+    with book.ledger.read() as tx:
+        _stray(tx, report, "lease", UNHELD, "that is leased, by no lease that lives")
+        _stray(tx, report, "lease", FORGOTTEN, "that is not leased and names a lease")
+        for (number,) in tx.all(f"SELECT id FROM leases WHERE {EMPTY} LIMIT {LISTED}", (tx.now,)):
+            report.add("idle", "its time is up, and it holds nothing", f"lease {number}")
+
+
+def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
+    """(group, what is wrong) of a consumer that leases by group, at most `LISTED`."""
+    if not consumer.grouped or "ungrouped" in consumer.state or "unranked" in consumer.state:
+        return []
+    settings = consumer.settings
+    size = "COALESCE(came.size, ?)"
+    after = settings.partial_after
+    complete = f"({size} IS NULL OR came.runs >= {size})"
+    waits = "(COALESCE(here.waiting, 0) > 0 AND COALESCE(here.held, 0) = 0)"
+    # A group whose time has come is made ready when somebody asks for one.
+    early = "1 = 1" if after is None else f"came.since + {float(after)!r} > {tx.now!r}"
+    rows = tx.all(
+        "SELECT came.gid, stands.ready, stands.runs, came.runs FROM "
+        "(SELECT records.gid, COUNT(DISTINCT run) AS runs, MAX(group_size) AS size, MIN(admitted) AS since "
+        "FROM records JOIN work ON work.consumer = ? AND work.seq = records.seq "
+        "WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') GROUP BY records.gid) AS came "
+        "LEFT JOIN (SELECT gid, ready, runs FROM groups WHERE consumer = ?) AS stands ON stands.gid = came.gid "
+        "LEFT JOIN (SELECT gid, SUM(CASE WHEN state = 'waiting' THEN 1 ELSE 0 END) AS waiting, "
+        "SUM(CASE WHEN state = 'leased' THEN 1 ELSE 0 END) AS held FROM work WHERE consumer = ? GROUP BY gid) AS here "
+        "ON here.gid = came.gid WHERE stands.gid IS NULL OR stands.runs <> came.runs "
+        f"OR (stands.ready = 0 AND {complete} AND {waits}) OR (stands.ready <> 0 AND NOT {waits}) "
+        f"OR (stands.ready <> 0 AND NOT {complete} AND {early}) ORDER BY came.gid LIMIT {LISTED}",
+        (consumer.id, consumer.id, consumer.id, *[settings.group_size] * 4),
+    )
+    wrong = [
+        (gid, "the ledger has no such group" if ready is None else f"ready {ready} with {had} runs, there are {runs}")
+        for gid, ready, had, runs in rows
+    ]
+    ready = tx.one("SELECT COUNT(*) FROM groups WHERE consumer = ? AND ready = 1", (consumer.id,))[0]
+    counted = consumer.state.get("ready", (0, 0.0))[0]
+    if counted != ready:
+        wrong.append(("", f"counted {counted} groups that are ready, there are {ready}"))
+    return wrong
+
+
+def _groups(book: Book, report: Report) -> None:
+    with book.ledger.read() as tx:
+        for consumer in readable(tx)[0]:
+            for gid, description in wrong_groups(tx, consumer):
+                report.add("group", f"consumer {consumer.name!r}: {description}", gid)
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+_AFTER = {
+    "leased": (queue.LEASED,),
+    "trained": (queue.TRAINED, queue.WAITING, queue.COOLING),
+    "nacked": (queue.WAITING,),
+    "expired": (queue.WAITING,),
+    "rested": (queue.WAITING,),
+    "returned": (queue.WAITING,),
+    "dropped": (queue.DROPPED,),
+    "voided": queue.STATES,
+}
+"""The states that a record can be in after an event of a consumer, if no other came since."""
+
+
+class Past(NamedTuple):
+    """What events say of a record and a consumer."""
+
+    kind: str | None = None
+    """Of the last event that changed something; `None`: there is none, and it waits."""
+    reason: str | None = None
+    event: int = 0
+    acks: frozenset[int | None] = frozenset()
+    """The leases under which it was trained, without those that were voided."""
+
+
+def past(tx: Transaction, seqs: Sequence[int]) -> dict[tuple[int, int], Past]:
+    """What events say, by record and consumer."""
+    histories: dict[tuple[int, int], Past] = {}
+    for marks, part in chunks(seqs):
+        rows = tx.all(
+            "SELECT seq, consumer, kind, reason, id, lease FROM events WHERE consumer IS NOT NULL "
+            f"AND seq IN ({marks}) ORDER BY id",
+            part,
+        )
+        for seq, consumer, kind, reason, event, lease in rows:
+            if kind in _AFTER:
+                acks = histories.get((seq, consumer), Past()).acks
+                acks = acks | {lease} if kind == "trained" else acks - {lease} if kind == "voided" else acks
+                histories[seq, consumer] = Past(kind, reason, event, acks)
+    return histories
+
+
+_PLAIN = "replace(replace(detail, 'Infinity', '0'), 'NaN', '0')"
+"""Python's JSON has numbers that SQLite's has not."""
+
+
+def _events(book: Book, report: Report) -> None:
+    with book.ledger.read() as tx:
+        none = "NOT EXISTS (SELECT 1 FROM events WHERE events.seq = records.seq AND events.kind IN {})"
+        for (uid,) in tx.all(f"SELECT uid FROM records WHERE {none.format(BEGINNINGS)} LIMIT {LISTED}"):
+            report.add("event", "no event says how it came", uid)
+        rewound = tx.one("SELECT COALESCE(MAX(id), 0) FROM events WHERE kind = 'rewound'")[0]
+        if book.ledger.dialect == "sqlite":
+            for (event,) in tx.all(
+                f"SELECT id FROM events WHERE detail IS NOT NULL AND NOT json_valid({_PLAIN}) LIMIT {LISTED}"
+            ):
+                report.add("event", "its detail is no JSON", f"event {event}")
+        good = readable(tx)[0]
+    for page in pages(book):
+        seqs = [row.seq for row in page]
+        with book.ledger.read() as tx:
+            histories = past(tx, seqs)
+            rows = [(consumer, row) for consumer in good for row in queue.select_rows_by_seq(tx, consumer, seqs)]
+        uids = {row.seq: row.tags.uid for row in page}
+        for consumer, row in rows:
+            mine = histories.get((row.seq, consumer.id), Past())
+            if mine.event < rewound:
+                continue  # Going back puts rows where they were, without an event for each.
+            name = f"consumer {consumer.name!r}"
+            allowed = (queue.WAITING,) if mine.kind is None else _AFTER[mine.kind]
+            if row.state not in allowed:
+                report.add("event", f"{name}: it is {row.state}, its last event is {mine.kind}", uids[row.seq])
+            elif row.uses != len(mine.acks):
+                description = f"{name}: used {row.uses} times, events say {len(mine.acks)}"
+                report.add("event", description, uids[row.seq])
+
+
+BEGINNINGS = "('admitted', 'recovered')"
+
+
+# --- the store ------------------------------------------------------------------------------------------------------
+
+
+def _check_store(book: Book, report: Report) -> None:
+    # Segments first: what is put and committed in between is then not there to be missed.
+    there = book.store.segments()
+    report.segments, report.bytes = len(there), sum(there.values())
+    with book.ledger.read() as tx:
+        used = {
+            name
+            for table in ("records", "media")
+            for (name,) in tx.all(f"SELECT DISTINCT segment FROM {table} WHERE segment IS NOT NULL")
+        }
+    for name in there:
+        try:
+            book.store.get(Place(name, ALIGN, 0))
+        except MissingSegmentError:
+            continue
+        except CorruptBookError as error:
+            if name not in used and not book.store.busy(name):
+                report.add("begun", f"a segment that was begun and is none: {error}", name)
+            continue
+        if name not in used and not book.store.busy(name):
+            report.add("orphan", "a segment that nothing in the ledger points to", name)
+    for name, reason in compaction.pending_purges(book).items():
+        report.add("pending", f"holds deleted or redacted bytes; {reason}", name)
+    if isinstance(book.store, FileSegmentStore):
+        for kind, path in beside(book.store):
+            description = "a file that a crash left behind" if kind == "leftover" else "no part of a book"
+            report.add(kind, description, path)
+
+
+def beside(store: FileSegmentStore) -> Iterator[tuple[str, str]]:
+    """(kind, path) of what lies among the files of a book and is none of them."""
+    for folder in (os.path.dirname(store.folder), store.folder):
+        try:
+            with os.scandir(folder) as entries:
+                names = sorted((entry.name, entry.is_symlink()) for entry in entries)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for name, link in names:
+            path = os.path.join(folder, name)
+            if LEFTOVER.fullmatch(name):
+                yield "leftover", path
+            elif link or (folder == store.folder and not name.endswith(".rbs")):
+                yield "stranger", path
+
+
+STAGES: Iterable[Callable[[Book, Report], None]] = (
+    _layout,
+    _types,
+    _records,
+    _media,
+    _counts,
+    _quarantined,
+    _leases,
+    _groups,
+    _events,
+    _check_store,
+)

@@ -1,0 +1,533 @@
+"""Checkpoints: named points that go with a trainer's weights, and the way back to them.
+
+Invariant: after a rewind every consumer is as it was at the checkpoint, and what it takes next is what it took then.
+Nothing is erased: what is undone stands in the ledger as voided, and the acknowledgements of a record that are not
+voided are as many as its uses. Facts stay: revisions, redactions and deletions are not undone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollbook.book import compaction, queue, revision
+from rollbook.book.consumer import (
+    Consumer,
+    ConsumerConfig,
+    all_consumers,
+    get_consumer,
+    save_consumer,
+    save_settings,
+    shift_state,
+)
+from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError
+from rollbook.book.failpoints import hit
+from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, parsed, write_once
+from rollbook.book.read import read_numbers
+from rollbook.core.checks import check_choice, check_int
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+
+_PIECE = 1000
+_UNVOIDED = (
+    "NOT EXISTS (SELECT 1 FROM events AS undone WHERE undone.seq = done.seq AND undone.kind = 'voided' "
+    "AND undone.consumer = done.consumer AND undone.lease = done.lease AND undone.id > done.id)"
+)
+"""Of an acknowledgement `done`: a lease acknowledges a record once, so the lease says which one was voided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A named point of a book.
+
+    >>> import rollbook
+    >>> with rollbook.open("memory:") as book:
+    ...     _ = book.append([rollbook.Experience(tokens=[1, 2, 3])])
+    ...     _ = book.checkpoint("step-100")
+    ...     [(point.name, point.records, point.policy_version) for point in book.checkpoints()]
+    [('step-100', 1, None)]
+    """
+
+    name: str
+    made: float
+    """Seconds since 1970, by the database's clock."""
+    event: int
+    """The number of the ledger's event that made it: what has a larger one came later."""
+    records: int
+    """The number of the last record that was admitted before it."""
+    policy_version: int | None
+    """The version that was announced."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewindResult:
+    """What a rewind did."""
+
+    checkpoint: str
+    acks: int
+    """Acknowledgements that were voided."""
+    leases: int
+    """Leases that were ended; their holders get `LeaseLostError`."""
+    later: int
+    """Records that came after the checkpoint, and were kept or dropped."""
+    forgotten: tuple[str, ...]
+    """Later checkpoints: what they speak of is void."""
+    lineage: int
+    """The number of the policy's lineage that begins: how many rewinds there were."""
+
+
+class Point(NamedTuple):
+    """A checkpoint as a transaction sees it."""
+
+    name: str
+    event: int
+    seq: int
+    made: float
+    state: dict[str, Any]
+
+
+def checkpoint_points(tx: Transaction) -> list[Point]:
+    """Every checkpoint, oldest first."""
+    rows = tx.all("SELECT name, event, seq, made, state FROM checkpoints ORDER BY event")
+    return [_point(*row) for row in rows]
+
+
+def _point(name: Any, event: Any, seq: Any, created: Any, state: Any) -> Point:
+    """A checkpoint's row, which anybody may have written."""
+    fields = parsed(state, f"checkpoint {name!r}")
+    consumers, version = fields.get("consumers"), fields.get("policy_version")
+    each_told = isinstance(consumers, list) and all(
+        isinstance(entry, dict) and type(entry.get("id")) is int for entry in consumers
+    )
+    if not each_told or any(type(number) is not int for number in (event, seq, 0 if version is None else version)):
+        raise CorruptBookError(f"checkpoint {name!r}: got {str(state)[:100]!r}, expected what every consumer was like")
+    return Point(name, event, seq, created, fields)
+
+
+def find_checkpoint(tx: Transaction, name: str) -> Point:
+    """The checkpoint of this name."""
+    if not isinstance(name, str):
+        raise ValueError(f"checkpoint: got {name!r}, expected its name, as book.checkpoint gave it")
+    check_text("checkpoint", name)
+    row = tx.one("SELECT name, event, seq, made, state FROM checkpoints WHERE name = ?", (name,))
+    if row is None:
+        names = [repr(checkpoint) for (checkpoint,) in tx.all("SELECT name FROM checkpoints ORDER BY event")]
+        raise KeyError(f"checkpoint: got {name!r}, the book has {', '.join(names) or 'none'}")
+    return _point(*row)
+
+
+# --- making and forgetting ----------------------------------------------------------------------------------------
+
+
+def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
+    """See `Book.checkpoint`."""
+    if name is not None:
+        check_text("checkpoint", name, 1, 200)
+    if keep is not None:
+        check_int("keep", keep, 1)
+    # A call that repeats one whose outcome is unknown has its token.
+    token = book.unsettled_checkpoints.pop(name, None) or os.urandom(6).hex()
+
+    def transact(tx: Transaction) -> str:
+        used = _of_token(tx, token)
+        if used is not None:
+            return used
+        state = json.dumps(_state(tx, book))
+        used = name if name is not None and _is_there(tx, name, state) else _make(tx, name, state, token)
+        if keep is not None:
+            for old in checkpoint_points(tx)[:-keep]:
+                _forget(tx, old)
+        hit("during checkpoint")
+        return used
+
+    try:
+        return write_once(
+            book.ledger,
+            transact,
+            lambda tx, used: _of_token(tx, token) == used,
+            begin=lambda timeout: queue.write_drained(book, timeout),
+        )
+    except OutcomeUnknownError:
+        book.unsettled_checkpoints[name] = token
+        raise
+
+
+def _of_token(tx: Transaction, token: str) -> str | None:
+    """The name of the checkpoint that the call with this token made."""
+    row = tx.one(
+        "SELECT checkpoints.name FROM checkpoints JOIN events ON events.id = checkpoints.event WHERE events.detail = ?",
+        (json.dumps({"token": token}),),
+    )
+    return None if row is None else str(row[0])
+
+
+def _is_there(tx: Transaction, name: str, state: str) -> bool:
+    """Whether a checkpoint of this name says the very same; one that says something else is in the way."""
+    row = tx.one("SELECT event, state FROM checkpoints WHERE name = ?", (name,))
+    if row is None:
+        return False
+    last = tx.one("SELECT MAX(id) FROM events")[0]
+    if row != (last, state):
+        raise ConflictError(
+            f"checkpoint: got {name!r}, which is the name of another point, {last - row[0]} events ago; expected a new "
+            "name, or book.forget first"
+        )
+    return True
+
+
+def _make(tx: Transaction, name: str | None, state: str, token: str) -> str:
+    """Make a checkpoint; `token` names the call, by which a checkpoint is found whose commit got no answer."""
+    last = tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]
+    while name is None:
+        last += 1
+        name = f"checkpoint-{last}"
+        if tx.one("SELECT 1 FROM checkpoints WHERE name = ?", (name,)):
+            name = None
+    queue.record_events(tx, [queue.Event("checkpoint", reason=name, detail={"token": token})])
+    # The event is the checkpoint's own: no two have the same, and all that comes later has a larger number.
+    event, seq = tx.one("SELECT (SELECT MAX(id) FROM events), (SELECT COALESCE(MAX(seq), 0) FROM records)")
+    tx.run(
+        "INSERT INTO checkpoints (name, event, seq, made, state) VALUES (?, ?, ?, ?, ?)",
+        (name, event, seq, tx.now, state),
+    )
+    return name
+
+
+def _state(tx: Transaction, book: Book) -> dict[str, Any]:
+    return {
+        "policy_version": queue.announced_version(tx),
+        "consumers": [
+            {
+                "id": group.id,
+                "settings": group.settings.to_json(),
+                "state": group.state,
+                "grouped": group.grouped,
+                "inserts": group.inserts,
+                "samples": group.samples,
+                "floor": group.floor,
+            }
+            for group in all_consumers(tx)
+        ],
+    }
+
+
+def list_checkpoints(book: Book) -> list[Checkpoint]:
+    """See `Book.checkpoints`."""
+    with book.ledger.read() as tx:
+        points = checkpoint_points(tx)
+    return [Checkpoint(p.name, p.made, p.event, p.seq, p.state["policy_version"]) for p in points]
+
+
+def forget_checkpoint(book: Book, name: str) -> None:
+    """Forget a checkpoint; nothing is kept for it any more.
+
+    Args:
+        book: The book.
+        name: The checkpoint.
+    """
+    check_writable(book, "forget_checkpoint")
+    with book.ledger.write() as tx:
+        _forget(tx, find_checkpoint(tx, name))
+
+
+def _forget(tx: Transaction, point: Point) -> None:
+    tx.run("DELETE FROM checkpoints WHERE event = ?", (point.event,))
+    queue.merge_undo(tx, point.event)
+    queue.record_events(tx, [queue.Event("forgotten", reason=point.name)])
+
+
+# --- going back ---------------------------------------------------------------------------------------------------
+
+
+def rewind_book(book: Book, name: str, later: str) -> RewindResult:
+    """See `Book.rewind`."""
+    check_choice("later", later, ("keep", "drop"))
+    with queue.write_drained(book) as tx:
+        done = undo_work(tx, book, find_checkpoint(tx, name), later)
+        hit("during rewind")
+    return done
+
+
+def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindResult:
+    """Put everything back to the checkpoint, within a transaction."""
+    # Newest first: each hands what it kept to the one before it, until all lies with this checkpoint.
+    forgotten = [later_point for later_point in reversed(checkpoint_points(tx)) if later_point.event > point.event]
+    for later_point in forgotten:
+        _forget(tx, later_point)
+    lineage = queue.branch_lineage(tx, point.state["policy_version"], point.seq)
+    queue.set_announced_version(tx, point.state["policy_version"])
+    acks = _void_acks(tx, point)
+    leases = void_leases(tx, point.name)
+    came = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND gone IS NULL", (point.seq,))[0]
+    if later == "drop":
+        _let_go(tx, point.seq)
+    states = {later_point["id"]: later_point for later_point in point.state["consumers"]}
+    revised = _revised(tx, point)
+    # Records that are brought again get numbers from here on; they are ranked by those they had.
+    last = tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0] if later == "drop" else point.seq
+    for consumer in all_consumers(tx):
+        if consumer.id in states:
+            _put_back(tx, book, consumer, states[consumer.id], point, revised, last)
+        else:
+            _begin_anew(tx, book, consumer, point, last)
+        save_consumer(tx, consumer)
+    done = RewindResult(
+        point.name, acks, leases, came, tuple(later_point.name for later_point in reversed(forgotten)), lineage.number
+    )
+    detail = {
+        "lineage": lineage.number,
+        "event": point.event,
+        "acks": acks,
+        "leases": leases,
+        later: came,
+        "forgotten": list(done.forgotten),
+    }
+    queue.record_events(tx, [queue.Event("rewound", reason=point.name, detail=detail)])
+    return done
+
+
+def _void_acks(tx: Transaction, point: Point) -> int:
+    return tx.count(
+        "INSERT INTO events (time, seq, consumer, kind, reason, step, lease, detail) "
+        f"SELECT {tx.now!r}, done.seq, done.consumer, 'voided', ?, done.step, done.lease, "
+        '\'{"what": "trained", "event": \' || done.id || \'}\' '
+        f"FROM events AS done WHERE done.id > ? AND done.kind = 'trained' AND {_UNVOIDED} ORDER BY done.id",
+        (point.name, point.event),
+    )
+
+
+def void_leases(tx: Transaction, reason: str) -> int:
+    """End every living lease, whoever holds it; its rows are the caller's to free."""
+    tx.run(
+        "INSERT INTO events (time, seq, consumer, kind, reason, lease, detail) "
+        f"SELECT {tx.now!r}, seq, consumer, 'voided', ?, lease, '{{\"what\": \"leased\"}}' FROM work "
+        "WHERE lease IS NOT NULL ORDER BY consumer, seq",
+        (reason,),
+    )
+    return tx.count("UPDATE leases SET state = 'voided' WHERE state = 'active'")
+
+
+def _let_go(tx: Transaction, seq: int) -> None:
+    """Records that came after the checkpoint are gone, and their ids are free; what was deleted stays deleted."""
+    tx.run(
+        compaction.MARK.format("SELECT DISTINCT segment, 0 FROM records WHERE seq > ? AND segment IS NOT NULL"), (seq,)
+    )
+    tx.run(
+        "UPDATE records SET gone = 'rewound', segment = NULL, start = NULL, size = NULL, slot = NULL, bytes = 0 "
+        "WHERE seq > ? AND (gone IS NULL OR gone <> 'deleted')",
+        (seq,),
+    )
+    tx.run("DELETE FROM media_uses WHERE seq > ?", (seq,))
+
+
+def _revised(tx: Transaction, point: Point) -> list[int]:
+    """Records of the checkpoint that were revised since and are still there."""
+    rows = tx.all(
+        "SELECT seq FROM records WHERE gone IS NULL AND seq <= ? AND seq IN "
+        "(SELECT seq FROM events WHERE id > ? AND kind IN ('revised', 'redacted')) ORDER BY seq",
+        (point.seq, point.event),
+    )
+    return [seq for (seq,) in rows]
+
+
+def _shifted(state: dict[str, Any], point: Point, last: int) -> dict[str, Any]:
+    """A consumer's state for which the record after number `last` is the one after the checkpoint's last."""
+    if last == point.seq:
+        return dict(state)
+    return {
+        **state,
+        "shifts": [*state.get("shifts", ()), last, last - point.seq + shift_state(state, point.seq)],
+    }
+
+
+def _begin_anew(tx: Transaction, book: Book, consumer: Consumer, point: Point, last: int) -> None:
+    """A consumer that was made after the checkpoint: its settings stay, and it has taken nothing yet."""
+    for table in ("work", "groups", "tallies", "work_before", "groups_before"):
+        tx.run(f"DELETE FROM {table} WHERE consumer = ?", (consumer.id,))
+    consumer.state, consumer.grouped, consumer.floor = _shifted({}, point, last), False, None
+    consumer.inserts = consumer.samples = 0
+    tx.run("DELETE FROM inbox WHERE consumer = ?", (consumer.id,))
+    queue.backfill_consumer(tx, consumer.id)
+
+
+def _put_back(
+    tx: Transaction,
+    book: Book,
+    consumer: Consumer,
+    was: dict[str, Any],
+    point: Point,
+    revised: Sequence[int],
+    last: int,
+) -> None:
+    settings = ConsumerConfig.from_json(was["settings"])
+    if settings != consumer.settings:
+        save_settings(tx, consumer, settings)
+    # Groups are put back as they were, not made again from their members as each of those changes.
+    consumer.grouped = False
+    consumer.state = _shifted(was["state"], point, last)
+    lost = _put_back_rows(tx, consumer, point)
+    gids = dict.fromkeys(row.gid for rows in lost.values() for row in rows)
+    gids.update(dict.fromkeys(free_leased(tx, consumer)))
+    mine = (point.event, consumer.id)
+    source = "FROM work_before WHERE checkpoint = ? AND consumer = ? AND state"
+    leased = tx.one(f"SELECT COUNT(*) {source} = 'leased'", mine)[0]
+    # Rows that are now as they were need not be kept. Those that were leased wait now: that is not what they were.
+    tx.run(f"DELETE {source} <> 'leased'", mine)
+    consumer.inserts, consumer.samples, consumer.floor = was["inserts"], was["samples"] - leased, was["floor"]
+    if was["grouped"]:
+        tx.run("DELETE FROM groups WHERE consumer = ? AND seq > ?", (consumer.id, point.seq))
+        gids = dict.fromkeys([*queue.restore_groups(tx, *mine), *gids])
+    else:
+        tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
+        tx.run("DELETE FROM groups_before WHERE checkpoint = ? AND consumer = ?", mine)
+    for reason, rows in lost.items():
+        queue.drop_rows(tx, consumer, rows, reason)
+    other = _follow_revisions(tx, book, consumer, point, revised)
+    inserts = consumer.inserts
+    later = _offer_later(tx, book, consumer, point)
+    more = consumer.inserts > inserts
+    consumer.grouped = was["grouped"]
+    if consumer.grouped:
+        queue.refresh_groups(tx, consumer, dict.fromkeys([*gids, *other, *later]), set(other))
+    if more:
+        while not queue.drop_over_size(tx, consumer, _PIECE):
+            pass
+
+
+def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[str, list[queue.Row]]:
+    """Rows as they were at the checkpoint, leased ones as waiting; those whose bytes are gone since, by the reason."""
+    lost: dict[str, list[queue.Row]] = {}
+    last = 0
+    while True:
+        rows = tx.all(
+            f"SELECT {queue.ROW_COLUMNS} FROM work_before WHERE checkpoint = ? AND consumer = ? AND seq > ? "
+            f"ORDER BY seq LIMIT {_PIECE}",
+            (point.event, consumer.id, last),
+        )
+        if not rows:
+            return lost
+        then = {row.seq: row for row in (queue.Row(*values) for values in rows)}
+        gone: dict[int, str] = {}
+        for marks, part in chunks(list(then)):
+            gone.update(tx.all(f"SELECT seq, gone FROM records WHERE gone IS NOT NULL AND seq IN ({marks})", part))
+        moves, events = [], []
+        for now in queue.select_rows_by_seq(tx, consumer, list(then)):
+            new = _freed(then[now.seq])
+            if new.seq in gone and new.state in (queue.WAITING, queue.COOLING):
+                lost.setdefault(gone[new.seq], []).append(new)
+            if new != now:
+                moves.append((now, new))
+            if now.state == queue.DROPPED != new.state:
+                detail = {"what": queue.DROPPED, "why": now.reason}
+                events.append(queue.Event("voided", now.seq, consumer.id, point.name, detail=detail))
+        queue.change_rows(tx, consumer, moves, events)
+        last = rows[-1][0]
+
+
+def _freed(row: queue.Row) -> queue.Row:
+    return row._replace(state=queue.WAITING, lease=None) if row.state == queue.LEASED else row
+
+
+def free_leased(tx: Transaction, consumer: Consumer) -> list[str]:
+    """Have all leased rows wait again, at the place they had; their groups."""
+    rows = queue.select_rows(tx, "lease IS NOT NULL AND consumer = ? ORDER BY seq", (consumer.id,))
+    queue.change_rows(tx, consumer, [(row, _freed(row)) for row in rows], [])
+    consumer.samples -= len(rows)
+    return list(dict.fromkeys(row.gid for row in rows))
+
+
+def _follow_revisions(
+    tx: Transaction, book: Book, consumer: Consumer, point: Point, revised: Sequence[int]
+) -> list[str]:
+    """Revisions are facts: a record that was revised after the checkpoint has the numbers that it has now, and waits
+    if that was asked. The groups of those that have other numbers, or wait again."""
+    returned = {
+        seq
+        for (seq,) in tx.all(
+            "SELECT DISTINCT seq FROM events WHERE id > ? AND kind = 'returned' AND consumer = ?",
+            (point.event, consumer.id),
+        )
+    }
+    key = consumer.settings.sampler.key
+    then = set(queue.select_rows_by_seq(tx, consumer, revised))
+    for again in (False, True):
+        seqs = [seq for seq in revised if (seq in returned) == again]
+        for start in range(0, len(seqs), _PIECE):
+            piece = seqs[start : start + _PIECE]
+            values = None if key is None else read_numbers(book, tx, piece, key)
+            revision.follow_revisions(tx, consumer, piece, values, again)
+    return [row.gid for row in queue.select_rows_by_seq(tx, consumer, revised) if row not in then]
+
+
+def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
+    """Records that came after the checkpoint, as if they came now: those that were kept wait. Their groups."""
+    lineage = queue.read_lineage(tx)
+    bounded = consumer.settings.max_staleness is not None
+    floor = queue.version_floor(lineage.announced, consumer.settings.max_staleness)
+    key = consumer.settings.sampler.key
+    gids: dict[str, None] = {}
+    last = point.seq
+    while True:
+        rows = queue.select_rows(tx, f"consumer = ? AND seq > ? ORDER BY seq LIMIT {_PIECE}", (consumer.id, last))
+        if not rows:
+            return list(gids)
+        seqs = [row.seq for row in rows]
+        gone: dict[int, str | None] = {}
+        newest: dict[int, int | None] = {}
+        for marks, part in chunks(seqs):
+            for seq, reason, version in tx.all(
+                f"SELECT seq, gone, version_max FROM records WHERE seq IN ({marks})", part
+            ):
+                gone[seq], newest[seq] = reason, version
+        stored = [seq for seq in seqs if gone[seq] is None]
+        gone.update(dict.fromkeys(queue.find_quarantined(tx, stored), queue.QUARANTINED))
+        numbers = {} if key is None else dict(zip(stored, read_numbers(book, tx, stored, key), strict=True))
+        inserts, samples = consumer.inserts, consumer.samples
+        moves, events = [], []
+        for now in rows:
+            old = floor is not None and now.version is not None and now.version < floor
+            abandoned = bounded and lineage.is_abandoned(now.seq, newest[now.seq])
+            why = gone[now.seq] or ("stale" if old or abandoned else None)
+            detail = queue.abandoned_detail(newest[now.seq]) if abandoned else None
+            new = queue.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), why)
+            moves.append((now, new))
+            inserts += new.state != queue.DROPPED
+            if new.state == queue.DROPPED and (now.state, now.reason) != (new.state, new.reason):
+                events.append(queue.Event(queue.DROPPED, now.seq, consumer.id, why, detail=detail))
+            elif now.state == queue.DROPPED != new.state:
+                reoffer_detail = {"what": queue.DROPPED, "why": now.reason}
+                events.append(queue.Event("voided", now.seq, consumer.id, point.name, detail=reoffer_detail))
+        queue.change_rows(tx, consumer, moves, events)
+        consumer.inserts, consumer.samples = inserts, samples
+        gids.update(dict.fromkeys(row.gid for row in rows))
+        last = seqs[-1]
+
+
+# --- proof --------------------------------------------------------------------------------------------------------
+
+
+def trained_steps(book: Book, consumer: str = "train") -> dict[str, list[int | None]]:
+    """Return the optimizer steps in which each record was trained on, without those that a rewind voided.
+
+    Args:
+        book: The book.
+        consumer: The consumer group.
+
+    Returns:
+        The steps by id.
+    """
+    with book.ledger.read() as tx:
+        group = get_consumer(tx, consumer)
+        rows = tx.all(
+            "SELECT records.uid, done.step FROM events AS done JOIN records ON records.seq = done.seq "
+            f"WHERE done.kind = 'trained' AND done.consumer = ? AND {_UNVOIDED} ORDER BY done.id",
+            (group.id,),
+        )
+    steps: dict[str, list[int | None]] = {}
+    for uid, step in rows:
+        steps.setdefault(uid, []).append(step)
+    return steps

@@ -1,0 +1,581 @@
+"""Consumer groups: their configuration (sampler, removers, rate limiters) and their state in the ledger.
+
+Invariant: combinations of limits that could deadlock are rejected when the consumer is created.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from rollbook.book.errors import CorruptBookError, UnknownConsumerError
+from rollbook.book.ledger import Ledger, Transaction, check_text, check_writable, chunks, parsed
+from rollbook.book.sampler import SAMPLERS, First, Item, Priority, Sampler, State, built, described
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+
+
+@lru_cache(maxsize=64)
+def exact(number: float) -> Fraction:
+    """The number as it is written: sums of it are not off by a rounding, at which both sides could wait.
+
+    >>> exact(0.1) * 3 == exact(0.3)
+    True
+    """
+    return Fraction(repr(number))
+
+
+def _at_least(bound: Fraction) -> str:
+    """A number to write that is not below the bound."""
+    near = float(bound)
+    return repr(near if exact(near) >= bound else math.nextafter(near, math.inf)).removesuffix(".0")
+
+
+@dataclass(frozen=True)
+class MaxSize:
+    """At most `size` records wait when records have come; the oldest (or those of the worst rank) make room for them.
+
+    >>> MaxSize(10_000).drop
+    'oldest'
+    """
+
+    size: int
+    drop: str = "oldest"
+
+    def __post_init__(self) -> None:
+        check_int("MaxSize.size", self.size, 1)
+        check_choice("MaxSize.drop", self.drop, ("oldest", "worst"))
+
+
+@dataclass(frozen=True)
+class MaxAge:
+    """Nothing waits longer than `seconds` after it was admitted."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not check_float("MaxAge.seconds", self.seconds, 0.0) > 0:
+            raise ValueError(f"MaxAge.seconds: got {self.seconds!r}, expected a number above 0")
+
+
+@dataclass(frozen=True)
+class MaxUses:
+    """A record is handed out until it was acknowledged `uses` times; `None`: for ever. Without this part: once."""
+
+    uses: int | None
+
+    def __post_init__(self) -> None:
+        if self.uses is not None:
+            check_int("MaxUses.uses", self.uses, 1)
+
+
+@dataclass(frozen=True)
+class MinSize:
+    """Nothing is handed out before `size` records wait, rest or are leased."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        check_int("MinSize.size", self.size, 1)
+
+
+@dataclass(frozen=True)
+class SamplesToInserts:
+    """Keep the records handed out near `ratio` times the records brought, within `slack` records either way.
+
+    Whoever is ahead waits: `append` while too much is unread (back-pressure), `lease` while too little is there. With
+    `c = inserts * ratio - samples - min_size * ratio`, a lease of k needs `c - k >= -slack`, an append of m needs
+    `c + m * ratio <= slack`. `lease_size` and `append_size` are the largest of each that will be asked for. What was
+    given up (dropped, too old, too many) counts on neither side. Numbers mean what they print: 0.1 is a tenth.
+
+    >>> SamplesToInserts(ratio=2.0, slack=64, lease_size=64, append_size=8).inserts_left(0, 0)
+    32
+    >>> SamplesToInserts(ratio=1.0, slack=4, lease_size=64, append_size=8)
+    Traceback (most recent call last):
+        ...
+    ValueError: SamplesToInserts: with slack 4.0, leases of 64 and appends of 8 could wait for each other for ever; \
+expected a slack of at least 36
+    """
+
+    ratio: float
+    slack: float
+    min_size: int = 0
+    lease_size: int = 1
+    append_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("ratio", "slack"):
+            number = check_float(f"SamplesToInserts.{name}", getattr(self, name), 0.0, 1e15)
+            object.__setattr__(self, name, number)
+        if not self.ratio >= 1e-9:
+            raise ValueError(f"SamplesToInserts.ratio: got {self.ratio!r}, expected a number above 0")
+        check_int("SamplesToInserts.min_size", self.min_size)
+        check_int("SamplesToInserts.lease_size", self.lease_size, 1)
+        check_int("SamplesToInserts.append_size", self.append_size, 1)
+        # Both wait when c - k < -slack and c + m * ratio > slack: possible if the window is narrower than both steps.
+        # And where all that came has been handed out, c is 0 at most: an append has to fit in then.
+        step = self.append_size * exact(self.ratio)
+        needed = max((self.lease_size + step) / 2, step)
+        if exact(self.slack) < needed:
+            raise ValueError(
+                f"SamplesToInserts: with slack {self.slack}, leases of {self.lease_size} and appends of "
+                f"{self.append_size} could wait for each other for ever; expected a slack of at least "
+                f"{_at_least(needed)}"
+            )
+
+    def _cursor(self, inserts: int, samples: int) -> Fraction:
+        return (inserts - self.min_size) * exact(self.ratio) - samples
+
+    def samples_left(self, inserts: int, samples: int) -> int:
+        """How many records may be handed out now."""
+        if inserts < self.min_size:
+            return 0
+        return max(math.floor(self._cursor(inserts, samples) + exact(self.slack)), 0)
+
+    def inserts_left(self, inserts: int, samples: int) -> int:
+        """How many records may be brought now."""
+        return max(math.floor((exact(self.slack) - self._cursor(inserts, samples)) / exact(self.ratio)), 0)
+
+
+REMOVERS: dict[str, type] = {kind.__name__: kind for kind in (MaxSize, MaxAge, MaxUses)}
+LIMITERS: dict[str, type] = {kind.__name__: kind for kind in (MinSize, SamplesToInserts)}
+
+
+def check_together(
+    removers: tuple[Any, ...], limiters: tuple[Any, ...], uses: int | None, group_size: int | None, partial: bool
+) -> None:
+    """Raise `ValueError` if these parts could keep leases or appends waiting for ever."""
+    for kind in (*REMOVERS.values(), *LIMITERS.values()):
+        if sum(isinstance(part, kind) for part in (*removers, *limiters)) > 1:
+            raise ValueError(f"{kind.__name__}: got it twice, expected it once")
+    most = min((part.size for part in removers if isinstance(part, MaxSize)), default=None)
+    for part in limiters:
+        floor = part.size if isinstance(part, MinSize) else part.min_size
+        if most is not None and floor > most:
+            raise ValueError(
+                f"{type(part).__name__}: nothing is handed out before {floor} records are there, and MaxSize keeps at "
+                f"most {most}: no lease would ever be given"
+            )
+        if isinstance(part, SamplesToInserts) and uses is not None and part.ratio > uses:
+            raise ValueError(
+                f"SamplesToInserts.ratio: got {part.ratio}, but each record is handed out at most {uses} time(s): "
+                "samples could never keep up and appends would wait for ever; expected a ratio of at most "
+                f"{uses}, or a larger MaxUses"
+            )
+        if isinstance(part, SamplesToInserts) and group_size and part.lease_size < group_size:
+            raise ValueError(
+                f"SamplesToInserts.lease_size: got {part.lease_size}, but groups have {group_size} runs and are handed "
+                "out whole; expected at least one group"
+            )
+        if isinstance(part, SamplesToInserts):
+            # All but one of them may be there, and none of those is handed out: the next append has to fit in.
+            waits = [other.size for other in limiters if isinstance(other, MinSize)]
+            unseen = max([*waits, 0 if partial or group_size is None else group_size])
+            needed = (unseen - 1 + part.append_size - part.min_size) * exact(part.ratio)
+            if unseen and exact(part.slack) < needed:
+                raise ValueError(
+                    f"SamplesToInserts.slack: got {part.slack}, but nothing is handed out before {unseen} records are "
+                    f"there: appends would wait for ever; expected at least {_at_least(needed)}"
+                )
+    if most is not None and group_size and group_size > most and not partial:
+        raise ValueError(
+            f"MaxSize.size: got {most}, but groups need {group_size} runs to be complete: none ever would be"
+        )
+
+
+NUMBERS = (
+    "reward",
+    "scored",
+    "length",
+    "prompt_tokens",
+    "response_tokens",
+    "trained_tokens",
+    "version_min",
+    "version_max",
+    "run",
+    "step",
+    "group_size",
+)
+"""The tags of a record that are numbers."""
+
+
+@dataclass(frozen=True)
+class ConsumerConfig:
+    """How one consumer group takes records.
+
+    `sampler` orders what waits (first in, first out); `removers` and `limiters` are any of those of `rollbook.book`.
+    Without `MaxUses` a record is trained on once, by every sampler but `Priority`. `max_staleness`: how many policy
+    versions behind the announced one a record's oldest token may be; `keep_stale` keeps the bytes of those too old.
+    `group_size`: how many runs make a group whose records do not say so; `partial_after`: seconds after which an
+    incomplete group is handed out as it is. `lease_seconds`: how long a lease lives without progress, and so how long
+    the records of a holder that was killed are away. `max_attempts`: how often a record may be leased in vain before it
+    is dropped. `seed`: of the samplers' chance.
+
+    >>> ConsumerConfig().max_uses, ConsumerConfig(sampler=Priority()).max_uses
+    (1, None)
+    """
+
+    sampler: Sampler = field(default_factory=First)
+    removers: tuple[Any, ...] = ()
+    limiters: tuple[Any, ...] = ()
+    max_staleness: int | None = None
+    """How many policy versions behind the announced one a record's oldest token may be."""
+    keep_stale: bool = False
+    """Whether the bytes of records that are too old are kept for inspection."""
+    group_size: int | None = None
+    """How many runs make a group whose records do not say so."""
+    partial_after: float | None = None
+    """Seconds after which an incomplete group is handed out as it is; `None`: never."""
+    lease_seconds: float = 300.0
+    """How long a lease lives without progress."""
+    max_attempts: int | None = None
+    """How often a record may be given back before it is dropped."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (
+            type(self.sampler).__name__ not in SAMPLERS
+            or type(self.sampler) is not SAMPLERS[type(self.sampler).__name__]
+        ):
+            raise ValueError(f"sampler: got {self.sampler!r}, expected one of {', '.join(SAMPLERS)}")
+        for name, kinds in (("removers", REMOVERS), ("limiters", LIMITERS)):
+            setting = getattr(self, name)
+            parts = setting if isinstance(setting, (list, tuple)) else (setting,)
+            for part in parts:
+                if type(part) not in kinds.values():
+                    raise ValueError(f"{name}: got {part!r}, expected any of {', '.join(kinds)}")
+            object.__setattr__(self, name, tuple(parts))
+        if self.max_staleness is not None:
+            check_int("max_staleness", self.max_staleness)
+        object.__setattr__(self, "keep_stale", check_bool("keep_stale", self.keep_stale))
+        if self.group_size is not None:
+            check_int("group_size", self.group_size, 1)
+        if self.partial_after is not None:
+            check_float("partial_after", self.partial_after, 0.0)
+        if not check_float("lease_seconds", self.lease_seconds, 0.0, 1e9) > 0:
+            raise ValueError(f"lease_seconds: got {self.lease_seconds!r}, expected a number above 0")
+        if self.max_attempts is not None:
+            check_int("max_attempts", self.max_attempts, 1)
+        if check_int("seed", self.seed, -(1 << 63)) >= 1 << 63:
+            raise ValueError(f"seed: got {self.seed}, expected a whole number of 64 bits")
+        key = self.sampler.key
+        if key is not None and key not in NUMBERS and not str(key).startswith(("info.", "metrics.")):
+            raise ValueError(
+                f"sampler: key: got {key!r}, expected info.NAME, metrics.NAME or one of {', '.join(NUMBERS)}"
+            )
+        check_together(self.removers, self.limiters, self.max_uses, self.group_size, self.partial_after is not None)
+
+    def _part(self, kind: type) -> Any:
+        return next((part for part in (*self.removers, *self.limiters) if type(part) is kind), None)
+
+    @property
+    def max_uses(self) -> int | None:
+        """After how many acknowledgements a record is done; `None`: never."""
+        part = self._part(MaxUses)
+        limits = [part.uses if part is not None else None if isinstance(self.sampler, Priority) else 1]
+        if isinstance(self.sampler, Priority):
+            limits.append(self.sampler.most)
+        return min((most for most in limits if most is not None), default=None)
+
+    @property
+    def max_size(self) -> MaxSize | None:
+        part: MaxSize | None = self._part(MaxSize)
+        return part
+
+    @property
+    def max_age(self) -> float | None:
+        part = self._part(MaxAge)
+        return None if part is None else float(part.seconds)
+
+    @property
+    def min_size(self) -> int:
+        part = self._part(MinSize)
+        return 0 if part is None else int(part.size)
+
+    @property
+    def ratio(self) -> SamplesToInserts | None:
+        part: SamplesToInserts | None = self._part(SamplesToInserts)
+        return part
+
+    @property
+    def bounded(self) -> bool:
+        """Whether records are dropped because of their age, their version or their number."""
+        return bool(self.removers) or self.max_staleness is not None
+
+    def to_json(self) -> str:
+        """As the ledger keeps it."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain["sampler"] = described(self.sampler)
+        plain["removers"] = [described(part) for part in self.removers]
+        plain["limiters"] = [described(part) for part in self.limiters]
+        # Numbers of numpy are numbers too.
+        return json.dumps(plain, sort_keys=True, default=lambda n: int(n) if hasattr(n, "__index__") else float(n))
+
+    @classmethod
+    def from_json(cls, text: str) -> ConsumerConfig:
+        """Back from the ledger; a part that this version does not know is refused."""
+        plain = json.loads(text)
+        names = {f.name for f in fields(cls)}
+        if not isinstance(plain, dict) or not names.issuperset(plain):
+            raise ValueError(f"a consumer's settings: got {text[:200]!r}, expected only {', '.join(sorted(names))}")
+        for name in ("sampler", "removers", "limiters"):
+            if name not in plain or (name != "sampler" and not isinstance(plain[name], list)):
+                raise ValueError(f"a consumer's settings: {name}: got {plain.get(name)!r}, expected what it is made of")
+        plain["sampler"] = built(SAMPLERS, "sampler", plain["sampler"])
+        plain["removers"] = tuple(built(REMOVERS, "remover", part) for part in plain["removers"])
+        plain["limiters"] = tuple(built(LIMITERS, "limiter", part) for part in plain["limiters"])
+        return cls(**plain)
+
+    def changed(self, options: dict[str, Any]) -> ConsumerConfig:
+        """These settings with some of them replaced."""
+        by_name = {f.name: f for f in fields(self)}
+        for name in options:
+            if name not in by_name:
+                raise ValueError(f"consumer: {name!r} is none of its settings{suggest(name, by_name)}")
+        return replace(self, **options)
+
+
+_MAX_NUMBER = 1 << 20  # characters of settings or of a sampler's state; both are a few numbers
+
+
+@lru_cache(maxsize=64)
+def parse_settings(text: Any) -> ConsumerConfig:
+    """ConsumerConfig from a ledger that anybody may have written."""
+    if not isinstance(text, str) or len(text) > _MAX_NUMBER:
+        raise CorruptBookError(f"a consumer's settings: got {str(text)[:100]!r}, expected a short text")
+    try:
+        return ConsumerConfig.from_json(text)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CorruptBookError(f"a consumer's settings: got {text[:100]!r}, which cannot be read: {error}") from None
+
+
+def parse_state(text: Any) -> State:
+    """A sampler's state from a ledger that anybody may have written: finite numbers, by name or in a list or dict.
+
+    >>> parse_state('{"clock": 1.5, "ready": [2, 2.0]}')["ready"]
+    [2, 2.0]
+    """
+    if not isinstance(text, str) or len(text) > _MAX_NUMBER:
+        raise CorruptBookError(f"a sampler's state: got {str(text)[:100]!r}, expected a short text")
+    state = parsed(text, "a sampler's state")
+    for name, value in state.items():
+        shaped = {"ready": list, "shifts": list, "rounds": dict, "group_rounds": dict}.get(name, (int, float))
+        numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if (
+            not isinstance(value, shaped)
+            or (name == "ready" and len(numbers) != 2)
+            or (name == "shifts" and len(numbers) % 2)
+            or not all(math.isfinite(n) if type(n) is float else type(n) is int and abs(n) < 2**63 for n in numbers)
+        ):
+            raise CorruptBookError(f"a sampler's state: {name[:40]}: got {str(value)[:100]}, expected finite numbers")
+    return state
+
+
+@dataclass
+class Consumer:
+    """A consumer group as one transaction sees it."""
+
+    id: int
+    name: str
+    settings: ConsumerConfig
+    state: State
+    grouped: bool
+    inserts: int
+    samples: int
+    floor: int | None
+    """Waiting records whose oldest token is older than this version have been dropped."""
+    generation: int
+    waiting: float = 0.0
+    """Until when somebody waits for records, by the database's clock."""
+    saved: tuple[Any, ...] = ()
+    """What the ledger has, so that nothing is written that has not changed."""
+
+    def as_saved(self) -> tuple[Any, ...]:
+        """The values that a transaction may change, as the ledger keeps them."""
+        state = json.dumps(self.state)
+        return state, int(self.grouped), self.inserts, self.samples, self.floor, self.generation
+
+    def item(self, seq: int, uses: int, version: int | None, value: float | None, *, group: bool = False) -> Item:
+        """Return what the sampler sees of a record or a group."""
+        if "shifts" in self.state:
+            seq -= shift_state(self.state, seq)
+        return Item(seq, self.settings.seed, uses, version, value, group)
+
+
+def shift_state(state: State, seq: int) -> int:
+    """How many records that rewinds dropped are before this one: what is brought again after a rewind is ranked, by
+    order or by chance, as it was the first time.
+
+    >>> shift_state({"shifts": [20, 10, 30, 15]}, 20), shift_state({"shifts": [20, 10, 30, 15]}, 21)
+    (0, 10)
+    """
+    pairs = state.get("shifts", ())
+    return next((pairs[i + 1] for i in range(len(pairs) - 2, -1, -2) if seq > pairs[i]), 0)
+
+
+_COLUMNS = "id, name, settings, state, grouped, inserts, samples, floor, generation, waiting"
+
+
+def _consumer(row: Any) -> Consumer:
+    id_, name, settings, state, grouped, inserts, samples, floor, generation, waiting = row
+    if any(type(n) is not int for n in (id_, grouped, inserts, samples, generation, 0 if floor is None else floor)):
+        raise CorruptBookError(f"consumer {name!r}: got {row[4:]!r}, expected whole numbers")
+    consumer = Consumer(
+        id_, name, parse_settings(settings), parse_state(state), bool(grouped), inserts, samples, floor, generation
+    )
+    consumer.waiting = waiting if isinstance(waiting, float) else 0.0
+    consumer.saved = (state, grouped, inserts, samples, floor, generation)
+    return consumer
+
+
+SELECT_CONSUMERS = f"SELECT {_COLUMNS} FROM consumers ORDER BY id"
+SELECT_CONSUMER = f"SELECT {_COLUMNS} FROM consumers WHERE name = ?"
+"""Queries whose rows `parse_consumers` reads."""
+
+
+def parse_consumers(rows: Iterable[Any]) -> list[Consumer]:
+    """Consumers from rows of the ledger."""
+    return list(map(_consumer, rows))
+
+
+def all_consumers(tx: Transaction) -> list[Consumer]:
+    """Every consumer of the book, in the order they were made."""
+    return parse_consumers(tx.all(SELECT_CONSUMERS))
+
+
+def find_consumer(tx: Transaction, name: str, lock: bool = False) -> Consumer | None:
+    """The consumer of this name; with `lock`, no other transaction changes its queue until this one ends."""
+    check_text("consumer", name, 1, 200)
+    row = tx.one(f"{SELECT_CONSUMER}{tx.lock_row() if lock else ''}", (name,))
+    return None if row is None else _consumer(row)
+
+
+def get_consumer(tx: Transaction, name: str) -> Consumer:
+    """The consumer of this name, which must be there."""
+    consumer = find_consumer(tx, name)
+    if consumer is None:
+        names = [row[0] for row in tx.all("SELECT name FROM consumers ORDER BY id")]
+        raise unknown_consumer(name, names)
+    return consumer
+
+
+def unknown_consumer(name: str, names: list[str]) -> UnknownConsumerError:
+    """The error for a name that is none of the book's consumers."""
+    return UnknownConsumerError(f"consumer: got {name!r}, which the book does not have{suggest(name, names)}")
+
+
+def create_consumer(tx: Transaction, name: str, settings: ConsumerConfig) -> Consumer:
+    """A new consumer; its waiting room is empty until `work.enrol` fills it."""
+    number = 1 + _last_number(tx)
+    tx.run(
+        f"INSERT INTO consumers (made, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, 0, 0, NULL, 0, NULL)",
+        (tx.now, number, name, settings.to_json(), "{}"),
+    )
+    return Consumer(number, name, settings, {}, False, 0, 0, None, 0)
+
+
+def _last_number(tx: Transaction) -> int:
+    """The largest number that a consumer has or had: events of one that was removed keep its number."""
+    last = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM consumers")[0])
+    row = tx.one("SELECT value FROM meta WHERE key = 'last_consumer'")
+    return last if row is None else max(last, _numberof("last_consumer", row[0]))
+
+
+def _numberof(key: str, text: Any) -> int:
+    """A consumer's number from a ledger that anybody may have written."""
+    if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise CorruptBookError(f"meta: {key[:40]}: got {str(text)[:40]!r}, expected a whole number")
+    return int(text)
+
+
+_REMOVED = "removed_consumer:"
+NOT_REMOVED = f"'{_REMOVED}' || consumer NOT IN (SELECT key FROM meta)"
+"""Of a row with a `consumer`: not of one that was removed."""
+_REMOVED_CHUNK = 2000
+_KEYS = {"work": "seq", "groups": "gid", "work_before": "seq", "groups_before": "gid"}
+
+
+def remove_consumer(book: Book, name: str) -> None:
+    """Remove a consumer group: its leases end, and no record is kept for it any more.
+
+    Events keep what it did, without its name. The group "train" cannot be removed.
+
+    Args:
+        book: The book.
+        name: The consumer group.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.consumer("replay", create=True)
+    >>> remove_consumer(book, "replay")
+    >>> list(book.consumers())
+    ['train']
+    """
+    check_writable(book, "remove_consumer")
+    if name == "train":
+        raise ValueError(f"remove_consumer: got {name!r}, which every book has")
+    with book.ledger.write() as tx:
+        consumer = get_consumer(tx, name)
+        last = _last_number(tx)
+        tx.run("UPDATE leases SET state = 'voided' WHERE consumer = ? AND state = 'active'", (consumer.id,))
+        tx.run("DELETE FROM work WHERE consumer = ? AND lease IS NOT NULL", (consumer.id,))
+        for table, column in (("tallies", "consumer"), ("inbox", "consumer"), ("consumers", "id")):
+            tx.run(f"DELETE FROM {table} WHERE {column} = ?", (consumer.id,))
+        tx.run("DELETE FROM meta WHERE key = 'last_consumer'")
+        notes = [("last_consumer", str(last)), (f"{_REMOVED}{consumer.id}", name)]
+        tx.many("INSERT INTO meta (key, value) VALUES (?, ?)", notes)
+    delete_removed_consumers(book.ledger)
+
+
+def delete_removed_consumers(ledger: Ledger) -> None:
+    """Delete the rows of removed consumers, in short transactions; also those that a crash left."""
+    with ledger.read() as tx:
+        # Without a value all its rows are deleted; the key stays, since events keep the number.
+        keys = [key for (key,) in tx.all("SELECT key FROM meta WHERE key LIKE ? AND value <> ''", (f"{_REMOVED}%",))]
+        living = {number for (number,) in tx.all("SELECT id FROM consumers")} if keys else set()
+    for key in keys:
+        number = _numberof(key, key.removeprefix(_REMOVED))
+        for table, column in _KEYS.items():
+            while number not in living and _delete_some(ledger, table, column, number):
+                pass
+        with ledger.write() as tx:
+            tx.run("UPDATE meta SET value = '' WHERE key = ?", (key,))
+
+
+def _delete_some(ledger: Ledger, table: str, column: str, consumer: int) -> bool:
+    """Delete some rows of a consumer; whether there were any."""
+    with ledger.write() as tx:
+        rows = tx.all(f"SELECT {column} FROM {table} WHERE consumer = ? LIMIT {_REMOVED_CHUNK}", (consumer,))
+        for marks, part in chunks([value for (value,) in rows]):
+            tx.run(f"DELETE FROM {table} WHERE consumer = ? AND {column} IN ({marks})", (consumer, *part))
+    return bool(rows)
+
+
+def save_consumer(tx: Transaction, consumer: Consumer) -> None:
+    """Write back what a transaction changed."""
+    now = consumer.as_saved()
+    if now != consumer.saved:
+        tx.later(
+            "consumers",
+            "UPDATE consumers SET state = ?, grouped = ?, inserts = ?, samples = ?, floor = ?, generation = ? "
+            "WHERE id = ?",
+            (*now, consumer.id),
+        )
+        consumer.saved = now
+
+
+def save_settings(tx: Transaction, consumer: Consumer, settings: ConsumerConfig) -> None:
+    """Other settings for everybody; a sampler's state does not outlive it."""
+    if settings.sampler != consumer.settings.sampler:
+        consumer.state = {key: value for key, value in consumer.state.items() if key in ("ready", "shifts")}
+    consumer.settings = settings
+    consumer.generation += 1
+    tx.run("UPDATE consumers SET settings = ? WHERE id = ?", (settings.to_json(), consumer.id))
+    save_consumer(tx, consumer)

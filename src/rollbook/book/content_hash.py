@@ -1,0 +1,585 @@
+"""The ids of a column of records, as they print, without making a record.
+
+Invariant: `tid` and `uid` are those that `EID` gives for the same parts.
+"""
+
+from __future__ import annotations
+
+import binascii
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import orjson
+import pyarrow as pa
+from numpy.typing import NDArray
+from xxhash import xxh3_128_digest as H
+
+from rollbook.core import columns as arrow
+from rollbook.core import freeform
+from rollbook.core.columns import Column, EidParts, Values, numbers, texts
+from rollbook.core.errors import WireError
+from rollbook.core.fields import BY_CODE, DTYPES, Field, owner
+from rollbook.core.ragged import Ragged, check_shape
+
+if TYPE_CHECKING:
+    from rollbook.core.experiences import Experiences
+    from rollbook.core.ipc import RowLayout
+
+
+class Ids(NamedTuple):
+    """The parts of each record's id, and what `EID.tid` and `EID.uid` print of them."""
+
+    batch: list[str]
+    task: list[str]
+    run: list[int]
+    step: list[int]
+    suffix: list[str]
+    tid: list[str]
+    uid: list[str]
+
+
+def printed_ids(column: pa.StructArray | EidParts) -> Ids:
+    """The ids of a column, numbers among batches and tasks as text.
+
+    >>> from rollbook import EID, Experience, Experiences
+    >>> eid = EID(batch="10/eval", task=3, run=1, suffix="a")
+    >>> printed_ids(Experiences([Experience(eid=eid, tokens=[1, 2])]).column("eid")).uid, eid.uid
+    (['10%2Feval/3/1/0/a'], '10%2Feval/3/1/0/a')
+    """
+    if isinstance(column, EidParts):
+        batch, task, run, step, suffix = column
+    else:
+        parts: list[Any] = [texts(column.field(i)) for i in (0, 1, 4)]
+        run, step = numbers(column.field(2)), numbers(column.field(3))
+        flags = column.field(5).to_numpy()
+        batch, task, suffix = _print_parts(parts[0], flags & 1), _print_parts(parts[1], flags & 2), parts[2]
+    tid = [f"{a}/{b}" for a, b in zip(map(_percent_encode, batch), map(_percent_encode, task), strict=True)]
+    rest = zip(tid, run, step, map(_percent_encode, suffix), strict=True)
+    return Ids(batch, task, run, step, suffix, tid, [f"{t}/{r}/{s}/{x}" for t, r, s, x in rest])
+
+
+def _print_parts(parts: list[Any], are_numbers: NDArray[Any]) -> list[str]:
+    if not are_numbers.any():
+        return parts
+    marks = are_numbers.tolist()
+    try:
+        # A foreign writer's "01" is the number 1, and few of a batch's tasks are different.
+        printed = {text: str(int(text)) for text in {text for text, mark in zip(parts, marks, strict=True) if mark}}
+    except ValueError as error:
+        raise WireError(f"eid: a part is marked as a number, and is none: {error}") from None
+    return [printed[text] if mark else text for text, mark in zip(parts, marks, strict=True)]
+
+
+def _percent_encode(part: str) -> str:
+    return part.replace("%", "%25").replace("/", "%2F") if "%" in part or "/" in part else part
+
+
+FORMAT = 1
+"""Of the digests; a ledger that holds others compares records, not digests."""
+
+_CORE = b"rollbook core 1\0"
+_WHOLE = b"rollbook whole 1\0"
+_ABSENT = b""
+_SHORT = 64
+"""Free-form texts below this many bytes, `{}` above all, are often the same in many records of a batch."""
+_INTEGER, _NUMBER = struct.Struct("<qq"), struct.Struct("<dq")
+_SORTED = orjson.OPT_SORT_KEYS
+_AS_IS = frozenset((str, int, type(None)))
+_QUIET = {"float16": (0x7C00, 0x7E00), "bfloat16": (0x7F80, 0x7FC0)}
+"""Infinity and the quiet NaN of the types that are cleaned by their bits."""
+
+
+class ContentHashes(NamedTuple):
+    """One pair of 16-byte digests per record."""
+
+    whole: list[bytes]
+    """Of everything: equal if and only if the records are."""
+    core: list[bytes]
+    """Of everything but the late fields (see `is_late`): equal if one record can be the other with more known of it."""
+
+    def take(self, indices: Iterable[int]) -> ContentHashes:
+        """Those of the records at `indices`."""
+        chosen = list(indices)
+        return ContentHashes([self.whole[i] for i in chosen], [self.core[i] for i in chosen])
+
+
+def is_late(field: Field) -> bool:
+    """Whether a field may be added to a record that a book already has.
+
+    Late is what is judged, computed or noted about a sample after it was drawn: its numbers (`reward`), floats per
+    response token (`advantages`, `returns`, a teacher's log-probs, weights), and the dicts that every record has for
+    whatever comes up (`info`, `metrics`). The rest says what was sampled and how, and so does one of the floats:
+    `logprobs` are the engine's own, drawn with the tokens. A declared field is sorted by the same rule.
+
+    >>> from rollbook.core.fields import FIELDS
+    >>> [name for name, field in FIELDS.items() if is_late(field)]  # doctest: +NORMALIZE_WHITESPACE
+    ['reward', 'token_level_reward', 'advantages', 'returns', 'info', 'metrics', 'teacher_logprobs', 'loss_weights',
+     'policy_logprobs', 'ref_logprobs', 'entropy', 'values']
+    """
+    if field.kind == "tensor":
+        return (
+            field.axis == "response"
+            and field.dtype.endswith(("float16", "float32", "float64"))
+            and (field.name != "logprobs")
+        )
+    return field.kind == "number" or (field.kind == "json" and field.always)
+
+
+def content_hashes(records: Experiences | RowLayout, ids: Ids | None = None) -> ContentHashes:
+    """The digests of every record; `ids`: their ids, if they were read already.
+
+    >>> from rollbook import Experience, Experiences
+    >>> record = Experience(eid={"batch": 1, "task": 2, "suffix": "a"}, tokens=[1, 2, 3], info={"a": 1, "b": 2})
+    >>> other = Experience(tokens=[1, 2, 3], reward=1.0, policy_versions=3)
+    >>> alone, beside = content_hashes(Experiences([record])), content_hashes(Experiences([other, record]))
+    >>> alone.whole[0] == beside.whole[1], alone.whole[0].hex()
+    (True, '0d14085f88b1b4d5b088912f5eb41e0d')
+    >>> scored = content_hashes(Experiences([record.replace(reward=0.5)]))
+    >>> scored.core == alone.core, scored.whole == alone.whole
+    (True, False)
+    """
+    count, columns = len(records), records.columns
+    core: list[Iterable[bytes]] = [[_CORE] * count]
+    late: list[Iterable[bytes]] = []
+    owners = {name: owner(name) for name in columns}
+    fields = {ids[0].name: ids[0] for ids in owners.values() if ids}
+    with np.errstate(all="ignore"):
+        for name in sorted(fields):
+            field = fields[name]
+            if field.kind == "eid" and ids is not None:
+                hashes = _uids(name, ids)
+            else:
+                hashes = _ENTRIES[field.kind](field, columns)
+            (late if is_late(field) else core).append(hashes)
+    unknown = arrow.to_arrays({name: columns[name] for name, ids in owners.items() if ids is None})
+    core.extend(_unknown(name, unknown[name]) for name in sorted(unknown))
+    join = b"".join
+    cores = [H(join(row)) for row in zip(*core, strict=True)]
+    return ContentHashes([H(join(row)) for row in zip([_WHOLE] * count, cores, *late, strict=True)], cores)
+
+
+@lru_cache(4096)
+def _head(name: str, form: str) -> bytes:
+    data = name.encode("utf-8", "surrogatepass")
+    return H(struct.pack("<I", len(data)) + data + form.encode())
+
+
+def _form(dtype: str, shape: tuple[int, ...]) -> str:
+    if not shape:
+        return f"tensor {dtype}"
+    first = shape[0] if 0 in shape[1:] else "*"
+    return f"tensor {dtype} {','.join(map(str, (first, *shape[1:])))}"
+
+
+@lru_cache(4096)
+def _rows_head(name: str, dtype: str, trailing: tuple[int, ...]) -> bytes:
+    """Of the rows of a column, whose first dimension their number of bytes gives."""
+    return _head(name, _form(dtype, (0, *trailing)))
+
+
+def _first(candidates: Iterable[list[bytes]]) -> list[bytes]:
+    """The main column's entry where there is one, else that of a side column: as `columns.decode` reads them."""
+    entries, *sides = candidates
+    for side in sides:
+        entries = [a or b for a, b in zip(entries, side, strict=True)]
+    return entries
+
+
+# --- tensors ------------------------------------------------------------------------------------------------------
+
+
+def clean(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Elements as they lie in a column, with one NaN and one zero; the same array where there is nothing to do.
+
+    >>> clean(np.array([-0.0, 1.5]), "float64").tolist()
+    [0.0, 1.5]
+    """
+    if not values.size:
+        return values
+    if dtype in ("float32", "float64"):
+        # Of all patterns of bits, -0.0 is the least as an integer.
+        least = values.view(f"int{dtype[-2:]}").min()
+        if least != -(2 ** (8 * values.itemsize - 1)) and not np.isnan(values.min()):
+            return values
+        cleaned: NDArray[Any] = values + values.dtype.type(0)
+        cleaned[np.isnan(cleaned)] = np.nan
+        return cleaned
+    if dtype in _QUIET:
+        infinity, nan = _QUIET[dtype]
+        bits = values.view(np.uint16)
+        size = bits & 0x7FFF
+        odd = (size > infinity) | (bits == 0x8000)
+        return np.where(odd, np.where(size > infinity, nan, 0), bits).astype(np.uint16) if odd.any() else values
+    if dtype.startswith("complex"):
+        parts = values.view(f"float{4 * DTYPES[dtype].itemsize}").reshape(-1, 2) + 0
+        parts[np.isnan(parts).any(axis=1)] = np.nan  # a NaN in either part equals any other
+        return np.asarray(parts).reshape(-1)
+    if dtype.startswith("float8"):
+        return _float8(dtype)[values.view(np.uint8)]
+    return values
+
+
+@lru_cache
+def _float8(dtype: str) -> NDArray[np.uint8]:
+    """What each byte becomes. The types without a sign of zero have one NaN as well."""
+    table = np.arange(256, dtype=np.uint8)
+    if dtype in ("float8_e4m3fn", "float8_e5m2"):
+        table[0x80] = 0
+        infinity = 0x7E if dtype == "float8_e4m3fn" else 0x7C  # for e4m3fn the largest number: it has no infinity
+        table[(np.arange(256) & 0x7F) > infinity] = 0x7F
+    return table
+
+
+def _bytes(values: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+
+
+def _narrow(values: NDArray[Any], dtype: str, target: str) -> NDArray[Any]:
+    """Values of a column's type as a row's own type, which holds them exactly."""
+    if dtype == target:
+        return values
+    if target == "bfloat16":
+        wide = clean(values.astype(np.float32), "float32")
+        return (wide.view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(DTYPES[target].storage)
+
+
+def _tensors(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
+    name = field.name
+    arrays = []
+    if (main := columns.get(name)) is not None:
+        arrays.append(_ragged(name, main))
+    if (other := columns.get(f"{name}__other")) is not None:
+        arrays.append([_ABSENT if box is None else _boxed(name, *box) for box in boxes(other, name)])
+    if (single := columns.get(f"{name}__one")) is not None:
+        arrays.append(_scalars(name, "one", single))
+    return _first(arrays)
+
+
+def _ragged(name: str, column: Ragged) -> list[bytes]:
+    start, stop = int(column.offsets[0]), int(column.offsets[-1])
+    trailing = column.trailing
+    values = column.values[start:stop]
+    offsets = column.offsets - start if start else column.offsets
+    if 0 in trailing:
+        dtypes = [column.row_dtype(i) if there else "" for i, there in enumerate(column.present.tolist())]
+        shapes = [(length, *trailing) for length in column.lengths.tolist()]
+        entries = [
+            _boxed(name, dtype, shape, b"") if dtype else b"" for dtype, shape in zip(dtypes, shapes, strict=True)
+        ]
+    elif column.codes is None:
+        entries = _rows(name, column.dtype, values, offsets, trailing)
+    else:
+        # A column of several types: as a whole in each of them, of which every row takes its own.
+        codes = np.where(column.present, column.codes, 0)
+        hashes = {
+            code: _rows(name, dtype, _narrow(values, column.dtype, dtype), offsets, trailing)
+            for code, dtype in ((code, BY_CODE[code].name) for code in np.unique(codes).tolist() if code)
+        }
+        entries = [hashes[code][i] if code else _ABSENT for i, code in enumerate(codes.tolist())]
+    if column.valid is not None:
+        entries = [entry if there else _ABSENT for entry, there in zip(entries, column.valid.tolist(), strict=True)]
+    return entries
+
+
+def _rows(
+    name: str, dtype: str, values: NDArray[Any], offsets: NDArray[np.int64], trailing: tuple[int, ...]
+) -> list[bytes]:
+    head = _rows_head(name, dtype, trailing)
+    data = _bytes(clean(values, dtype))
+    bounds = (offsets * (DTYPES[dtype].itemsize * math.prod(trailing))).tolist()
+    return [head + H(data[a:b]) for a, b in pairwise(bounds)]
+
+
+def _boxed(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
+    return _head(name, _form(dtype, shape)) + _elements(dtype, data)
+
+
+def _elements(dtype: str, data: Any) -> bytes:
+    values = np.frombuffer(data, dtype=np.uint8)
+    if dtype in ("float16", "float32", "float64"):
+        values = values.view(dtype)
+    return H(_bytes(clean(values, dtype)))
+
+
+def boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...], bytes | memoryview] | None]:
+    """The type, shape and bytes of each tensor of an `__other` column; `None` where there is none."""
+    fields = {column.type.field(i).name: column.field(i) for i in range(column.type.num_fields)}
+    valid = column.is_valid().to_pylist()
+    tensors: list[tuple[str, tuple[int, ...], bytes | memoryview] | None] = []
+    rows = zip(valid, texts(fields["dtype"]), fields["shape"].to_pylist(), _slices(fields["data"]), strict=True)
+    for there, dtype, shape, data in rows:
+        if not there:
+            tensors.append(None)
+        elif data is None:
+            raise WireError(f"{where}: a tensor without data")
+        else:
+            tensors.append((str(dtype), check_shape(dtype, shape, len(data), where), data))
+    return tensors
+
+
+# --- everything else ----------------------------------------------------------------------------------------------
+
+
+def _slices(array: pa.Array | Values) -> Sequence[bytes | memoryview | None]:
+    """The bytes of each entry of a large text or binary array."""
+    if isinstance(array, Values):
+        return array.data or []
+    buffer = array.buffers()[2]
+    data = memoryview(b"") if buffer is None else memoryview(buffer)
+    bounds = arrow.offsets(array, len(data)).tolist()
+    valid = arrow.validity(array)
+    slices: list[memoryview | None] = [data[a:b] for a, b in pairwise(bounds)]
+    if valid is not None:
+        slices = [item if there else None for item, there in zip(slices, valid.tolist(), strict=True)]
+    return slices
+
+
+def _texts(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
+    head = _head(field.name, "text")
+    return _first(
+        [_ABSENT if item is None else head + H(item) for item in _slices(columns[key])]
+        for key in (field.name, f"{field.name}__raw")
+        if key in columns
+    )
+
+
+def _plain(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
+    return _scalars(field.name, field.kind, columns[field.name])
+
+
+def _scalars(name: str, form: str, array: pa.Array | Values) -> list[bytes]:
+    head, values = _head(name, form), numbers(array)
+    pack = _INTEGER.pack
+    if form == "number":
+        pack = _NUMBER.pack
+        values = [None if value is None else value + 0.0 if value == value else math.nan for value in values]
+    return [_ABSENT if value is None else head + pack(value, 0) for value in values]
+
+
+def _eids(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
+    return _uids(field.name, printed_ids(columns[field.name]))
+
+
+def _uids(name: str, ids: Ids) -> list[bytes]:
+    head = _head(name, "uid")
+    return [head + H(uid.encode()) for uid in ids.uid]
+
+
+def _media(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
+    array = columns[field.name]
+    valid = array.is_valid().to_pylist()
+    # Of the rows that are there: what lies under a null is nobody's.
+    lengths = [
+        length if there else 0
+        for length, there in zip(np.diff(arrow.offsets(array, len(array.values))).tolist(), valid, strict=True)
+    ]
+    flat = array.flatten()
+    keys = _slices(flat.field(0))
+    tensors = boxes(flat, field.name)
+    head = _head(field.name, "media")
+    entries, at = [], 0
+    for there, length in zip(valid, lengths, strict=True):
+        items = []
+        for key, box in zip(keys[at : at + length], tensors[at : at + length], strict=True):
+            if key is None or box is None:
+                raise WireError(f"{field.name}: a tensor without a key or value")
+            dtype, shape, data = box
+            items.append((bytes(key), H(_form(dtype, shape).encode()) + _elements(dtype, data)))
+        at += length
+        content = b"".join(struct.pack("<Q", len(key)) + key + value for key, value in sorted(items))
+        entries.append(head + H(content) if there else _ABSENT)
+    return entries
+
+
+def _unknown(name: str, array: pa.Array) -> list[bytes]:
+    head = _head(name, f"arrow {array.type}")
+    return [head + H(_arrow_value(array, i, name)) if array[i].is_valid else _ABSENT for i in range(len(array))]
+
+
+def _arrow_value(array: pa.Array, i: int, name: str) -> bytes:
+    """One value of an Arrow array: 0 for a null, else 1 and its bytes, behind their number where it varies."""
+    kind, types, scalar = array.type, pa.types, array[i]
+    if not scalar.is_valid:
+        return b"\0"
+    if types.is_boolean(kind):
+        return b"\1\1" if scalar.as_py() else b"\1\0"
+    if types.is_struct(kind):
+        return b"\1" + b"".join(_arrow_value(array.field(k), i, name) for k in range(kind.num_fields))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
+        inner = scalar.values
+        return struct.pack("<BQ", 1, len(inner)) + b"".join(_arrow_value(inner, k, name) for k in range(len(inner)))
+    if any(test(kind) for test in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)):
+        data: bytes = scalar.as_buffer().to_pybytes()
+        return struct.pack("<BQ", 1, len(data)) + data
+    if types.is_primitive(kind) or types.is_decimal(kind) or types.is_fixed_size_binary(kind):
+        width = kind.bit_width // 8
+        at = (array.offset + i) * width
+        fixed: bytes = array.buffers()[1][at : at + width].to_pybytes()
+        return b"\1" + fixed
+    raise ValueError(f"column {name!r}: an unknown column of type {kind} cannot be kept in a book")
+
+
+# --- free-form values ---------------------------------------------------------------------------------------------
+
+
+def _json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
+    custom = field.kind == "custom_fields"
+    head = _head(field.name, "custom" if custom else "json")
+    # Missing and empty are one value where a record always has one.
+    empty = (b"[]",) if custom else (b"null", b"{}") if field.always else (b"null",)
+    entries, depth = [], freeform.MAX_DEPTH
+    loads, dumps = orjson.loads, orjson.dumps
+    cache: dict[bytes, bytes] = {}
+    column = columns[field.name]
+    flat = column.flat if isinstance(column, Values) else None
+    for i, text in enumerate(_slices(column)):
+        if text is None:
+            entries.append(_ABSENT)
+            continue
+        if len(text) < _SHORT and (entry := cache.get(short := bytes(text))) is not None:
+            entries.append(entry)
+            continue
+        try:
+            parsed = flat[i] if flat else None
+            value = _canonical(loads(text) if parsed is None else parsed, depth)
+            if custom:
+                value = [
+                    [item["source_field"], item["destination_field"], item["data_type"].removeprefix("torch.")]
+                    for item in value
+                ]
+            data = dumps(value, option=_SORTED)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise WireError(f"record {i}: {field.name}: {error}") from None
+        entries.append(_ABSENT if data in empty else head + H(data))
+        if len(text) < _SHORT:
+            cache[short] = entries[-1]
+    return entries
+
+
+def _canonical(value: Any, depth: int) -> Any:
+    """Tagged JSON in the one form that all values equal to it have, once its keys are sorted."""
+    kind = type(value)
+    if kind is dict:
+        if depth <= 0:
+            raise WireError("a free-form value is nested too deeply")
+        if len(value) == 1:
+            tag = next(iter(value))
+            if tag.startswith("$"):
+                return _untag(tag, value[tag], depth - 1)
+        return {key: item if type(item) in _AS_IS else _canonical(item, depth - 1) for key, item in value.items()}
+    if kind is float:
+        # Within the integers that JSON can hold.
+        return int(value) if value.is_integer() and -(2.0**63) <= value < 2.0**64 else value
+    if kind is bool:
+        return int(value)
+    if kind is list:
+        if depth <= 0:
+            raise WireError("a free-form value is nested too deeply")
+        return [item if type(item) in _AS_IS else _canonical(item, depth - 1) for item in value]
+    return value
+
+
+def _untag(tag: str, content: Any, depth: int) -> Any:
+    if tag == "$dict":
+        return _escape({key: _canonical(item, depth) for key, item in content.items()})
+    if tag == "$tuple":
+        return {tag: [_canonical(item, depth) for item in content]}
+    if tag == "$map":
+        return _map([(_key(key, depth), _canonical(item, depth)) for key, item in content])
+    if tag == "$float":
+        return {tag: content}
+    if tag == "$int":
+        return _integer(int(content, 16))
+    if tag == "$text":
+        data = bytes.fromhex(content)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return {tag: data.hex(" ")}
+    if tag == "$bytes":
+        return {tag: _base64(content).hex()}
+    if tag == "$tensor":
+        data = _base64(content["data"])
+        shape = check_shape(content["dtype"], content["shape"], len(data), tag)
+        return {tag: [content["dtype"], shape, _elements(content["dtype"], data).hex()]}
+    if tag in ("$array", "$scalar"):
+        array = np.asarray(freeform.loads(orjson.dumps({tag: content}).decode()))
+        return {tag: [array.dtype.str, array.shape, H(_bytes(_clean_array(array))).hex()]}
+    raise WireError(f"the tag {tag!r} is unknown")
+
+
+def _base64(text: str) -> bytes:
+    return binascii.a2b_base64(text, strict_mode=True)
+
+
+def _integer(value: int) -> Any:
+    if -(2**63) <= value < 2**64:
+        return value
+    try:
+        near = float(value)
+    except OverflowError:
+        near = 0.0
+    return near if int(near) == value else {"$int": hex(value)}
+
+
+def _escape(value: dict[str, Any]) -> dict[str, Any]:
+    """A dict whose only key looks like a tag, in the tag that says it is none."""
+    return {"$dict": value} if len(value) == 1 and next(iter(value)).startswith("$") else value
+
+
+_NAN = b'{"$float":"nan"}'
+
+
+def _map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    written = [orjson.dumps(key, option=_SORTED) for key, _ in pairs]
+    if any(_NAN in text for text in written):
+        # A NaN equals no key, so dicts that have one are compared in order.
+        return {"$map": pairs}
+    if all(type(key) is str for key, _ in pairs):
+        return _escape(dict(pairs))
+    by_key = dict(zip(written, pairs, strict=True))
+    return {"$map": [by_key[text] for text in sorted(by_key)]}
+
+
+def _key(key: Any, depth: int) -> Any:
+    """A dict's key: unlike values, a numpy number finds what the number itself does."""
+    if depth <= 0:
+        raise WireError("a free-form value is nested too deeply")
+    if isinstance(key, dict) and "$tuple" in key:
+        return {"$tuple": [_key(part, depth - 1) for part in key["$tuple"]]}
+    if isinstance(key, dict) and "$scalar" in key:
+        item = freeform.loads(orjson.dumps(key).decode()).item()
+        if isinstance(item, (bool, int, float, str, bytes)):
+            key = orjson.loads(freeform.dumps(item))
+    return _canonical(key, depth)
+
+
+def _clean_array(array: NDArray[Any]) -> NDArray[Any]:
+    if array.dtype.kind not in "fc":
+        return array
+    parts = 2 if array.dtype.kind == "c" else 1
+    kind = np.dtype(f"{array.dtype.str[0]}f{array.dtype.itemsize // parts}")
+    cleaned = np.array(array, order="C").reshape(-1).view(kind).reshape(-1, parts)
+    cleaned[cleaned == 0] = 0
+    cleaned[np.isnan(cleaned).any(axis=1)] = np.nan
+    if kind.itemsize > 8 and np.finfo(np.longdouble).nmant == 63:
+        cleaned.view(np.uint8).reshape(-1, kind.itemsize)[:, 10:] = 0  # the bytes of a long double that mean nothing
+    return cleaned
+
+
+_ENTRIES: dict[str, Callable[[Field, Mapping[str, Column]], list[bytes]]] = {
+    "eid": _eids,
+    "tensor": _tensors,
+    "number": _plain,
+    "integer": _plain,
+    "text": _texts,
+    "json": _json,
+    "custom_fields": _json,
+    "media": _media,
+}

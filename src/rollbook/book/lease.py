@@ -1,0 +1,921 @@
+"""Leases: an atomic claim on records or whole groups, with a fencing number and an end.
+
+Invariant: a record is in at most one living lease of a consumer. Delivery is at least once; acknowledgement is exactly
+once: a lease that has ended, by its holder or by the database's clock, changes nothing any more and raises
+`LeaseLostError`, unless it repeats an acknowledgement that the ledger has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollbook.book import failpoints, queue
+from rollbook.book.consumer import (
+    SELECT_CONSUMER,
+    Consumer,
+    find_consumer,
+    get_consumer,
+    parse_consumers,
+    save_consumer,
+    unknown_consumer,
+)
+from rollbook.book.errors import (
+    BookError,
+    ConnectionLostError,
+    CorruptBookError,
+    LeaseLostError,
+    LockTimeoutError,
+    UnknownConsumerError,
+)
+from rollbook.book.ledger import RETRY_SECONDS, Transaction, check_text, let_others, write_once
+from rollbook.book.read import fetch, read_numbers, uids_of
+from rollbook.book.sampler import First, Proportional
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int
+from rollbook.core.metrics import advise
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+    from rollbook.compat.lightrft.batch import ExperienceBatch
+    from rollbook.core.experience import Experience
+    from rollbook.core.experiences import Experiences
+
+AHEAD = 256
+"""How many records a lease that takes them in order takes out of the inbox at once."""
+LOOK_SECONDS = 0.25
+"""How long a wait for more lasts at most before another look, whatever it hears."""
+LAST_LOOK = 0.5
+"""How long the last look waits for other writers, in seconds."""
+_NO_STEP = object()
+
+
+class LeaseRequest(NamedTuple):
+    """What a lease asks for."""
+
+    consumer: str
+    most: int
+    by: str
+    max_staleness: int | None
+    seconds: float | None
+    holder: str
+    """Host, process, and a token of the call, by which a lease is found whose commit got no answer."""
+    exact: bool = False
+    """All or nothing."""
+    create: bool = False
+    """Create the consumer if it is not there."""
+
+
+class Claim(NamedTuple):
+    """What a lease got: records (number, id) in the order of their ranks, with their importance weights."""
+
+    id: int
+    seqs: list[int]
+    uids: list[str]
+    weights: list[float] | None
+    expires: float
+    seconds: float
+    why: str
+    """Why it is less than was asked for; empty if it is not."""
+    partial: Sequence[str] = ()
+    """Groups that are not complete."""
+    serial: bool = False
+    """Whether acknowledging them changes more of the consumer than their rows."""
+
+
+class Lease:
+    """Records that are this holder's until it acknowledges them, gives them back, or makes no progress for too long.
+
+    Use it as a context: leaving it by an exception, or without `ack`, gives the records back. Every `batch`,
+    `experiences` and `renew` is progress and starts the time anew; a holder that hangs loses its records to others, and
+    its `ack` then raises `LeaseLostError`.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3], reward=1.0)])
+    >>> with book.lease(8) as lease:
+    ...     print(len(lease), lease.short)
+    ...     _ = lease.ack(step=1)
+    1 asked for 8, got 1: no more was waiting
+    >>> book.counts().trained
+    1
+    """
+
+    def __init__(self, book: Book, request: LeaseRequest, claim: Claim) -> None:
+        self._book = book
+        self._wanted = request
+        self._claim = claim
+        self._experiences: Experiences | None = None
+        self._left = dict(zip(claim.uids, claim.seqs, strict=True))
+        self._acks: list[tuple[Any, dict[str, int]]] = []
+        """The step and the records (id, number) of every `ack`."""
+        self._lost = False
+        self._seconds = claim.seconds
+        self._renewed = time.monotonic()
+        self.expires = claim.expires
+        """When it ends without progress, by the database's clock, in seconds since 1970."""
+
+    @property
+    def fence(self) -> int:
+        """The fencing number: larger than that of every lease before; 0 if nothing was leased."""
+        return self._claim.id
+
+    @property
+    def uids(self) -> list[str]:
+        """The ids of its records, in the sampler's order."""
+        return list(self._claim.uids)
+
+    @property
+    def weights(self) -> list[float] | None:
+        """Importance weights of a proportional sampler, one per record, at most 1; `None` for other samplers."""
+        return None if self._claim.weights is None else list(self._claim.weights)
+
+    @property
+    def short(self) -> str:
+        """Empty if all that was asked for is here; otherwise a sentence that says what is not, and why."""
+        return self._claim.why
+
+    @property
+    def partial(self) -> list[str]:
+        """The ids of groups that were handed out incomplete, because `partial_after` seconds had passed."""
+        return list(self._claim.partial)
+
+    @property
+    def experiences(self) -> Experiences:
+        """Its records."""
+        if self._experiences is None:
+            self._experiences = fetch(self._book, self._claim.seqs)
+        if self._left:
+            self._progress()
+        return self._experiences
+
+    def batch(self, **options: Any) -> ExperienceBatch:
+        """Its records as a batch (with the options of `from_experiences`); with weights under `info["weights"]`."""
+        if not self:
+            raise BookError(f"lease.batch: the lease is empty: {self.short or 'no record was asked for'}")
+        from rollbook.compat.lightrft.batch import from_experiences
+
+        batch = from_experiences(self.experiences, **options)
+        if self._claim.weights is not None:
+            import torch
+
+            batch.info = {**(batch.info or {}), "weights": torch.tensor(self._claim.weights)}
+        if self._left:
+            self._progress()
+        return batch
+
+    def _progress(self) -> None:
+        """Start the time anew, once a good part of it is over: a database is not written for every look."""
+        if self._book.ledger.clock is None and time.monotonic() - self._renewed < self._seconds * 0.05:
+            return
+        # More time than there ever was is left if the database's clock was put back.
+        if self._claim.id:
+            with self._book.ledger.read() as tx:
+                left = self.expires - tx.now
+            if not self._seconds * 0.75 <= left <= self._seconds:
+                self.renew()
+
+    def renew(self, seconds: float | None = None) -> float:
+        """Start the time anew, from now on with `seconds` if they are given; when it ends."""
+        lasts = self._seconds if seconds is None else check_float("seconds", seconds, 0.0, 1e9)
+        if not lasts > 0 and self._claim.id:
+            raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
+        if not self._claim.id:
+            return self.expires
+
+        def transact(tx: Transaction) -> float:
+            self._check(tx, tx.all(f"{_LIVES}{tx.lock_row()}", (self._claim.id,)))
+            tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (tx.now + lasts, lasts, self._claim.id))
+            return tx.now + lasts
+
+        self.expires = write_once(self._book.ledger, transact, lambda tx, _: False, shared=True)
+        self._seconds, self._renewed = lasts, time.monotonic()
+        return self.expires
+
+    def ack(
+        self,
+        step: int | None = None,
+        *,
+        uids: Any = None,
+        priorities: Mapping[str, float] | None = None,
+        detail: Mapping[str, Any] | None = None,
+        details: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> int:
+        """These records (or some of them: ids or records) were trained on, in optimizer step `step`; how many.
+
+        `priorities`: new numbers for a sampler with a `key`, by id (`dict(zip(lease.uids, numbers))`). `detail`: what
+        the ledger should say of all of them, `details` of each, by id (its micro-batch, its weight).
+
+        Idempotent: an `ack` of the same records in the same step changes nothing and returns the same count, also after
+        an error.
+
+        Raises:
+            LeaseLostError: The lease has ended and these records were not acknowledged; nothing was changed.
+            OutcomeUnknownError: The server does not answer; call `ack` again with the same arguments.
+        """
+        if step is not None:
+            step = check_int("step", step)
+            if step >= 1 << 63:
+                raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
+        chosen = self._chosen(uids, step)
+        priorities_by_seq = {}
+        if priorities is not None and not isinstance(priorities, Mapping):
+            raise ValueError(
+                f"priorities: got {type(priorities).__name__}, expected {{uid: number}}, as of "
+                "zip(lease.uids, numbers), since batches have that order"
+            )
+        for uid, value in (priorities or {}).items():
+            if uid not in chosen:
+                raise ValueError(f"priorities: got {uid!r}, which is not acknowledged here")
+            priorities_by_seq[chosen[uid]] = check_float(f"priorities[{uid!r}]", value)
+        details_by_seq = {seq: dict(detail or {}) for seq in chosen.values()}
+        for uid, more in (details or {}).items():
+            if uid not in chosen:
+                raise ValueError(f"details: got {uid!r}, which is not acknowledged here")
+            details_by_seq[chosen[uid]] = {**(detail or {}), **more}
+        if not chosen:
+            return 0
+        try:
+            count = self._ack(chosen, step, priorities_by_seq, details_by_seq)
+        except _RetryAckError:
+            count = self._ack(chosen, step, priorities_by_seq, details_by_seq)
+        self._acks.append((step, chosen))
+        self._settle(chosen)
+        return count
+
+    def _ack(
+        self,
+        chosen: dict[str, int],
+        step: int | None,
+        priorities: Mapping[int, float],
+        details: Mapping[int, Mapping[str, Any]],
+    ) -> int:
+        seqs = list(chosen.values())
+
+        def transact(tx: Transaction) -> int:
+            try:
+                consumer, rows = self._held(tx, chosen)
+            except LeaseLostError:
+                count = self._repeats(tx, seqs, step)
+                if not count:
+                    raise
+                return count
+            if priorities and consumer.settings.sampler.key is None:
+                raise ValueError(f"priorities: got some, and nothing follows them in {consumer.settings.sampler!r}")
+            count = len(rows)
+            if count < len(chosen):
+                count += len(self._acknowledged(tx, seqs, step))
+            _train(tx, consumer, rows, step, self._claim.id, priorities, details)
+            if chosen.keys() >= self._left.keys():
+                queue.end_lease(tx, self._claim.id, "acked")
+            save_consumer(tx, consumer)
+            if failpoints.active:
+                failpoints.hit("during ack")
+            return count
+
+        def committed(tx: Transaction, count: int) -> bool:
+            return len(self._acknowledged(tx, seqs, step)) == count > 0
+
+        return write_once(self._book.ledger, transact, committed, shared=True)
+
+    def nack(self, reason: str = "given back", *, uids: Any = None, drop: bool = False) -> int:
+        """Give records back, to be offered again at the place they had, or (`drop=True`) to be dropped; how many."""
+        check_text("reason", reason)
+        chosen = self._chosen(uids)
+        if not chosen:
+            return 0
+
+        def transact(tx: Transaction) -> int:
+            consumer, rows = self._held(tx, chosen, always=True)
+            if drop:
+                queue.drop_rows(tx, consumer, rows, reason)
+            else:
+                queue.requeue_rows(tx, consumer, rows, "nacked", reason)
+                tx.notify(consumer.id)
+            if len(chosen) == len(self._left):
+                queue.end_lease(tx, self._claim.id, "nacked")
+            save_consumer(tx, consumer)
+            return len(rows)
+
+        def committed(tx: Transaction, _: int) -> bool:
+            sql = f"SELECT 1 FROM work WHERE lease = ? AND seq {tx.in_ints}"
+            return tx.one(sql, (self._claim.id, tx.array(list(chosen.values())))) is None
+
+        count = write_once(self._book.ledger, transact, committed, shared=True)
+        self._acks.append((_NO_STEP, {}))
+        self._settle(chosen)
+        return count
+
+    def _acknowledged(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> set[int]:
+        """Those of these records that this lease has acknowledged in this step, without what rewinds voided."""
+        rows = tx.all(
+            "SELECT done.seq FROM events AS done WHERE done.kind = 'trained' AND done.lease = ? "
+            f"AND COALESCE(done.step, -1) = ? AND done.seq {tx.in_ints} AND NOT EXISTS (SELECT 1 FROM events "
+            "AS undone WHERE undone.seq = done.seq AND undone.kind = 'voided' AND undone.lease = done.lease "
+            "AND undone.id > done.id)",
+            (self._claim.id, -1 if step is None else step, tx.array(seqs)),
+        )
+        return {seq for (seq,) in rows}
+
+    def _repeats(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> int:
+        """How many records an `ack` acknowledged that this one repeats; 0 if it repeats none."""
+        acknowledged = self._acknowledged(tx, seqs, step)
+        # A record that was deleted while it was leased could not be acknowledged.
+        others = tx.array([seq for seq in seqs if seq not in acknowledged])
+        if tx.one(f"SELECT 1 FROM records WHERE gone IS NULL AND seq {tx.in_ints}", (others,)):
+            return 0
+        return len(acknowledged)
+
+    def _chosen(self, uids: Any, repeated_step: Any = _NO_STEP) -> dict[str, int]:
+        """The records of a call, by id; of an `ack`, those too that were acknowledged in the same step already."""
+        if not self._claim.id:
+            return {}
+        if uids is None and self._left:
+            return dict(self._left)
+        # Without ids, the last call is repeated.
+        repeated = [ack for ack in self._acks[-1:] if uids is None] or self._acks
+        there = dict(self._left)
+        for step, acknowledged in repeated:
+            there.update(acknowledged if step == repeated_step else {})
+        if not there:
+            raise LeaseLostError(f"lease {self.fence}: all its records were acknowledged or given back already")
+        if uids is None:
+            return there
+        listed = uids_of(uids)
+        for uid in listed:
+            if uid not in there:
+                raise ValueError(f"uids: got {uid!r}, which this lease does not hold")
+        return {uid: there[uid] for uid in listed}
+
+    def _settle(self, chosen: Mapping[str, int]) -> None:
+        for uid in chosen:
+            self._left.pop(uid, None)
+
+    def _held(
+        self, tx: Transaction, chosen: Mapping[str, int], always: bool = False
+    ) -> tuple[Consumer, list[queue.Row]]:
+        """The consumer, and those of the chosen rows that are still this lease's: a record that was deleted meanwhile
+        is not. `LeaseLostError` if the lease has ended.
+
+        The consumer's row is locked, before the lease's, if more of its queue changes than the lease's own records.
+        """
+        name, fence = self._wanted.consumer, self._claim.id
+        serial = self._claim.serial or always
+        consumer_rows, lease_rows, rows = tx.ask(
+            (f"{SELECT_CONSUMER}{tx.lock_row() if serial else ''}", (name,)),
+            (f"{_LIVES}{tx.lock_row()}", (fence,)),
+            (f"SELECT {queue.ROW_COLUMNS} FROM work WHERE lease = ? ORDER BY seq", (fence,)),
+        )
+        if not consumer_rows:
+            raise LeaseLostError(f"consumer {name!r}: it is no longer in the book")
+        [consumer] = parse_consumers(consumer_rows)
+        if not serial and _is_shared(consumer):
+            self._claim = self._claim._replace(serial=True)
+            raise _RetryAckError
+        self._check(tx, lease_rows)
+        seqs = set(chosen.values())
+        return consumer, [row for row in queue.check_rows(rows) if row.seq in seqs]
+
+    def _check(self, tx: Transaction, rows: Sequence[Any]) -> None:
+        """Raise unless the lease lives."""
+        row = rows[0] if rows else None
+        self._lost = row is None or row[0] != "active" or row[1] <= tx.now
+        if row is None or row[0] != "active":
+            raise LeaseLostError(
+                f"lease {self.fence}: it is {row[0] if row else 'not in the book'}, nothing was changed"
+            )
+        if row[1] <= tx.now:
+            raise LeaseLostError(
+                f"lease {self.fence}: it ended {tx.now - row[1]:.3f} s ago, after {self._seconds:g} s without "
+                "progress; its records are offered again, and nothing was changed"
+            )
+
+    # --- async: the same, in a thread -------------------------------------------------------------------------
+
+    async def aack(self, step: int | None = None, **options: Any) -> int:
+        """`ack` without blocking the event loop."""
+        return await asyncio.to_thread(self.ack, step, **options)
+
+    async def anack(self, reason: str = "given back", **options: Any) -> int:
+        """`nack` without blocking the event loop."""
+        return await asyncio.to_thread(self.nack, reason, **options)
+
+    async def arenew(self, seconds: float | None = None) -> float:
+        """`renew` without blocking the event loop."""
+        return await asyncio.to_thread(self.renew, seconds)
+
+    # --- a sequence, and a context ----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._claim.seqs)
+
+    def __iter__(self) -> Iterator[Experience]:
+        return iter(self.experiences)
+
+    def __bool__(self) -> bool:
+        return bool(self._claim.seqs)
+
+    def __repr__(self) -> str:
+        short = f"; {self.short}" if self.short else ""
+        return f"Lease({len(self)} records, fence {self.fence}{short})"
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        was_lost = self._lost
+        if self._left and self._claim.id:
+            if error is None:
+                advise(f"{len(self._left)} leased records were not acknowledged and go back: call lease.ack(step=...)")
+            try:
+                self.nack("not acknowledged" if error is None else _told(error))
+            except LeaseLostError:
+                # Whoever was told by `ack` or `renew` need not hear it again.
+                if error is None and not was_lost:
+                    raise
+
+    async def __aenter__(self) -> Lease:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.__exit__, kind, error, trace)
+
+
+def _told(error: BaseException) -> str:
+    """An exception in a line that every database can keep."""
+    text = f"{type(error).__name__}: {error}"[:200].replace("\0", "\ufffd")
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+_LIVES = "SELECT state, expires FROM leases WHERE id = ?"
+
+
+class _RetryAckError(Exception):
+    """The consumer has other settings than when the lease was made: its row has to be locked."""
+
+
+def _is_shared(consumer: Consumer) -> bool:
+    """Whether an acknowledgement changes what leases of other records depend on: groups, or a sampler's state."""
+    return consumer.grouped or (consumer.settings.sampler.keeps and consumer.settings.max_uses != 1)
+
+
+def _train(
+    tx: Transaction,
+    consumer: Consumer,
+    rows: Sequence[queue.Row],
+    step: int | None,
+    lease: int,
+    priorities: Mapping[int, float],
+    details: Mapping[int, Mapping[str, Any]],
+) -> None:
+    """Rows that were used once more: trained, or waiting (perhaps after a rest) for their next use."""
+    sampler = consumer.settings.sampler
+    most = consumer.settings.max_uses
+    moves, events = [], []
+    for row in rows:
+        value = priorities.get(row.seq, row.value)
+        item = consumer.item(row.seq, row.uses + 1, row.version, value)
+        again, rest = sampler.after(item)
+        again = again and (most is None or item.uses < most)
+        new = row._replace(
+            uses=item.uses, lease=None, value=value, weight=sampler.weight(item), attempts=0, state=queue.TRAINED
+        )
+        if again:
+            state, until = (queue.COOLING, tx.now + rest) if rest else (queue.WAITING, None)
+            new = new._replace(state=state, until=until, rank=sampler.rank(item, consumer.state))
+            tx.notify(consumer.id)
+        moves.append((row, new))
+        # What rewinding needs to put the row back.
+        detail = {"uses": row.uses, "rank": row.rank, "value": row.value, **details[row.seq]}
+        events.append(queue.Event(queue.TRAINED, row.seq, consumer.id, None, step, lease, detail))
+    queue.change_rows(tx, consumer, moves, events)
+
+
+def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest | None) -> tuple[Consumer | None, bool]:
+    """Do what is due in a consumer's queue, a piece of it at most: take new records in, take leases back that ended,
+    end rests, drop records that are too old.
+
+    Args:
+        request: The lease this is for; without one, new records are taken in only where some might be dropped.
+
+    Returns:
+        The consumer, locked (`None` if there is none of this name), and whether nothing is left to do.
+    """
+    check_text("consumer", name, 1, 200)
+    mine = "consumer = (SELECT id FROM consumers WHERE name = ?)"
+    rows, [(expired, rested, unseen, version)] = tx.ask(
+        (f"{SELECT_CONSUMER}{tx.lock_row()}", (name,)),
+        (
+            f"SELECT (SELECT 1 FROM leases WHERE {mine} AND state = 'active' AND "
+            "(expires <= ? OR expires > ? + seconds + 1) LIMIT 1), "
+            f"(SELECT 1 FROM work WHERE {mine} AND state = 'cooling' AND until <= ? LIMIT 1), "
+            f"(SELECT 1 FROM inbox WHERE {mine} LIMIT 1), "
+            "(SELECT value FROM meta WHERE key = 'policy_version')",
+            (name, tx.now, tx.now, name, tx.now, name),
+        ),
+    )
+    if not rows:
+        return None, True
+    [consumer] = parse_consumers(rows)
+    settings = consumer.settings
+    if request is not None and request.by == "group" and not consumer.grouped:
+        queue.begin_groups(tx, consumer)
+    if expired:
+        queue.expire_leases(tx, consumer)
+    piece = queue.CHUNK
+    done = rerank_queue(tx, consumer, book, piece)
+    if unseen and (settings.bounded if request is None else not takes_in_order(consumer, request)):
+        done &= queue.drain_inbox(tx, book, consumer, piece)
+    if rested:
+        done &= queue.end_cooldowns(tx, consumer, piece)
+    done &= queue.drop_over_age(tx, consumer, piece)
+    bound = settings.max_staleness if request is None or request.max_staleness is None else request.max_staleness
+    if version is not None and bound is not None:
+        done &= queue.drop_stale_rows(tx, consumer, queue.version_floor(int(version), bound), piece)
+    if request is not None and request.max_staleness is not None and settings.max_staleness is None:
+        queue.drop_abandoned_rows(tx, consumer)  # a consumer's own bound was held as they came
+    if consumer.grouped:
+        done &= queue.build_groups(tx, consumer, piece)
+        if settings.partial_after is not None:
+            done &= queue.release_due_groups(tx, consumer, piece)
+    return consumer, done
+
+
+def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
+    """Rank waiting records anew, for a sampler or a seed that has changed, and hold a new bound on their number; return
+    whether that is done."""
+    start = consumer.state.get("unranked")
+    if start is None:
+        if "oversized" not in consumer.state or not queue.drop_over_size(tx, consumer, most):
+            return "oversized" not in consumer.state
+        del consumer.state["oversized"]
+        return True
+    sampler = consumer.settings.sampler
+    # What is done with may have no bytes any more to read its number from, and needs no rank.
+    rows = queue.select_rows(
+        tx,
+        "consumer = ? AND seq >= ? AND state IN ('waiting', 'cooling', 'leased') ORDER BY seq LIMIT ?",
+        (consumer.id, start, most),
+    )
+    seqs = [row.seq for row in rows]
+    values = [None] * len(seqs) if sampler.key is None else read_numbers(book, tx, seqs, sampler.key)
+    moves = []
+    for row, value in zip(rows, values, strict=True):
+        item = consumer.item(row.seq, row.uses, row.version, value)
+        rank = sampler.rank(item, consumer.state)
+        moves.append((row, row._replace(value=value, weight=sampler.weight(item), rank=rank)))
+    # Groups are made anew from their members when all of those have their ranks.
+    grouped, consumer.grouped = consumer.grouped, False
+    queue.change_rows(tx, consumer, moves, [])
+    consumer.grouped = grouped
+    if len(rows) == most:
+        consumer.state["unranked"] = seqs[-1] + 1
+        return False
+    del consumer.state["unranked"]
+    if consumer.settings.max_staleness is not None:
+        queue.drop_abandoned_rows(tx, consumer)
+    if consumer.grouped:
+        queue.begin_groups(tx, consumer)
+    return False
+
+
+def drop_stale_records(book: Book, name: str) -> None:
+    """Drop what is too old for a consumer by the announced version, in short transactions."""
+    done = False
+    while not done:
+        with book.ledger.write(shared=True, durable=False) as tx:
+            consumer = find_consumer(tx, name, lock=True)
+            if consumer is None:
+                return
+            floor = queue.version_floor(queue.announced_version(tx), consumer.settings.max_staleness)
+            done = queue.drain_inbox(tx, book, consumer) & queue.drop_stale_rows(tx, consumer, floor, queue.CHUNK)
+            save_consumer(tx, consumer)
+        if not done:
+            let_others(book.ledger)
+
+
+def refresh_consumer(book: Book, name: str) -> None:
+    """Do all that is due in a consumer's queue, in short transactions."""
+    done = False
+    while not done:
+        with book.ledger.write(shared=True, durable=False) as tx:
+            consumer, done = refresh_queue(tx, book, name, None)
+            if consumer is not None:
+                save_consumer(tx, consumer)
+        if not done:
+            let_others(book.ledger)
+
+
+def takes_in_order(consumer: Consumer, request: LeaseRequest) -> bool:
+    """Whether what a lease takes does not depend on records that came later, so that those may stay in the inbox."""
+    settings = consumer.settings
+    return (
+        request.by == "experience"
+        and request.max_staleness is None
+        and type(settings.sampler) is First
+        and not settings.removers
+        and not settings.limiters
+        and not consumer.grouped
+    )
+
+
+def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | None, end: float) -> Claim | None:
+    """Claim what is asked for; if it is not all there, `None`, or on the `last` look what there is.
+
+    With a `timeout` (of the lease, until `end`) that passes while others hold the ledger, the claim is empty.
+    """
+
+    def transact(tx: Transaction) -> tuple[bool, Claim | None]:
+        consumer, done = refresh_queue(tx, book, request.consumer, request)
+        if consumer is None:
+            names = [name for (name,) in tx.all("SELECT name FROM consumers ORDER BY id")]
+            raise unknown_consumer(request.consumer, names)
+        claim = _claim(tx, book, consumer, request, last) if done else None
+        save_consumer(tx, consumer)
+        return done, claim
+
+    def committed(tx: Transaction, outcome: tuple[bool, Claim | None]) -> bool:
+        claim = outcome[1]
+        if claim is None or not claim.id:
+            return True
+        return tx.one("SELECT 1 FROM leases WHERE id = ? AND holder = ?", (claim.id, request.holder)) is not None
+
+    done = False
+    claim = None
+    while not done:
+        # The last look is for what is there now: it waits for other writers, too, if only for a moment.
+        lock_wait = max(end - time.monotonic(), LAST_LOOK if last else 0.0) if timeout else None
+        try:
+            done, claim = write_once(book.ledger, transact, committed, shared=True, timeout=lock_wait)
+            if not done:
+                let_others(book.ledger)
+        except UnknownConsumerError:
+            if not request.create:
+                raise
+            with book.ledger.write() as tx:
+                if find_consumer(tx, request.consumer) is None:
+                    queue.add_consumer(tx, request.consumer)
+        except LockTimeoutError as error:
+            if timeout is None:
+                raise
+            return _empty(f"asked for {request.most}, got 0: {error}")
+    return claim
+
+
+def _empty(why: str) -> Claim:
+    return Claim(0, [], [], None, 0.0, 0.0, why)
+
+
+def _ready(tx: Transaction, consumer: Consumer, count: int) -> list[tuple[str, float, float, int | None, int]]:
+    return tx.all(
+        "SELECT gid, rank, weight, size, runs FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?",
+        (consumer.id, count),
+    )
+
+
+_CLAIMED = (
+    f"SELECT {', '.join(f'work.{name}' for name in queue.Row._fields)}, records.uid "
+    "FROM work JOIN records ON records.seq = work.seq WHERE work.consumer = ? AND work.state = 'waiting'"
+)
+
+
+class ClaimableRow(NamedTuple):
+    """A record that can be claimed: its row and its id."""
+
+    row: queue.Row
+    uid: str
+
+
+def _parsed(rows: Sequence[Any]) -> list[ClaimableRow]:
+    checked = queue.check_rows(row[:-1] for row in rows)
+    return [ClaimableRow(row, full[-1]) for row, full in zip(checked, rows, strict=True)]
+
+
+def _allowed(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tuple[int, str]:
+    """How many units limiters let this lease have, at most as many as it wants, and why no more."""
+    settings = consumer.settings
+    if settings.min_size:
+        there = queue.count_rows(tx, consumer, queue.WAITING, queue.COOLING, queue.LEASED)[0]
+        if there < settings.min_size:
+            return 0, f"{there} records are there, MinSize waits for {settings.min_size}"
+    if settings.ratio is None:
+        return request.most, ""
+    left = settings.ratio.samples_left(consumer.inserts, consumer.samples)
+    if request.by == "group":
+        fits = 0
+        for gid, *_ in _ready(tx, consumer, request.most):
+            left -= len(queue.select_rows(tx, "consumer = ? AND gid = ? AND state = 'waiting'", (consumer.id, gid)))
+            fits += left >= 0
+        left = fits
+    if left < request.most:
+        return left, f"SamplesToInserts waits for more inserts ({consumer.inserts} so far)"
+    return request.most, ""
+
+
+def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseRequest, last: bool) -> Claim | None:
+    """Lease what waits; `None` if it is less than was asked for, and this is not the `last` look."""
+    sampler = consumer.settings.sampler
+    most, why = _allowed(tx, consumer, request)
+    partial: list[str] = []
+    if request.by == "group":
+        ready = _ready(tx, consumer, most)
+        units = len(ready)
+        if units < request.most and not last:
+            return None
+        ranks = [rank for _, rank, *_ in ready]
+        if any(type(runs) is not int or not isinstance(size, (int, type(None))) for *_, size, runs in ready):
+            raise CorruptBookError(f"groups: got {str(ready)[:100]}, expected whole numbers")
+        partial = [gid for gid, _, _, size, runs in ready if size is not None and runs < size]
+        rows, [(lease,)] = tx.ask(
+            (
+                f"{_CLAIMED} AND work.gid {tx.in_texts}",
+                (consumer.id, tx.array([gid for gid, *_ in ready])),
+            ),
+            tx.next_number("leases", 1),
+        )
+        members: dict[str, list[ClaimableRow]] = {gid: [] for gid, *_ in ready}
+        for candidate in _parsed(sorted(rows)):
+            members[candidate.row.gid].append(candidate)
+        taken = [candidate for group in members.values() for candidate in group]
+        odds = [weight for gid, _, weight, *_ in ready for _ in members[gid]]
+        count, total = consumer.state.get("ready", (0, 0.0))
+    else:
+        in_order = (f"{_CLAIMED} ORDER BY work.rank, work.seq LIMIT ?", (consumer.id, most))
+        rows, [(lease,)] = tx.ask(in_order, tx.next_number("leases", 1))
+        empty = not takes_in_order(consumer, request)
+        while len(rows) < most and not empty:
+            empty = queue.drain_inbox(tx, book, consumer, max(AHEAD, min(most - len(rows), queue.CHUNK)))
+            rows = tx.all(*in_order)
+        units = len(rows)
+        if units < request.most and not last:
+            return None
+        taken = _parsed(rows)
+        odds = [candidate.row.weight for candidate in taken]
+        ranks = [candidate.row.rank for candidate in taken]
+        count, total = queue.count_rows(tx, consumer, queue.WAITING) if isinstance(sampler, Proportional) else (0, 0.0)
+    if units < most or not why:
+        why = "no more was waiting" if request.by == "experience" else "no more groups were complete"
+    if units < request.most and request.exact:
+        return _empty(f"asked for exactly {request.most}, {units} can be leased: {why}")
+    why = f"asked for {request.most}, got {units}: {why}" if units < request.most else ""
+    if partial:
+        more = f"{len(partial)} of {units} groups are partial, since partial_after has passed: {', '.join(partial[:3])}"
+        why = f"{why}; {more}" if why else more
+    if not taken:
+        return Claim(0, [], [], [] if isinstance(sampler, Proportional) else None, tx.now, 0.0, why)
+    for rank in ranks:
+        sampler.took(rank, consumer.state)
+    weights = None
+    if isinstance(sampler, Proportional):
+        raw = [(max(total, weight) / (count * weight)) ** sampler.beta for weight in odds]
+        weights = [value / max(raw) for value in raw]
+    seconds = consumer.settings.lease_seconds if request.seconds is None else request.seconds
+    tx.insert(
+        "leases",
+        ("id", "consumer", "holder", "made", "expires", "seconds", "state", "count"),
+        [(lease, consumer.id, request.holder, tx.now, tx.now + seconds, seconds, "active", len(taken))],
+    )
+    queue.change_rows(
+        tx,
+        consumer,
+        [(row, row._replace(state=queue.LEASED, lease=lease)) for row, _ in taken],
+        [queue.Event(queue.LEASED, row.seq, consumer.id, lease=lease) for row, _ in taken],
+    )
+    consumer.samples += len(taken)
+    return Claim(
+        lease,
+        [candidate.row.seq for candidate in taken],
+        [candidate.uid for candidate in taken],
+        weights,
+        tx.now + seconds,
+        seconds,
+        why,
+        partial,
+        _is_shared(consumer),
+    )
+
+
+def check_request(
+    consumer: str,
+    count: Any,
+    by: str,
+    max_staleness: int | None,
+    seconds: float | None,
+    timeout: float | None,
+    *,
+    exact: bool = False,
+    create: bool = False,
+) -> LeaseRequest:
+    """Check what a lease asks for."""
+    check_int("lease", count, 1)
+    check_choice("by", by, ("experience", "group"))
+    if max_staleness is not None:
+        check_int("max_staleness", max_staleness)
+    if seconds is not None and not check_float("seconds", seconds, 0.0, 1e9) > 0:
+        raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
+    if timeout is not None:
+        check_float("timeout", timeout, 0.0)
+    holder = f"{socket.gethostname()}/{os.getpid()}/{os.urandom(6).hex()}"
+    options = (check_bool("exact", exact), check_bool("create", create))
+    return LeaseRequest(consumer, min(int(count), 1 << 62), by, max_staleness, seconds, holder, *options)
+
+
+class Forecast(NamedTuple):
+    """What who waits for records can expect."""
+
+    consumer: int
+    """The consumer's number."""
+    seconds: float
+    """After how long, at most, time alone brings something."""
+    enough: bool
+    """Whether a look is worth it: as much waits as is asked for, as far as that is known without a lock."""
+
+
+def forecast(book: Book, request: LeaseRequest) -> Forecast:
+    """Look at a consumer's queue without a lock."""
+    with book.ledger.read() as tx:
+        consumer = get_consumer(tx, request.consumer)
+        number = consumer.id
+        enough = request.by == "group" or (
+            queue.count_rows(tx, consumer, queue.WAITING)[0] + queue.inbox_size(tx, number) >= request.most
+        )
+        leases, rests, partial = tx.ask(
+            ("SELECT MIN(expires) FROM leases WHERE consumer = ? AND state = 'active'", (number,)),
+            ("SELECT MIN(until) FROM work WHERE consumer = ? AND state = 'cooling'", (number,)),
+            ("SELECT MIN(due) FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL", (number,)),
+        )
+        due = [moment for [(moment,)] in (leases, rests, partial) if moment is not None]
+    return Forecast(number, max(0.0, min([LOOK_SECONDS, *(moment - tx.now for moment in due)])), enough)
+
+
+def empty_lease(book: Book, consumer: str) -> Lease:
+    """A lease of no record, where none was asked for."""
+    return Lease(book, LeaseRequest(consumer, 0, "experience", None, None, ""), Claim(0, [], [], None, 0.0, 0.0, ""))
+
+
+def lease_records(
+    book: Book, request: LeaseRequest, timeout: float | None, stop: threading.Event | None = None
+) -> Lease:
+    """Lease records as `Book.lease` does; with `stop` set it returns early, with nothing."""
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    stop = stop or threading.Event()
+    lost = math.inf
+    try:
+        claim = try_claim(book, request, timeout == 0, timeout, end)
+        while claim is None and time.monotonic() < end and not stop.is_set():
+            try:
+                number = forecast(book, request).consumer
+                with book.ledger.turn(number, end - time.monotonic(), stop) as waiter:
+                    while claim is None and waiter is not None and time.monotonic() < end and not stop.is_set():
+                        waiter.mark()
+                        _, seconds, enough = forecast(book, request)
+                        if enough or not seconds:
+                            claim = try_claim(book, request, False, timeout, end)
+                        lost = math.inf
+                        if claim is None:
+                            waiter.wait(max(0.001, min(seconds, end - time.monotonic())))
+            except ConnectionLostError:  # The server may be restarting: keep waiting.
+                lost = min(lost, time.monotonic())
+                if time.monotonic() > lost + RETRY_SECONDS:
+                    raise
+        if claim is None and not stop.is_set():
+            claim = try_claim(book, request, True, timeout, end)
+    except LockTimeoutError as error:
+        if timeout is None:
+            raise
+        claim = _empty(f"asked for {request.most}, got 0: {error}")
+    return Lease(book, request, claim or _empty(""))
+
+
+async def alease_records(book: Book, request: LeaseRequest, timeout: float | None) -> Lease:
+    """See `Book.alease`; a wait that is cancelled has claimed nothing."""
+    stop = threading.Event()
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Lease] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = lease_records(book, request, timeout, stop)
+        except BaseException as error:
+            loop.call_soon_threadsafe(outcome.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(outcome.set_result, result)
+
+    # A thread of its own: many that wait would keep the event loop's few from those who append.
+    threading.Thread(target=run, name="rollbook-lease", daemon=True).start()
+    try:
+        return await asyncio.shield(outcome)
+    except asyncio.CancelledError:
+        stop.set()
+        late = await outcome
+        if late:
+            await asyncio.to_thread(late.nack, "cancelled")
+        raise

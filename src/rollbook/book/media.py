@@ -1,0 +1,597 @@
+"""Media once per book: what is heavy in a record goes under its content's hash, and a reference takes its place.
+
+Invariant: `restore(lift(many).stripped, fetch)` is `many` again, column by column and byte by byte, whatever the
+columns hold; selecting or joining stripped records first makes no difference. References are told from data by a
+column of their own, so nothing that a user keeps can pass for one.
+
+Heavy are, from `least` bytes on:
+
+- a tensor in a media column (`multi_modal_inputs`);
+- base64 in a free-form column, as the value of `$bytes` or `data` (bytes, tensors and arrays as
+  `rollbook.core.freeform` writes them, a server's `input_audio` and `source`), of `b64_json`, or in a
+  `data:...;base64,` URL.
+
+In the place of each stands the text `sha256:` and 64 hexadecimal digits. The column `book__media` lists, for each
+record that has any, {column, at, hash}: `at` is the entry's number in a media column, the byte where the reference
+begins in a text. What surrounds a medium (key, dtype, shape, the URL's type) stays where it was, and can be queried.
+The column `book__evaluation` is true for records that are for evaluation: a repair without a ledger reads it.
+
+A blob, as a store keeps it, all numbers little-endian:
+
+    0   8  magic        8d 52 4f 4c 4c 4d 44 0a
+    8   2  version      1
+    10  2  kind         1 tensor, 2 bytes, 3 text
+    12  4  described    bytes of description
+    16  8  length       bytes of payload
+    24  32 hash         sha256 of "rollbook medium 1", kind and description, each ended by a zero, and the payload
+    56  8  checksum     xxh3-64 of bytes 0 to 55, payload and description
+    64  …  payload      then the description (`float32 3,224,224` of a tensor), then zeros to a multiple of 64
+
+>>> from rollbook import Experience, Experiences
+>>> image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBO" * 500}}
+>>> asked = [{"role": "user", "content": [image]}]
+>>> many = Experiences([Experience(tokens=[1, 2, 3], messages=asked) for _ in range(4)])
+>>> lifted = extract(many)
+>>> [(blob.kind, len(blob.payload)) for blob in lifted.blobs.values()], [len(used) for used in lifted.uses]
+([('bytes', 1500)], [1, 1, 1, 1])
+>>> store = {name: blob.data for name, blob in lifted.blobs.items()}
+>>> restore(lifted.stripped, store.__getitem__) == many
+True
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from rollbook.core import columns as arrow
+from rollbook.core.columns import MEDIA, Columns, Values
+from rollbook.core.errors import WireError
+from rollbook.core.experiences import Experiences
+from rollbook.core.fields import owner
+from rollbook.core.ipc import RowLayout
+from rollbook.core.ragged import allocate, check_shape, offsets_of
+from rollbook.core.wire import DEFAULT_LIMITS
+
+Kind = Literal["tensor", "bytes", "text"]
+MAGIC = b"\x8dROLLMD\n"
+VERSION = 1
+COLUMN = "book__media"
+"""The column of references."""
+EVALUATION = "book__evaluation"
+"""The column that marks records for evaluation; absent where there are none."""
+OWN = (COLUMN, EVALUATION)
+"""Columns of the book. Another column whose name begins so is kept under its name and one character more."""
+REFERENCES = pa.large_list(
+    pa.struct([("column", pa.large_string()), ("at", pa.int64()), ("hash", pa.large_string())]),
+)
+LEAST = 1024
+MIN_BASE64 = -(-4 * LEAST // 3)
+"""Length of the base64 of `LEAST` bytes."""
+
+_HEADER = struct.Struct("<8sHHIQ32sQ")
+_UNIT = 64
+_PREFIX = b"sha256:"
+_WIDTH = len(_PREFIX) + 64
+_HASH = re.compile(r"[0-9a-f]{64}")
+_DESCRIPTION = re.compile(rb"([a-z0-9_]{1,32}) ((?:[0-9]{1,19}(?:,[0-9]{1,19}){0,63})?)")
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=-_%"
+_IN_ALPHABET = np.isin(np.arange(256, dtype=np.uint8), np.frombuffer(_ALPHABET, dtype=np.uint8))
+_WINDOW = 32
+_LEAD = re.compile(rb'"(?:(?:\$bytes|data|b64_json)":"|data:[ !#-+\--\[\]-~]{0,255};base64,)')
+"""What stands before a piece of base64, which then reaches to the next quote: inside a JSON string a quote is escaped.
+A key that only ends like one of these does no harm: the text is put back as it was, whatever it meant."""
+
+
+# --- blobs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """One medium: its hash, what it is, and its bytes, which are not copied until `data` is asked for."""
+
+    hash: str
+    """64 hexadecimal digits; covers kind, dtype, shape and payload."""
+    kind: Kind
+    """`tensor`; `bytes`, which stand as base64 in the text; `text`, base64 that is not written as Python writes it."""
+    dtype: str
+    """Of a tensor, by torch's name."""
+    shape: tuple[int, ...]
+    """Of a tensor."""
+    payload: memoryview
+
+    @property
+    def size(self) -> int:
+        """How many bytes `data` has."""
+        return _size(len(self.payload), len(_describe(self.kind, self.dtype, self.shape)))
+
+    @property
+    def data(self) -> bytes:
+        """The blob as a store keeps it; `open_blob` is the inverse."""
+        described = _describe(self.kind, self.dtype, self.shape)
+        length = len(self.payload)
+        head = _HEADER.pack(
+            MAGIC, VERSION, 1 + _KINDS.index(self.kind), len(described), length, bytes.fromhex(self.hash), 0
+        )[:56]
+        checksum = _checksum(head, self.payload, described)
+        padding = bytes(_size(length, len(described)) - _UNIT - length - len(described))
+        return b"".join((head, struct.pack("<Q", checksum), self.payload, described, padding))
+
+
+def _describe(kind: Kind, dtype: str, shape: tuple[int, ...]) -> bytes:
+    return f"{dtype} {','.join(map(str, shape))}".encode() if kind == "tensor" else b""
+
+
+def _size(length: int, described: int) -> int:
+    return -(-(_UNIT + length + described) // _UNIT) * _UNIT
+
+
+def _checksum(*pieces: Any) -> int:
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        state.update(piece)
+    return state.intdigest()
+
+
+def _digest(kind: Kind, described: bytes, payload: Any) -> str:
+    # Of one cryptographic hash: whoever may write to a book must not be able to pass a medium off as another's.
+    state = hashlib.sha256(b"rollbook medium 1\0" + kind.encode() + b"\0" + described + b"\0")
+    state.update(payload)
+    return state.hexdigest()
+
+
+def blob_size(head: Any) -> int:
+    """How many bytes the blob takes that begins with `head`, its first 64 bytes or more: what its header says."""
+    return _read_header(memoryview(head).cast("B"))[-1]
+
+
+def _read_header(view: memoryview) -> tuple[Kind, int, int, bytes, int, int]:
+    if len(view) < _UNIT:
+        raise WireError(f"a blob is cut short: {len(view)} bytes, expected {_UNIT} of header", len(view))
+    magic, version, kind, described, length, digest, checksum = _HEADER.unpack_from(view)
+    if magic != MAGIC:
+        raise WireError(f"magic {magic!r} is none that is known (a blob begins with {MAGIC!r})", 0)
+    if version != VERSION:
+        raise WireError(f"blob version {version}; this reader knows {VERSION}", 8)
+    if not 1 <= kind <= len(_KINDS):
+        raise WireError(f"blob kind {kind} is none that is known", 10)
+    if length > DEFAULT_LIMITS.max_bytes:
+        raise WireError(f"a blob of {length} bytes is over the limit of {DEFAULT_LIMITS.max_bytes}", 16)
+    return _KINDS[kind - 1], described, length, digest, checksum, _size(length, described)
+
+
+def open_blob(data: Any, *, verify: bool = False) -> Blob:
+    """The blob that `data` is, nothing copied; `WireError` for damage.
+
+    The checksum is always compared, which finds accidents. `verify=True` computes the hash again, which finds forgery
+    and takes ten times as long.
+
+    >>> blob = Blob(_digest("bytes", b"", b"png"), "bytes", "", (), memoryview(b"png"))
+    >>> bytes(open_blob(blob.data, verify=True).payload), blob.size
+    (b'png', 128)
+    >>> open_blob(blob.data.replace(b"png", b"jpg"))
+    Traceback (most recent call last):
+        ...
+    rollbook.core.errors.WireError: byte 56: the blob does not match its checksum
+    """
+    view = memoryview(data).cast("B")
+    kind, described, length, digest, checksum, size = _read_header(view)
+    if len(view) != size:
+        raise WireError(f"the blob takes {size} bytes, {len(view)} are there", min(size, len(view)))
+    payload, end = view[_UNIT : _UNIT + length], _UNIT + length + described
+    description = bytes(view[_UNIT + length : end])
+    if _checksum(view[:56], payload, description) != checksum:
+        raise WireError("the blob does not match its checksum", 56)
+    if any(view[end:]):
+        raise WireError("the padding behind the blob is not zero", end)
+    dtype, shape = "", tuple[int, ...]()
+    if kind == "tensor":
+        match = _DESCRIPTION.fullmatch(description)
+        if match is None:
+            raise WireError(f"the blob is described as {description[:80]!r}, which is no tensor", _UNIT + length)
+        dtype = match[1].decode()
+        shape = check_shape(dtype, [int(size) for size in match[2].split(b",") if size], length, "a blob's tensor")
+    if _describe(kind, dtype, shape) != description:
+        raise WireError(f"the blob is described as {description[:80]!r}, which nobody writes", _UNIT + length)
+    if kind == "text" and not bytes(payload).isascii():
+        raise WireError("the blob holds text that is not ASCII", _UNIT)
+    if verify and _digest(kind, description, payload) != digest.hex():
+        raise WireError(f"the blob does not match its hash {digest.hex()}", 24)
+    return Blob(digest.hex(), kind, dtype, shape, payload)
+
+
+# --- lifting ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """Records and their media, apart."""
+
+    stripped: Experiences
+    """The same records with references; the very object that was given if there was nothing to lift."""
+    blobs: dict[str, Blob]
+    """Each distinct medium, by hash."""
+    uses: list[tuple[str, ...]]
+    """[N] The distinct hashes that each record refers to, in the order of their first use."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Bytes start to stop of a column's data, and what stands in their place."""
+
+    start: int
+    stop: int
+    new: Any
+
+
+class _Gathered:
+    """The media found so far; equal ones are hashed once."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[str, Blob] = {}
+        self._seen: dict[tuple[Any, ...], tuple[str, NDArray[np.uint8]]] = {}
+
+    def add(self, kind: Kind, content: NDArray[np.uint8], dtype: str = "", shape: tuple[int, ...] = ()) -> str | None:
+        """The hash of what `content` holds: a tensor's elements, or bytes in base64; `None` if it is no base64."""
+        # The members of a group show the same pictures: those are known by a hash ten times as fast. A match is
+        # compared, not trusted.
+        key = (kind, dtype, shape, len(content), xxhash.xxh3_128_intdigest(content.data))
+        seen = self._seen.get(key)
+        if seen is not None and np.array_equal(seen[1], content):
+            return seen[0]
+        payload = content.data
+        if kind == "bytes":
+            decoded = _from_base64(payload)
+            if decoded is not None:
+                payload = memoryview(decoded)
+            elif bytes(payload).translate(None, _ALPHABET):
+                return None
+            else:
+                kind = "text"
+        name = _digest(kind, _describe(kind, dtype, shape), payload)
+        self.blobs.setdefault(name, Blob(name, kind, dtype, shape, payload))
+        self._seen[key] = name, content
+        return name
+
+
+def _from_base64(text: memoryview) -> bytes | None:
+    """What `text` is base64 of, if encoding that gives the same text."""
+    try:
+        data = binascii.a2b_base64(text, strict_mode=True)
+    except binascii.Error:
+        return None
+    # Bits behind the last byte must be zero, which no decoder asks for.
+    tail = len(data) // 3 * 3
+    canonical = len(data) % 3 == 0 or binascii.b2a_base64(data[tail:], newline=False) == bytes(text[-4:])
+    return data if canonical and len(text) == -(-len(data) // 3) * 4 else None
+
+
+def extract(records: Experiences, least: int = LEAST, evaluation: Sequence[bool] = ()) -> Extracted:
+    """The records without their media of at least `least` bytes, and the media, each once.
+
+    `evaluation` says of each record whether it is for evaluation; without it none is.
+
+    >>> import torch
+    >>> from rollbook import Experience
+    >>> image = torch.zeros(4, 1176, dtype=torch.bfloat16)
+    >>> row = Experience(tokens=[1, 2, 3], multi_modal_inputs={"pixel_values": image, "image_grid_thw": [[1, 2, 2]]})
+    >>> lifted = extract(Experiences([row, row]))
+    >>> [(blob.dtype, blob.shape) for blob in lifted.blobs.values()]
+    [('bfloat16', (4, 1176))]
+    """
+    if type(least) is not int or least < 1:
+        raise ValueError(f"least: got {least!r}, expected a whole number of bytes, at least 1")
+    columns = records.columns
+    gathered = _Gathered()
+    listed: dict[int, list[dict[str, Any]]] = {}
+    changed: Columns = {}
+    for name, column in columns.items():
+        field = owner(name)
+        if field is None or field[0].kind not in ("json", "media"):
+            continue
+        cuts = (_heavy_entries if field[0].kind == "media" else _heavy_texts)(column, least, gathered)
+        if cuts:
+            changed[name] = _with_cuts(column, [cut for _, _, cut in cuts])
+        for row, at, cut in cuts:
+            reference = cut.new.removeprefix(_PREFIX).decode()
+            listed.setdefault(row, []).append({"column": name, "at": at, "hash": reference})
+    stripped_columns = {
+        f"{name}+" if name.startswith(OWN) else name: changed.get(name, c) for name, c in columns.items()
+    }
+    if changed:
+        stripped_columns[COLUMN] = pa.array([listed.get(row) for row in range(len(records))], REFERENCES)
+    if any(evaluation):
+        stripped_columns[EVALUATION] = pa.array(evaluation, pa.bool_())
+    stripped = records if stripped_columns.keys() == columns.keys() else Experiences._of(stripped_columns, len(records))
+    uses: list[tuple[str, ...]] = [()] * len(records)
+    for row, items in listed.items():
+        uses[row] = _distinct(items)
+    return Extracted(stripped, gathered.blobs, uses)
+
+
+def _distinct(listed: list[dict[str, Any]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(item["hash"] for item in listed))
+
+
+def _heavy_entries(column: pa.Array, least: int, gathered: _Gathered) -> list[tuple[int, int, _Cut]]:
+    """(row, entry in the row, cut in the data) of each tensor that is heavy and what it says it is."""
+    entries, rows = _entries(column)
+    memory, bounds = _memory(entries.field("data"))
+    heavy = np.diff(bounds) >= least
+    for array in (entries, entries.field("data")):
+        there = arrow.validity(array)
+        if there is not None:
+            heavy &= there
+    where = np.flatnonzero(heavy)
+    owners = np.searchsorted(rows, where, side="right") - 1
+    there = arrow.validity(column)
+    if there is not None:
+        where, owners = where[there[owners]], owners[there[owners]]
+    cuts = []
+    for entry, row, description in zip(where.tolist(), owners.tolist(), _said(entries, where), strict=True):
+        start, stop = int(bounds[entry]), int(bounds[entry + 1])
+        try:
+            shape = check_shape(description["dtype"], description["shape"], stop - start, "")
+        except WireError:
+            continue  # not a tensor: it is kept as it is, and whoever makes a row of it is told
+        if name := gathered.add("tensor", memory[start:stop], description["dtype"], shape):
+            cuts.append((row, entry - int(rows[row]), _Cut(start, stop, _PREFIX + name.encode())))
+    return cuts
+
+
+def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tuple[int, int, _Cut]]:
+    """(row, byte where the reference will stand in the row, cut in the column's text) of each heavy piece of base64."""
+    shortest = -(-4 * least // 3)
+    memory, bounds = _memory(column)
+    cuts = []
+    for row in _rows_with_runs(memory, bounds, shortest):
+        if not column[row].is_valid:
+            continue
+        start = int(bounds[row])
+        text = memory[start : int(bounds[row + 1])].tobytes()
+        grown = last = 0
+        while (lead := _LEAD.search(text, last)) is not None:
+            first = lead.end()
+            last = text.find(b'"', first)
+            if last < 0:
+                break
+            if last - first - text[last - 2 : last].count(b"=") < shortest:
+                continue
+            name = gathered.add("bytes", memory[start + first : start + last])
+            if name is not None:
+                cuts.append((row, first + grown, _Cut(start + first, start + last, _PREFIX + name.encode())))
+                grown += _WIDTH - (last - first)
+    return cuts
+
+
+def may_hold_media(layout: RowLayout) -> bool:
+    """Whether plain rows may have base64 that `extract` would take out: long texts are looked at, not parsed."""
+    for column in layout.columns.values():
+        if isinstance(column, Values) and column.flat is not None and column.data is not None:
+            texts = [text for text in column.data if text is not None and len(text) >= MIN_BASE64]
+            memory = np.frombuffer(b"".join(texts), dtype=np.uint8)
+            if texts and _rows_with_runs(memory, offsets_of(list(map(len, texts))), MIN_BASE64):
+                return True
+    return False
+
+
+def _rows_with_runs(memory: NDArray[np.uint8], bounds: NDArray[np.int64], shortest: int) -> list[int]:
+    """The rows that may hold `shortest` letters of base64 in a row, found by looking at a few of the bytes."""
+    if not len(bounds) or int(np.diff(bounds).max(initial=0)) < shortest:
+        return []
+    # Such a run covers one of the windows that begin every `step` bytes from end to end.
+    width = min(_WINDOW, -(-shortest // 2))
+    step = shortest - width + 1
+    first = int(bounds[0])
+    text = memory[first : int(bounds[-1])]
+    windows = np.lib.stride_tricks.sliding_window_view(text, width)[::step]
+    starts = np.flatnonzero(_IN_ALPHABET[windows].all(axis=1)) * step + first
+    rows = np.searchsorted(bounds, starts, side="right") - 1
+    return [int(row) for row in np.unique(rows)]
+
+
+# --- restoring ----------------------------------------------------------------------------------------------------
+
+
+def references(stripped: Experiences) -> list[tuple[str, ...]]:
+    """[N] The distinct hashes that each record of a stored frame refers to; nothing is fetched.
+
+    >>> from rollbook import Experience
+    >>> references(Experiences([Experience(tokens=[1, 2])]))
+    [()]
+    """
+    if COLUMN not in stripped.columns:
+        return [()] * len(stripped)
+    return [_distinct(listed) for listed in _listed(stripped.columns[COLUMN])]
+
+
+def purposes(stripped: Experiences) -> list[bool]:
+    """[N] Whether each record of a stored frame is for evaluation."""
+    column = stripped.columns.get(EVALUATION)
+    if column is None:
+        return [False] * len(stripped)
+    if not isinstance(column, pa.Array) or column.type != pa.bool_():
+        raise WireError(f"column {EVALUATION!r}: expected type bool")
+    return [bool(flag) for flag in column.to_pylist()]
+
+
+def _listed(column: pa.Array) -> list[list[dict[str, Any]]]:
+    """The references of each record, each known to be shaped like one."""
+    if column.type != REFERENCES:
+        raise WireError(f"column {COLUMN!r}: type {column.type}, expected {REFERENCES}")
+    rows: list[list[dict[str, Any]]] = [listed or [] for listed in column.to_pylist()]
+    for row, listed in enumerate(rows):
+        for item in listed:
+            if item is None or None in item.values() or not _HASH.fullmatch(item["hash"]) or item["at"] < 0:
+                raise WireError(f"record {row}: {COLUMN}: {item!r} is no reference")
+    return rows
+
+
+def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
+    """The records with their media back in place, on memory of their own.
+
+    `fetch(hash)` gives the blob's bytes, or raises `KeyError`; it is asked once for each hash. Columns that were left
+    out of `stripped` need nothing.
+
+    >>> from rollbook import Experience
+    >>> lifted = extract(Experiences([Experience(tokens=[1, 2], info={"png": bytes(2000)})]))
+    >>> restore(lifted.stripped, {}.__getitem__)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    rollbook.core.errors.WireError: record 0: info: the medium sha256:... is missing
+    """
+    columns = stripped.columns
+    if not any(name.startswith(OWN) for name in columns):
+        return stripped
+    places: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for row, listed in enumerate(_listed(columns[COLUMN]) if COLUMN in columns else ()):
+        for item in listed:
+            places.setdefault(item["column"], []).append((row, item))
+    opened: dict[str, Blob] = {}
+    written: dict[str, bytes] = {}
+    changed: Columns = {}
+    room = DEFAULT_LIMITS.max_bytes
+    for name, refs in places.items():
+        if name not in columns:
+            continue
+        column = columns[name]
+        if not isinstance(column, pa.Array) or column.type not in (MEDIA, pa.large_string()):
+            raise WireError(f"{COLUMN}: refers to column {name!r}, which can hold no media")
+        cuts = []
+        for (row, item), (start, stop, entry) in zip(refs, _places(column, refs), strict=True):
+            where, key = f"record {row}: {name}", item["hash"]
+            if start == stop:
+                raise WireError(f"{where}: no reference to sha256:{key} stands at {item['at']}")
+            if key not in opened:
+                opened[key] = _fetched(fetch, key, where)
+            blob = opened[key]
+            new: Any = blob.payload
+            if entry is not None:
+                if (blob.kind, blob.dtype, list(blob.shape)) != ("tensor", entry["dtype"], entry["shape"]):
+                    raise WireError(
+                        f"{where}[{entry['key']!r}]: sha256:{key} is {blob.kind} {blob.dtype}{list(blob.shape)}, "
+                        f"expected tensor {entry['dtype']}{entry['shape']}"
+                    )
+            elif blob.kind != "text":
+                if key not in written:
+                    written[key] = binascii.b2a_base64(blob.payload, newline=False)
+                new = written[key]
+            # A few bytes of reference can ask for any number of copies of a large medium.
+            room -= len(new)
+            if room < 0:
+                raise WireError(f"{where}: the media take more than the limit of {DEFAULT_LIMITS.max_bytes} bytes")
+            cuts.append(_Cut(start, stop, new))
+        changed[name] = _with_cuts(column, cuts)
+    restored = {
+        name[:-1] if name.startswith(OWN) else name: changed.get(name, column)
+        for name, column in columns.items()
+        if name not in OWN
+    }
+    return Experiences._of(restored, len(stripped))
+
+
+def _places(column: pa.Array, refs: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, int, Any]]:
+    """Where each reference lies in the column's bytes (nowhere, if start is stop), and what a media entry says of its
+    tensor."""
+    in_media = column.type == MEDIA
+    entries, rows = _entries(column) if in_media else (column, None)
+    memory, bounds = _memory(entries.field("data") if in_media else column)
+    places: list[tuple[int, int, Any]] = []
+    chosen = []
+    for row, item in refs:
+        if rows is None:
+            start = int(bounds[row]) + item["at"]
+            stop, limit = start + _WIDTH, int(bounds[row + 1])
+        else:
+            entry = int(rows[row]) + item["at"]
+            inside = entry < int(rows[row + 1])
+            chosen.append(entry if inside else 0)
+            start, stop = (int(bounds[entry]), int(bounds[entry + 1])) if inside else (0, 0)
+            limit = stop
+        there = stop <= limit and memory[start:stop].tobytes() == _PREFIX + item["hash"].encode()
+        places.append((start, stop if there else start, None))
+    if not in_media or not len(entries):
+        return places
+    descriptions = _said(entries, np.array(chosen, dtype=np.int64))
+    return [(start, stop, description) for (start, stop, _), description in zip(places, descriptions, strict=True)]
+
+
+def _fetched(fetch: Callable[[str], Any], key: str, where: str) -> Blob:
+    try:
+        blob = open_blob(fetch(key))
+    except KeyError:
+        raise WireError(f"{where}: the medium sha256:{key} is missing") from None
+    except WireError as error:
+        raise WireError(f"{where}: the medium sha256:{key} is damaged: {error}") from None
+    if blob.hash != key:
+        raise WireError(f"{where}: the medium sha256:{key} was asked for, and sha256:{blob.hash} given")
+    return blob
+
+
+# --- Arrow memory -------------------------------------------------------------------------------------------------
+
+
+def _memory(array: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The bytes of a text or binary array, and its offsets into them."""
+    buffer = array.buffers()[2]
+    memory = np.frombuffer(b"" if buffer is None else buffer, dtype=np.uint8)
+    return memory, arrow.offsets(array, len(memory))
+
+
+def _entries(column: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
+    """The tensors of a media column's rows, and the rows' offsets into them."""
+    rows = arrow.offsets(column, len(column.values))
+    return column.values.slice(int(rows[0]), int(rows[-1] - rows[0])), rows - rows[0]
+
+
+def _said(entries: pa.Array, where: NDArray[np.int64]) -> list[dict[str, Any]]:
+    """Key, dtype and shape of some entries, without their data."""
+    chosen = pa.array(where)
+    parts = {name: entries.field(name).take(chosen).to_pylist() for name in ("key", "dtype", "shape")}
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+
+
+def _with_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
+    """`column` with its text, or the data of its tensors, exchanged where `cuts` says."""
+    in_media = column.type == MEDIA
+    entries, rows = _entries(column) if in_media else (column, None)
+    array = entries.field("data") if in_media else column
+    memory, bounds = _memory(array)
+    cuts = sorted(cuts, key=lambda cut: cut.start)
+    if any(first.stop > other.start for first, other in pairwise(cuts)):
+        raise WireError(f"{COLUMN}: two references share a place")
+    stops = np.array([cut.stop for cut in cuts], dtype=np.int64)
+    growth = offsets_of([len(cut.new) - (cut.stop - cut.start) for cut in cuts])
+    moved = bounds + growth[np.searchsorted(stops, bounds, side="right")] - bounds[0]
+    joined = allocate((int(moved[-1]),), np.uint8)
+    at, done = 0, int(bounds[0])
+    for cut in (*cuts, _Cut(int(bounds[-1]), int(bounds[-1]), b"")):
+        length = cut.start - done
+        joined[at : at + length] = memory[done : cut.start]
+        at += length
+        joined[at : at + len(cut.new)] = np.frombuffer(cut.new, dtype=np.uint8)
+        at, done = at + len(cut.new), cut.stop
+    data = _array(array, [pa.py_buffer(moved), pa.py_buffer(joined)])
+    if rows is None:
+        return data
+    parts = [data if part.name == "data" else entries.field(part.name) for part in entries.type]
+    return _array(column, [pa.py_buffer(rows)], [_array(entries, [], parts)])
+
+
+def _array(like: pa.Array, buffers: list[pa.Buffer], children: list[pa.Array] | None = None) -> pa.Array:
+    """An array of the type, length and nulls of `like`, on other buffers."""
+    there = arrow.validity(like)
+    nulls = None if there is None else pa.py_buffer(np.packbits(there, bitorder="little"))
+    return pa.Array.from_buffers(like.type, len(like), [nulls, *buffers], children=children)

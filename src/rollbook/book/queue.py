@@ -1,0 +1,1010 @@
+"""The queue of each consumer: inbox, rows of `work`, groups, their undo log, quarantine and policy lineage.
+
+The state of a record for a consumer is one row of `work`. An append only adds the range of its record numbers to
+`inbox`, one row per consumer, so that concurrent appends change no common row. Whoever leases for a consumer, or
+changes its queue, first drains its inbox: each record gets a row of `work`, ranked by the sampler.
+
+Invariants:
+
+- Rows of `work` change only through `enter_rows` and `change_rows`, which update `tallies` in the same transaction and
+  write an event for each: for every consumer, admitted = waiting + cooling + leased + trained + dropped.
+- For every consumer, a training record is in exactly one of `work` and `inbox`. A transaction that drains holds the
+  consumer's row, or is exclusive.
+- A group's size counts runs, not rows, and every admitted run counts: failed, filtered and stale ones are tombstones. A
+  group is ready when it is complete (or due), some of it waits and none of it is leased.
+- For every checkpoint, a row of `work` or `groups` that existed then is unchanged, or its first value after that
+  checkpoint (or a later one) is in the undo log. Without a checkpoint nothing is logged.
+- A quarantined record can be read and queried, and is leased to no consumer until it is released.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollbook.book import index_columns
+from rollbook.book.consumer import (
+    SELECT_CONSUMERS,
+    Consumer,
+    ConsumerConfig,
+    all_consumers,
+    create_consumer,
+    find_consumer,
+    get_consumer,
+    parse_consumers,
+    save_consumer,
+    save_settings,
+)
+from rollbook.book.errors import BookError, CorruptBookError
+from rollbook.book.ledger import Transaction, chunks, let_others, parsed
+from rollbook.book.read import read_numbers
+from rollbook.book.schema import TABLES
+from rollbook.core.columns import texts
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+    from rollbook.core.experiences import Experiences
+    from rollbook.core.ipc import RowLayout
+
+
+WORK_TABLE, GROUPS_TABLE = "work", "groups"
+UNDO_COLUMNS = {table: [column.split()[0] for column in TABLES[table][:-1]] for table in (WORK_TABLE, GROUPS_TABLE)}
+_UNDO_LISTED = {table: ", ".join(names) for table, names in UNDO_COLUMNS.items()}
+
+
+def save_undo(tx: Transaction, table: str, consumer: int, key: str, values: Sequence[Any]) -> None:
+    """Keep rows as they are, which are about to change, unless they have changed since the last checkpoint already."""
+    if not values:
+        return
+    listed = ", ".join(f"now.{name}" for name in UNDO_COLUMNS[table])
+    among = tx.in_ints if key == "seq" else tx.in_texts
+    # What came after the checkpoint was nothing then.
+    tx.later(
+        f"{table}_before",
+        f"INSERT INTO {table}_before (checkpoint, {_UNDO_LISTED[table]}) SELECT point.event, {listed} "
+        f"FROM {table} AS now CROSS JOIN (SELECT event, seq FROM checkpoints ORDER BY event DESC LIMIT 1) AS point "
+        f"WHERE now.consumer = ? AND now.{key} {among} AND now.seq <= point.seq ON CONFLICT DO NOTHING",
+        (consumer, tx.array(values)),
+    )
+
+
+def merge_undo(tx: Transaction, checkpoint: int) -> None:
+    """Hand what is kept for a checkpoint that is forgotten to the one before it, which may need it."""
+    older = tx.one("SELECT event, seq FROM checkpoints WHERE event < ? ORDER BY event DESC LIMIT 1", (checkpoint,))
+    for table, listed in _UNDO_LISTED.items():
+        if older is not None:
+            tx.run(
+                f"INSERT INTO {table}_before (checkpoint, {listed}) SELECT {int(older[0])}, {listed} "
+                f"FROM {table}_before WHERE checkpoint = ? AND seq <= ? ON CONFLICT DO NOTHING",
+                (checkpoint, older[1]),
+            )
+        tx.run(f"DELETE FROM {table}_before WHERE checkpoint = ?", (checkpoint,))
+
+
+def restore_groups(tx: Transaction, checkpoint: int, consumer: int) -> list[str]:
+    """Groups as they were at the checkpoint; those that had changed."""
+    changing = ", ".join(f"{name} = excluded.{name}" for name in UNDO_COLUMNS[GROUPS_TABLE][2:])
+    mine = (checkpoint, consumer)
+    tx.run(
+        f"INSERT INTO groups ({_UNDO_LISTED[GROUPS_TABLE]}) SELECT {_UNDO_LISTED[GROUPS_TABLE]} FROM groups_before "
+        f"WHERE checkpoint = ? AND consumer = ? ON CONFLICT (consumer, gid) DO UPDATE SET {changing}",
+        mine,
+    )
+    gids = tx.all("SELECT gid FROM groups_before WHERE checkpoint = ? AND consumer = ? ORDER BY seq, gid", mine)
+    tx.run("DELETE FROM groups_before WHERE checkpoint = ? AND consumer = ?", mine)
+    return [gid for (gid,) in gids]
+
+
+UNRANKED = math.inf
+"""The rank of a group that has none yet, or has lost it."""
+
+
+def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], other: Collection[str] = ()) -> None:
+    """Look again at groups whose members changed; those of `other` have members with other uses or numbers."""
+    listed = list(gids)
+    if not listed:
+        return
+    save_undo(tx, GROUPS_TABLE, consumer.id, "gid", listed)
+    chosen = tx.array(listed)
+    work_rows, record_rows, group_rows = tx.ask(
+        (
+            # Without an order, which would have SQLite read all rows of the consumer in that order.
+            f"SELECT gid, state, seq, version, value, uses FROM work WHERE consumer = ? AND gid {tx.in_texts}",
+            (consumer.id, chosen),
+        ),
+        (
+            # Runs that are still in the inbox do not complete a group: it would be handed out without them.
+            "SELECT records.gid, COUNT(DISTINCT run), MAX(group_size), MIN(records.seq), MIN(admitted) FROM records "
+            "JOIN work ON work.consumer = ? AND work.seq = records.seq "
+            f"WHERE records.gid {tx.in_texts} AND evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') GROUP BY 1",
+            (consumer.id, chosen),
+        ),
+        (
+            f"SELECT gid, ready, rank, weight FROM groups WHERE consumer = ? AND gid {tx.in_texts}",
+            (consumer.id, chosen),
+        ),
+    )
+    members: defaultdict[str, list[Any]] = defaultdict(list)
+    for gid, *member in sorted(work_rows, key=itemgetter(2)):
+        members[gid].append(member)
+    totals = {gid: total for gid, *total in record_rows}
+    earlier = {gid: row for gid, *row in group_rows}
+    rows = []
+    empty = []
+    for gid in listed:
+        row = _refresh_group(tx, consumer, gid, members[gid], totals.get(gid), earlier.get(gid), gid in other)
+        if row is None:
+            empty.append(gid)
+        else:
+            rows.append(row)
+    if empty:
+        tx.run(f"DELETE FROM groups WHERE consumer = ? AND gid {tx.in_texts}", (consumer.id, tx.array(empty)))
+    tx.insert(
+        "groups",
+        ("consumer", "gid", "seq", "size", "runs", "ready", "rank", "weight", "due"),
+        rows,
+        "ON CONFLICT (consumer, gid) DO UPDATE SET size = excluded.size, runs = excluded.runs, "
+        "ready = excluded.ready, rank = excluded.rank, weight = excluded.weight, due = excluded.due",
+    )
+
+
+def _refresh_group(
+    tx: Transaction,
+    consumer: Consumer,
+    gid: str,
+    members: Sequence[Any],
+    total: Sequence[Any] | None,
+    earlier: Sequence[Any] | None,
+    other: bool,
+) -> tuple[Any, ...] | None:
+    """A group's row as it is now; `None` if all of it was rewound: there is no such group."""
+    runs, size, first, since = total or (0, None, None, None)
+    was, rank, had = earlier or (0, UNRANKED, 1.0)
+    if type(was) is not int or not all(type(n) in (int, float) for n in (rank, had, size or 0, since or 0)):
+        raise CorruptBookError(f"groups: {gid!r}: got {str((earlier, size, since))[:100]}, expected numbers")
+    settings = consumer.settings
+    size = size or settings.group_size
+    waiting = [row for row in members if row[0] == "waiting"]
+    leased = any(row[0] == "leased" for row in members)
+    due = None if settings.partial_after is None or since is None else since + settings.partial_after
+    # A group of unknown size is what has been brought of it.
+    complete = size is None or runs >= size or (due is not None and due <= tx.now)
+    ready = complete and bool(waiting) and not leased and first is not None
+    weight = had
+    if other or not (waiting or leased):
+        rank = UNRANKED
+    if ready and first is not None:
+        sampler = settings.sampler
+        versions = [row[2] for row in waiting if row[2] is not None]
+        values = [row[3] for row in waiting if row[3] is not None]
+        item = consumer.item(
+            first,
+            min(row[4] for row in waiting),
+            max(versions, default=None),
+            sum(values) / len(values) if values else None,
+            group=True,
+        )
+        weight = sampler.weight(item)
+        # A place that chance or turns gave is kept, by what was given back too; other ranks follow from the members.
+        if not sampler.keeps or rank == UNRANKED or weight != had:
+            rank = sampler.rank(item, consumer.state)
+    if ready or was:
+        count, weights = consumer.state.get("ready", (0, 0.0))
+        count += int(ready) - was
+        consumer.state["ready"] = (count, weights + (ready * weight - was * had) if count else 0.0)
+    if first is None:
+        return None
+    return consumer.id, gid, first, size, runs, int(ready), rank, weight, None if complete else due
+
+
+def release_due_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
+    """Make groups ready whose time has come although they are not complete; return whether none is left."""
+    due = tx.all(
+        "SELECT gid FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL AND due <= ? ORDER BY due, seq "
+        "LIMIT ?",
+        (consumer.id, tx.now, most),
+    )
+    refresh_groups(tx, consumer, [gid for (gid,) in due])
+    return len(due) < most
+
+
+def begin_groups(tx: Transaction, consumer: Consumer) -> None:
+    """Begin to keep groups for a consumer that leases by group for the first time, or to rank them anew: those of the
+    rows that it has are made by `build_groups`, the others as their rows come."""
+    consumer.grouped = True
+    (last,) = tx.one("SELECT MAX(seq) FROM work WHERE consumer = ?", (consumer.id,))
+    if last is not None:
+        consumer.state["ungrouped"], consumer.state["ungrouped_last"] = 1, last
+
+
+def build_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
+    """Make the groups of rows that were there when groups began, in order; return whether all are made."""
+    start = consumer.state.get("ungrouped")
+    if start is None:
+        return True
+    rows = tx.all(
+        "SELECT seq, gid FROM work WHERE consumer = ? AND seq >= ? AND seq <= ? ORDER BY seq LIMIT ?",
+        (consumer.id, start, consumer.state.get("ungrouped_last", start), most),
+    )
+    gids = dict.fromkeys(gid for _, gid in rows)
+    refresh_groups(tx, consumer, gids, gids)
+    if len(rows) < most:
+        del consumer.state["ungrouped"]
+        consumer.state.pop("ungrouped_last", None)
+        return True
+    consumer.state["ungrouped"] = rows[-1][0] + 1
+    return False
+
+
+def rebuild_groups(tx: Transaction, consumer: Consumer) -> None:
+    """Make all groups anew, within an exclusive transaction."""
+    tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
+    consumer.state.pop("ready", None)
+    begin_groups(tx, consumer)
+    while not build_groups(tx, consumer, 1000):
+        pass
+
+
+LINEAGE_KEY = "policy_lineage"
+"""The entry of `info` in which a record names its lineage."""
+
+
+@dataclass(slots=True)
+class Lineage:
+    """What the rewinds of a book abandoned.
+
+    >>> lineage = Lineage(announced=5, branches=[[5, 100, 200]], top=10, seen=200)
+    >>> lineage.number, lineage.is_abandoned(150, 6), lineage.is_abandoned(150, 5), lineage.is_abandoned(250, 7)
+    (1, True, False, True)
+    """
+
+    announced: int | None
+    branches: list[list[int]] = field(default_factory=list)
+    """[version, after, last] of each rewind: the checkpoint's version, its last record, the rewind's last record."""
+    top: int | None = None
+    """The highest version that an abandoned lineage announced."""
+    seen: int = 0
+    """The last record that was there at the last rewind or announcement."""
+    late: list[list[int]] = field(default_factory=list)
+    """[version, top, after, last]: records of later versions, up to `top`, that came before these were announced."""
+    named: list[list[int]] = field(default_factory=list)
+    """[abandoned, after, last]: records of which the lineage that they name says otherwise than the rest of this."""
+
+    @property
+    def number(self) -> int:
+        """How many rewinds there were."""
+        return len(self.branches)
+
+    def is_abandoned(self, seq: int, version: int | None) -> bool:
+        """Whether an abandoned version sampled a record; `version` is its newest one."""
+        if version is None:
+            return False
+        if any(version > branch and after < seq <= last for branch, after, last in self.branches):
+            return True
+        for abandoned, after, last in self.named:
+            if after < seq <= last:
+                return bool(abandoned)
+        if seq > self.seen:
+            return self.top is not None and (self.announced or 0) < version <= self.top
+        return any(low < version <= top and after < seq <= last for low, top, after, last in self.late)
+
+    def admit(
+        self, tx: Transaction, records: Experiences | RowLayout, base: int, versions: Sequence[int | None]
+    ) -> set[int]:
+        """Tell which of the records that are admitted now, from number `base` on, abandoned versions sampled."""
+        before = len(self.named)
+        for i, lineage in enumerate(_named_lineages(records)):
+            version = versions[i]
+            if version is None or lineage is None or lineage not in range(self.number + 1):
+                continue
+            abandoned = any(version > branch for branch, _, _ in self.branches[int(lineage) :])
+            if abandoned != self.is_abandoned(base + i, version):
+                self.named.append([int(abandoned), base + i - 1, base + i])
+        if len(self.named) > before:
+            self.named = _join_ranges(self.named)
+            save_lineage(tx, self)
+        return {i for i, version in enumerate(versions) if self.is_abandoned(base + i, version)}
+
+    def clipped(self, last: int) -> Lineage:
+        """The state of a copy of the book that ends with record `last`."""
+
+        def clip(ranges: list[list[int]]) -> list[list[int]]:
+            return [[*values, min(after, last), min(stop, last)] for *values, after, stop in ranges]
+
+        return Lineage(self.announced, clip(self.branches), None, last, clip(self.late), clip(self.named))
+
+
+def _named_lineages(records: Experiences | RowLayout) -> list[float | None]:
+    """The lineage that each record names."""
+    column = records.column("info")
+    if column is None or not any(text is not None and LINEAGE_KEY in text for text in texts(column)):
+        return [None] * len(records)
+    return index_columns.number_column(records, f"info.{LINEAGE_KEY}")
+
+
+def _join_ranges(named: list[list[int]]) -> list[list[int]]:
+    """Ranges that follow one on another, as one."""
+    joined: list[list[int]] = []
+    for abandoned, after, last in named:
+        if joined and joined[-1][0] == abandoned and joined[-1][2] == after:
+            joined[-1][2] = last
+        else:
+            joined.append([abandoned, after, last])
+    return joined
+
+
+def name_lineage(records: Experiences | RowLayout) -> bool:
+    """Whether any of these records names its lineage."""
+    return any(lineage is not None for lineage in _named_lineages(records))
+
+
+def read_lineage(tx: Transaction, lock: bool = False) -> Lineage:
+    """The policy's announced version, and what was abandoned; with `lock`, nobody else changes it until the end of the
+    transaction."""
+    end = f" ORDER BY key{tx.lock_row()}" if lock else ""
+    return parse_lineage(dict(tx.all(f"SELECT key, value FROM meta WHERE key IN ('policy_version', 'lineage'){end}")))
+
+
+def parse_lineage(values: dict[str, str]) -> Lineage:
+    """The same, from the values that `meta` has."""
+    announced = int(values["policy_version"]) if "policy_version" in values else None
+    if "lineage" not in values:
+        return Lineage(announced)
+    state: dict[str, Any] = parsed(values["lineage"], "meta: lineage")
+    lists: dict[str, Any] = {name: state.get(name) for name in ("branches", "late", "named")}
+    numbers = [state.get("seen"), 0 if state.get("top") is None else state.get("top")]
+    for (name, entries), width in zip(lists.items(), (3, 4, 3), strict=True):
+        if not isinstance(entries, list) or not all(
+            isinstance(entry, list) and len(entry) == width for entry in entries
+        ):
+            raise CorruptBookError(
+                f"meta: lineage: {name}: got {str(entries)[:100]!r}, expected lists of {width} numbers"
+            )
+        numbers += [number for entry in entries for number in entry]
+    if any(type(number) is not int for number in numbers):
+        raise CorruptBookError(f"meta: lineage: got {values['lineage'][:100]!r}, expected whole numbers")
+    return Lineage(announced, top=state["top"], seen=state["seen"], **lists)
+
+
+def save_lineage(tx: Transaction, lineage: Lineage) -> None:
+    """Write what was abandoned; nothing before the first rewind."""
+    if not lineage.number:
+        tx.run("DELETE FROM meta WHERE key = 'lineage'")
+        return
+    state = asdict(lineage)
+    del state["announced"]
+    tx.run(
+        "INSERT INTO meta (key, value) VALUES ('lineage', ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+        (json.dumps(state),),
+    )
+
+
+def _last_seq(tx: Transaction) -> int:
+    return int(tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0])
+
+
+def _close_lineage(tx: Transaction, lineage: Lineage) -> None:
+    """Remember the records that came since `seen` with versions that only an abandoned lineage has announced so far."""
+    low, top, last = lineage.announced or 0, lineage.top, _last_seq(tx)
+    if top is not None and tx.one(
+        "SELECT 1 FROM records WHERE seq > ? AND version_max > ? AND version_max <= ? LIMIT 1", (lineage.seen, low, top)
+    ):
+        lineage.late.append([low, top, lineage.seen, last])
+    lineage.seen = last
+
+
+def branch_lineage(tx: Transaction, version: int | None, seq: int) -> Lineage:
+    """Begin a lineage: a rewind goes back to a checkpoint with this announced version (none counts as 0) and this last
+    record. Called before the announced version is put back."""
+    lineage = read_lineage(tx)
+    _close_lineage(tx, lineage)
+    lineage.branches.append([version or 0, seq, lineage.seen])
+    if lineage.announced is not None:
+        lineage.top = max(lineage.announced, lineage.top or 0)
+    lineage.announced = version
+    save_lineage(tx, lineage)
+    return lineage
+
+
+def settle_lineage(tx: Transaction) -> None:
+    """Settle which records came with versions that are about to be announced in this lineage, too."""
+    lineage = read_lineage(tx)
+    if lineage.top is not None and (lineage.announced or 0) < lineage.top:
+        _close_lineage(tx, lineage)
+        save_lineage(tx, lineage)
+
+
+WAITING, COOLING, LEASED, TRAINED, DROPPED = "waiting", "cooling", "leased", "trained", "dropped"
+STATES = (WAITING, COOLING, LEASED, TRAINED, DROPPED)
+
+
+class Row(NamedTuple):
+    """One record as one consumer has it."""
+
+    seq: int
+    gid: str
+    state: str
+    reason: str | None
+    rank: float
+    value: float | None
+    weight: float
+    version: int | None
+    uses: int
+    attempts: int
+    lease: int | None
+    until: float | None
+
+
+ROW_COLUMNS = ", ".join(Row._fields)
+_NONE = type(None)
+_WHOLE, _REAL = (int, _NONE), (float, _NONE)
+_ROW_TYPES: tuple[Any, ...] = (int, str, str, (str, _NONE), float, _REAL, float, _WHOLE, int, int, _WHOLE, _REAL)
+
+
+class Event(NamedTuple):
+    """What to write in the ledger."""
+
+    kind: str
+    seq: int | None = None
+    consumer: int | None = None
+    reason: str | None = None
+    step: int | None = None
+    lease: int | None = None
+    detail: dict[str, Any] | None = None
+
+
+_EVENT_COLUMNS = ("time", *Event._fields)
+
+
+def record_events(tx: Transaction, events: Iterable[Event]) -> None:
+    """Write events, in order."""
+    tx.insert(
+        "events", _EVENT_COLUMNS, [(tx.now, *e[:6], None if e.detail is None else json.dumps(e.detail)) for e in events]
+    )
+
+
+def select_rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]:
+    """Rows of `work` under a condition."""
+    return check_rows(tx.all(f"SELECT {ROW_COLUMNS} FROM work WHERE {where}", values))
+
+
+def check_rows(values: Iterable[Any]) -> list[Row]:
+    """Rows from a ledger that anybody may have written."""
+    rows = list(map(Row._make, values))
+    for row in rows:
+        if not all(map(isinstance, row, _ROW_TYPES)):
+            # SQLite keeps whatever it is given, text in a column of numbers too.
+            raise CorruptBookError(
+                f"work: record number {row.seq}: got {str(row)[:200]}, which has values of other types"
+            )
+    return rows
+
+
+def select_rows_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int]) -> list[Row]:
+    """The rows of these records, in the order of their numbers."""
+    rows: list[Row] = []
+    for _, part in chunks(sorted(seqs), 5000):
+        rows += select_rows(tx, f"consumer = ? AND seq {tx.in_ints} ORDER BY seq", (consumer.id, tx.array(part)))
+    return rows
+
+
+def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, float]]) -> None:
+    """Add to counts (consumer, state, reason, number, weight)."""
+    # In one order, so that two transactions with the same shard never wait for each other.
+    tx.insert(
+        "tallies",
+        ("consumer", "state", "reason", "n", "weight", "shard"),
+        [(*change, tx.shard) for change in sorted(changes)],
+        "ON CONFLICT (consumer, state, reason, shard) DO UPDATE SET n = tallies.n + excluded.n, "
+        # Rounding errors do not outlive the rows they came from.
+        "weight = CASE tallies.n + excluded.n WHEN 0 THEN 0 ELSE tallies.weight + excluded.weight END",
+    )
+
+
+def count_rows(tx: Transaction, consumer: Consumer, *states: str) -> tuple[int, float]:
+    """How many rows are in any of these states, and their weight."""
+    marks = ",".join("?" * len(states))
+    row = tx.one(
+        f"SELECT COALESCE(SUM(n), 0), COALESCE(SUM(weight), 0) FROM tallies WHERE consumer = ? AND state IN ({marks})",
+        (consumer.id, *states),
+    )
+    return int(row[0]), float(row[1])
+
+
+def enter_rows(
+    tx: Transaction, consumer: Consumer, rows: Sequence[Row], details: Mapping[int, dict[str, Any]] | None = None
+) -> None:
+    """Rows for records that this consumer has not seen; groups of a consumer that leases by group are looked at.
+    `details`: what the ledger says beside the reason why a record is dropped, by its number."""
+    changes: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    for row in rows:
+        entry = changes[row.state, row.reason or ""]
+        entry[0] += 1
+        entry[1] += row.weight
+    tx.insert("work", ("consumer", *Row._fields), [(consumer.id, *row) for row in rows])
+    add_counts(tx, [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight])
+    consumer.inserts += sum(row.state != DROPPED for row in rows)
+    about = details or {}
+    record_events(
+        tx,
+        [
+            Event(DROPPED, row.seq, consumer.id, row.reason, detail=about.get(row.seq))
+            for row in rows
+            if row.state == DROPPED
+        ],
+    )
+    if consumer.grouped:
+        refresh_groups(tx, consumer, dict.fromkeys(row.gid for row in rows))
+
+
+def change_rows(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]], events: Iterable[Event]) -> None:
+    """Rows that become others (their numbers stay), and the events that say why."""
+    if not moves:
+        return
+    changes: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    for old, new in moves:
+        for row, sign in ((old, -1), (new, 1)):
+            entry = changes[row.state, row.reason or ""]
+            entry[0] += sign
+            entry[1] += sign * row.weight
+        # What is given up counts neither as brought nor as handed out, or its missing uses would hold appends back
+        # for ever; what comes back from there counts again.
+        if (old.state == DROPPED) != (new.state == DROPPED):
+            sign = -1 if new.state == DROPPED else 1
+            consumer.inserts += sign
+            consumer.samples += sign * (old.uses if sign < 0 else new.uses)
+    save_undo(tx, WORK_TABLE, consumer.id, "seq", [new.seq for _, new in moves])
+    tx.update("work", ("consumer", "seq"), Row._fields[2:], [(*new[2:], consumer.id, new.seq) for _, new in moves])
+    add_counts(tx, [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight])
+    record_events(tx, events)
+    if consumer.grouped:
+        other = {new.gid for old, new in moves if (old.uses, old.value) != (new.uses, new.value)}
+        refresh_groups(tx, consumer, dict.fromkeys(new.gid for _, new in moves), other)
+
+
+def drop_rows(
+    tx: Transaction,
+    consumer: Consumer,
+    rows: Sequence[Row],
+    reason: str,
+    details: Mapping[int, dict[str, Any]] | None = None,
+) -> None:
+    """Give rows up, for a reason; what was leased counts as never handed out. `details` as in `enter_rows`."""
+    about = details or {}
+    consumer.samples -= sum(row.state == LEASED for row in rows)
+    change_rows(
+        tx,
+        consumer,
+        [(row, row._replace(state=DROPPED, reason=reason, lease=None, until=None, attempts=0)) for row in rows],
+        [Event(DROPPED, row.seq, consumer.id, reason, lease=row.lease, detail=about.get(row.seq)) for row in rows],
+    )
+
+
+def drop_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int], reason: str) -> int:
+    """Drop those of these records that wait or rest; how many."""
+    rows = [row for row in select_rows_by_seq(tx, consumer, seqs) if row.state in (WAITING, COOLING)]
+    drop_rows(tx, consumer, rows, reason)
+    save_consumer(tx, consumer)
+    return len(rows)
+
+
+def requeue_rows(tx: Transaction, consumer: Consumer, rows: Sequence[Row], kind: str, reason: str | None) -> None:
+    """Offer leased rows again, at the place they had; those that came back too often are dropped."""
+    most = consumer.settings.max_attempts
+    spent = [row for row in rows if most is not None and row.attempts + 1 >= most]
+    back = [row for row in rows if most is None or row.attempts + 1 < most]
+    consumer.samples -= len(back)
+    sampler = consumer.settings.sampler
+    moves = []
+    for row in back:
+        rank = row.rank
+        if not sampler.keeps:  # Its number may have been revised while it was leased.
+            rank = sampler.rank(consumer.item(row.seq, row.uses, row.version, row.value), consumer.state)
+        moves.append((row, row._replace(state=WAITING, lease=None, attempts=row.attempts + 1, rank=rank)))
+    change_rows(
+        tx,
+        consumer,
+        moves,
+        [Event(kind, row.seq, consumer.id, reason, lease=row.lease) for row in back],
+    )
+    drop_rows(tx, consumer, spent, "attempts")
+
+
+def expire_leases(tx: Transaction, consumer: Consumer) -> None:
+    """Take back what leases hold whose time is up, by the database's clock."""
+    # A clock that was put back would keep them as much longer: from now on they have the time they were given.
+    tx.run(
+        "UPDATE leases SET expires = ? + seconds WHERE consumer = ? AND state = 'active' AND expires > ? + seconds + 1",
+        (tx.now, consumer.id, tx.now),
+    )
+    # A holder that acknowledges in this moment has its lease's row.
+    for (lease,) in tx.all(
+        f"SELECT id FROM leases WHERE consumer = ? AND state = 'active' AND expires <= ? ORDER BY id{tx.lock_row()}",
+        (consumer.id, tx.now),
+    ):
+        end_lease(tx, lease, "expired")
+        requeue_rows(tx, consumer, select_rows(tx, "lease = ? ORDER BY seq", (lease,)), "expired", None)
+
+
+def end_lease(tx: Transaction, lease: int, state: str) -> None:
+    """A lease's last state."""
+    tx.later("leases", "UPDATE leases SET state = ? WHERE id = ?", (state, lease))
+
+
+def end_cooldowns(tx: Transaction, consumer: Consumer, most: int) -> bool:
+    """Let records wait again that have rested long enough after a use; return whether none is left."""
+    due = select_rows(
+        tx, "consumer = ? AND state = 'cooling' AND until <= ? ORDER BY until, seq LIMIT ?", (consumer.id, tx.now, most)
+    )
+    change_rows(
+        tx,
+        consumer,
+        [(row, row._replace(state=WAITING, until=None)) for row in due],
+        [Event("rested", row.seq, consumer.id) for row in due],
+    )
+    return len(due) < most
+
+
+def drop_over_age(tx: Transaction, consumer: Consumer, most: int) -> bool:
+    """Drop what has waited longer than the consumer allows; return whether none is left."""
+    age = consumer.settings.max_age
+    if age is None:
+        return True
+    # Numbers are given in the order of admission: the oldest waiting ones come first.
+    oldest = tx.all(
+        "SELECT work.seq, records.admitted FROM work JOIN records ON records.seq = work.seq "
+        "WHERE work.consumer = ? AND work.state = 'waiting' ORDER BY work.seq LIMIT ?",
+        (consumer.id, most),
+    )
+    late = [seq for seq, admitted in oldest if admitted <= tx.now - age]
+    drop_rows(tx, consumer, select_rows_by_seq(tx, consumer, late), "max_age")
+    return len(late) < most
+
+
+def drop_over_size(tx: Transaction, consumer: Consumer, most: int) -> bool:
+    """Drop what is above the consumer's size; return whether nothing is left above it."""
+    part = consumer.settings.max_size
+    if part is None:
+        return True
+    over = count_rows(tx, consumer, WAITING, COOLING)[0] - part.size
+    if over <= 0:
+        return True
+    order = "seq" if part.drop == "oldest" else "rank DESC, seq"
+    surplus = select_rows(
+        tx, f"consumer = ? AND state = 'waiting' ORDER BY {order} LIMIT ?", (consumer.id, min(over, most))
+    )
+    drop_rows(tx, consumer, surplus, "max_size")
+    return len(surplus) < most
+
+
+def drop_stale_rows(tx: Transaction, consumer: Consumer, floor: int | None, most: int) -> bool:
+    """Drop waiting records whose oldest token is of a version below `floor`; return whether none is left."""
+    if floor is None:
+        return True
+    # Looked for each time: what was leased or resting when the floor rose may have come back since.
+    consumer.floor = floor if consumer.floor is None else max(floor, consumer.floor)
+    stale = select_rows(
+        tx, "consumer = ? AND state = 'waiting' AND version < ? ORDER BY seq LIMIT ?", (consumer.id, floor, most)
+    )
+    drop_rows(tx, consumer, stale, "stale")
+    return len(stale) < most
+
+
+def drop_abandoned_rows(tx: Transaction, consumer: Consumer) -> None:
+    """Drop waiting records that abandoned versions of the policy sampled."""
+    lineage = read_lineage(tx)
+    if not lineage.number:
+        return
+    last = min(after for _, after, _ in lineage.branches)
+    lowest = min(version for version, _, _ in lineage.branches)
+    while True:
+        waiting = tx.all(
+            "SELECT work.seq, records.version_max FROM work JOIN records ON records.seq = work.seq "
+            "WHERE work.consumer = ? AND work.state = 'waiting' AND work.seq > ? AND records.version_max > ? "
+            "ORDER BY work.seq LIMIT 1000",
+            (consumer.id, last, lowest),
+        )
+        details = {seq: abandoned_detail(version) for seq, version in waiting if lineage.is_abandoned(seq, version)}
+        drop_rows(tx, consumer, select_rows_by_seq(tx, consumer, list(details)), "stale", details)
+        if len(waiting) < 1000:
+            return
+        last = waiting[-1][0]
+
+
+def abandoned_detail(version: int | None) -> dict[str, Any]:
+    """What the ledger says of a record that is stale because an abandoned version sampled it."""
+    return {"abandoned_version": version}
+
+
+def version_floor(announced: int | None, max_staleness: int | None) -> int | None:
+    """The oldest policy version that is fresh enough."""
+    if announced is None or max_staleness is None:
+        return None
+    return max(min(announced - max_staleness, (1 << 63) - 1), -(1 << 63))
+
+
+def announced_version(tx: Transaction) -> int | None:
+    """The policy version that was announced last."""
+    row = tx.one("SELECT value FROM meta WHERE key = 'policy_version'")
+    return None if row is None else int(row[0])
+
+
+def set_announced_version(tx: Transaction, version: int | None) -> None:
+    """Write the announced version, or none."""
+    tx.run("DELETE FROM meta WHERE key = 'policy_version'")
+    if version is not None:
+        tx.run("INSERT INTO meta (key, value) VALUES ('policy_version', ?)", (str(version),))
+
+
+def announce_version(tx: Transaction, version: int) -> bool:
+    """Write a version that is announced, and return whether it is another one; what is too old by it is dropped piece
+    by piece, by `drop_stale_rows`."""
+    now = announced_version(tx)
+    if now is not None and version < now:
+        raise BookError(f"announce: got version {version}, the book has {now}; only a rewind goes back")
+    if now == version:
+        return False
+    settle_lineage(tx)
+    set_announced_version(tx, version)
+    record_events(tx, [Event("announced", detail={"version": version})])
+    return True
+
+
+QUARANTINED = "quarantined"
+"""The reason in `work`, the kind of the events and of the findings."""
+_QUARANTINE_KEY = "quarantine"
+
+
+def add_to_quarantine(tx: Transaction, seqs: Sequence[int], first: int | None = None) -> None:
+    """Put records in quarantine; `first` is the oldest event that counts, by default the next one."""
+    if first is None:
+        first = tx.one("SELECT COALESCE(MAX(id), 0) + 1 FROM events")[0]
+    tx.run("INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT DO NOTHING", (_QUARANTINE_KEY, str(first)))
+    record_events(tx, [Event(QUARANTINED, seq) for seq in seqs])
+
+
+def _first_quarantine_event(tx: Transaction) -> int | None:
+    row = tx.one("SELECT value FROM meta WHERE key = ?", (_QUARANTINE_KEY,))
+    return None if row is None else int(row[0])
+
+
+def find_quarantined(tx: Transaction, seqs: Sequence[int]) -> set[int]:
+    """Return those of these records that are in quarantine."""
+    first = _first_quarantine_event(tx)
+    if first is None:
+        return set()
+    return {
+        seq
+        for marks, part in chunks(seqs)
+        for (seq,) in tx.all(
+            f"SELECT seq FROM events WHERE kind = '{QUARANTINED}' AND id >= {first} AND seq IN ({marks})", part
+        )
+    }
+
+
+def quarantined_uids(tx: Transaction) -> list[str]:
+    """Return the ids of the records in quarantine, in the order of admission."""
+    first = _first_quarantine_event(tx)
+    if first is None:
+        return []
+    rows = tx.all(
+        "SELECT uid FROM records WHERE gone IS NULL AND evaluation = 0 AND seq IN "
+        f"(SELECT seq FROM events WHERE id >= {first} AND kind = '{QUARANTINED}') ORDER BY seq"
+    )
+    return [uid for (uid,) in rows]
+
+
+def release_quarantine(tx: Transaction) -> int:
+    """Offer all records in quarantine to consumers; return how many there were."""
+    count = len(quarantined_uids(tx))
+    tx.run("DELETE FROM meta WHERE key = ?", (_QUARANTINE_KEY,))
+    for consumer in all_consumers(tx):
+        sampler = consumer.settings.sampler
+        while rows := select_rows(
+            tx, f"consumer = ? AND state = 'dropped' AND reason = '{QUARANTINED}' LIMIT 1000", (consumer.id,)
+        ):
+            moves = []
+            for row in rows:
+                rank = sampler.rank(consumer.item(row.seq, row.uses, row.version, row.value), consumer.state)
+                moves.append((row, row._replace(state=WAITING, reason=None, rank=rank)))
+            events = [Event("returned", row.seq, consumer.id, "offered") for row in rows]
+            change_rows(tx, consumer, moves, events)
+        while not drop_over_size(tx, consumer, 1000):
+            pass
+        save_consumer(tx, consumer)
+    return count
+
+
+_INBOX_COLUMNS = ("consumer", "first", "last", "count", "numbers")
+CHUNK = 1000
+"""How many records one transaction drains: it holds its locks for a moment only."""
+
+
+def add_to_inbox(
+    tx: Transaction, ids: Sequence[int], first: int, count: int, numbers: Mapping[int, str] | None = None
+) -> None:
+    """Note `count` new records, from number `first` on, for consumers; `numbers`: by consumer, what its sampler ranks
+    them by (a JSON list), where the ledger does not have it."""
+    rows = [(number, first, first + count - 1, count, (numbers or {}).get(number)) for number in sorted(ids)]
+    tx.insert("inbox", _INBOX_COLUMNS, rows)
+
+
+def backfill_consumer(tx: Transaction, consumer: int) -> None:
+    """Note all training records of the book for a new consumer, within an exclusive transaction."""
+    last, count = tx.one("SELECT MAX(seq), COUNT(*) FROM records WHERE evaluation = 0")
+    if count:
+        tx.insert("inbox", _INBOX_COLUMNS, [(consumer, 1, last, count, None)])
+
+
+def add_consumer(tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
+    """Create a consumer group and offer it all training records of the book, within an exclusive transaction."""
+    consumer = create_consumer(tx, name, ConsumerConfig().changed(dict(settings or {})))
+    backfill_consumer(tx, consumer.id)
+    return consumer
+
+
+def configure_consumer(
+    tx: Transaction, name: str, settings: dict[str, Any], *, create: bool, change: bool
+) -> ConsumerConfig:
+    """See `Book.consumer`."""
+    if create and find_consumer(tx, name) is None:
+        return add_consumer(tx, name, settings).settings
+    current = get_consumer(tx, name)
+    new = current.settings.changed(settings)
+    if new != current.settings and not change:
+        names = [key for key in settings if getattr(new, key) != getattr(current.settings, key)]
+        raise BookError(
+            f"consumer {name!r}: {names[0]}: got {getattr(new, names[0])!r}, the book has "
+            f"{getattr(current.settings, names[0])!r}; change=True changes it for everybody"
+        )
+    if new != current.settings:
+        save_settings(tx, current, new)
+        # All that waits is ranked anew, piece by piece, before the next lease.
+        current.state["unranked"] = current.state["oversized"] = 1
+        save_consumer(tx, current)
+        tx.run("UPDATE inbox SET numbers = NULL WHERE consumer = ?", (current.id,))  # those of the former key
+        # Whoever waits for a lease looks again when there is an event.
+        detail = {"settings": json.loads(new.to_json())}
+        record_events(tx, [Event("configured", consumer=current.id, detail=detail)])
+    return new
+
+
+def inbox_size(tx: Transaction, consumer: int) -> int:
+    """Count the records in a consumer's inbox."""
+    return int(tx.one("SELECT COALESCE(SUM(count), 0) FROM inbox WHERE consumer = ?", (consumer,))[0])
+
+
+def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHUNK) -> bool:
+    """Make rows of `work` for about `most` records, at least one range; return whether the inbox is empty now."""
+    ranges = tx.all(
+        f"SELECT first, last, numbers FROM inbox WHERE consumer = ? ORDER BY first LIMIT {most + 1}", (consumer.id,)
+    )
+    if not ranges:
+        return True
+    seqs: list[int] = []
+    values: dict[int, float | None] = {}
+    done: list[int] = []
+    cut: tuple[int, int] | None = None
+    for first, last, numbers in ranges:
+        left = most - len(seqs)
+        if left <= 0:
+            break
+        if numbers is not None:
+            values.update(zip(range(first, last + 1), _parse_numbers(numbers, last - first + 1), strict=True))
+        elif last - first >= left:
+            cut = (first, first + left)  # a long range, of a new consumer, is drained in pieces
+            seqs.extend(range(*cut))
+            break
+        seqs.extend(range(first, last + 1))
+        done.append(first)
+    key = consumer.settings.sampler.key
+    bounded = consumer.settings.max_staleness is not None
+    lineage = read_lineage(tx)
+    floor = version_floor(lineage.announced, consumer.settings.max_staleness)
+    column = f", {key}" if key in index_columns.IndexColumns._fields else ""
+    # Numbers of a range that are not in `records` are of evaluation records.
+    records = tx.all(
+        f"SELECT seq, gid, version_min, gone, version_max{column} FROM records "
+        f"WHERE evaluation = 0 AND seq {tx.in_ints} ORDER BY seq",
+        (tx.array(seqs),),
+    )
+    if column:
+        values = {row[0]: None if row[5] is None else float(row[5]) for row in records}
+    elif key is not None:
+        unknown = [row[0] for row in records if row[0] not in values and row[3] is None]
+        values.update(zip(unknown, read_numbers(book, tx, unknown, key), strict=True))
+    quarantined = find_quarantined(tx, [row[0] for row in records])
+    rows = []
+    details = {}
+    for seq, gid, version, gone, newest, *_ in records:
+        stale = floor is not None and version is not None and version < floor
+        if bounded and lineage.is_abandoned(seq, newest):
+            stale, details[seq] = True, abandoned_detail(newest)
+        dropped = gone or (QUARANTINED if seq in quarantined else "stale" if stale else None)
+        rows.append(new_row(consumer, seq, gid, version, values.get(seq), dropped))
+    enter_rows(tx, consumer, rows, details)
+    drop_over_size(tx, consumer, CHUNK)
+    if done:
+        tx.later("inbox", f"DELETE FROM inbox WHERE consumer = ? AND first {tx.in_ints}", (consumer.id, tx.array(done)))
+    if cut is not None:
+        tx.run(
+            "UPDATE inbox SET first = ?, count = count - ? WHERE consumer = ? AND first = ?",
+            (cut[1], sum(row.seq >= cut[0] for row in rows), consumer.id, cut[0]),
+        )
+    return len(done) == len(ranges)
+
+
+def _parse_numbers(numbers: Any, count: int) -> list[float | None]:
+    """A list of numbers from a ledger that anybody may have written."""
+    try:
+        values = json.loads(numbers)
+    except (RecursionError, TypeError, ValueError):
+        values = None
+    if not isinstance(values, list) or len(values) != count or {type(n) for n in values} - {int, float, type(None)}:
+        raise CorruptBookError(f"inbox: numbers: got {str(numbers)[:100]!r}, expected {count} numbers")
+    return values
+
+
+def new_row(
+    consumer: Consumer, seq: int, gid: str, version: int | None, value: float | None, dropped: str | None
+) -> Row:
+    """A record as a consumer first has it."""
+    sampler = consumer.settings.sampler
+    item = consumer.item(seq, 0, version, value)
+    state = WAITING if dropped is None else DROPPED
+    rank = sampler.rank(item, consumer.state) if dropped is None else 0.0
+    return Row(seq, gid, state, dropped, rank, value, sampler.weight(item), version, 0, 0, None, None)
+
+
+def drain_inboxes(book: Book, bounded: bool = False) -> None:
+    """Drain the inbox of every consumer in short transactions; nothing if the book is read-only.
+
+    Args:
+        bounded: Leave out consumers that drop no record because of its age or their size: what is in the inbox of one
+            of those waits.
+    """
+    if book.read_only:
+        return
+    with book.ledger.read() as tx:
+        rows = tx.all(SELECT_CONSUMERS.replace(" ORDER", " WHERE id IN (SELECT consumer FROM inbox) ORDER"))
+    for consumer in parse_consumers(rows):
+        empty = bounded and not consumer.settings.bounded
+        while not empty:
+            # What a crash undoes is in the inbox again.
+            with book.ledger.write(shared=True, durable=False) as tx:
+                current = find_consumer(tx, consumer.name, lock=True)
+                empty = current is None or drain_inbox(tx, book, current)
+                if current is not None:
+                    save_consumer(tx, current)
+            if not empty:
+                let_others(book.ledger)
+
+
+@contextmanager
+def write_drained(book: Book, timeout: float | None = None) -> Iterator[Transaction]:
+    """An exclusive transaction in which every inbox is empty: each consumer has a row for each record."""
+    drain_long_inboxes(book)
+    with book.ledger.write(timeout=timeout) as tx:
+        drain_inboxes_within(tx, book)
+        yield tx
+
+
+def drain_long_inboxes(book: Book) -> None:
+    """Drain inboxes that are too long to be drained within one transaction."""
+    if book.ledger.all("SELECT COALESCE(SUM(count), 0) FROM inbox")[0][0] > CHUNK:
+        drain_inboxes(book)
+
+
+def drain_inboxes_within(tx: Transaction, book: Book) -> None:
+    """Drain every inbox within an exclusive transaction."""
+    for (name,) in tx.all("SELECT name FROM consumers WHERE id IN (SELECT consumer FROM inbox) ORDER BY id"):
+        consumer = get_consumer(tx, name)
+        while not drain_inbox(tx, book, consumer):
+            pass
+        save_consumer(tx, consumer)

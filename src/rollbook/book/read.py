@@ -1,0 +1,984 @@
+"""Reading: records by number, by id, by condition and by column.
+
+Invariant: a reader asks the ledger where a record lies and then the store; where compaction has moved it in between, it
+asks again. What it hands out is memory of the reader's own, and its size is that of what was asked for, not the book's.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby, pairwise
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from rollbook.book import index_columns
+from rollbook.book.content_hash import content_hashes
+from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
+from rollbook.book.ledger import Ledger, Transaction, check_text, chunks
+from rollbook.book.media import COLUMN, OWN, references, restore
+from rollbook.book.segments.files import Place, check_place
+from rollbook.core import columns as arrow
+from rollbook.core.checks import check_float, check_int, suggest
+from rollbook.core.errors import WireError
+from rollbook.core.experiences import Experiences, uncollected
+from rollbook.core.fields import FIELDS, owner
+from rollbook.core.frame_reader import Reader, Span, Stack, read_rows, read_stack
+from rollbook.core.wire import decode, decode_arrays, read_header
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from rollbook.book.book import Book
+    from rollbook.core.experience import Experience
+    from rollbook.core.ids import EID
+
+
+Result = TypeVar("Result")
+_ATTEMPTS = 20
+_TOGETHER = 16 << 20
+"""How many bytes are mapped together at most: a view of a few of them keeps all."""
+_WHOLE = 3
+"""A frame is read whole where the records to read are more than a third of it: their ranges would be most of it."""
+_WHOLE_BYTES = 16 << 10
+"""A frame of at most this size is read whole: the requests for ranges take longer than the bytes."""
+Location = tuple[int, str | None, int, int, int, str | None, int]
+"""seq, segment, start, size, slot, why it is gone, bytes (an equal share of the frame)"""
+
+
+class Frames:
+    """The frames that were decoded last, whole; rows are gathered from them, never handed out as views."""
+
+    def __init__(self, book: Book, most: int = 64) -> None:
+        self.book = book
+        self.most = most
+        self._kept: OrderedDict[Place, Experiences] = OrderedDict()
+
+    def get(self, place: Place, verify: bool = True) -> Experiences:
+        """The frame at a place."""
+        frame = self._kept.get(place)
+        if frame is None:
+            frame = read_frame(self.book, place, verify)
+            self._kept[place] = frame
+            while len(self._kept) > self.most:
+                self._kept.popitem(last=False)
+        else:
+            self._kept.move_to_end(place)
+        return frame
+
+
+def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
+    """The bytes of places that lie one behind the other, as the frames of many small appends do, and the places.
+
+    They are read or mapped together: that takes as long as one of them.
+    """
+    for place in places:
+        check_place(place)
+    if len(places) > 1 and book.store.transactional:
+        yield from _together(book, places)
+        return
+    at = 0
+    while at < len(places):
+        first, end = places[at], at + 1
+        while (
+            end < len(places)
+            and (places[end].segment, places[end].offset) == (first.segment, places[end - 1].stop)
+            and places[end].stop - first.offset <= _TOGETHER
+        ):
+            end += 1
+        run = list(places[at:end])
+        try:
+            memory = book.store.get(Place(first.segment, first.offset, run[-1].stop - first.offset))
+        except CorruptBookError:
+            # Of a segment that is cut short, what is still there.
+            yield from ((book.store.get(place), [place]) for place in run)
+        else:
+            yield memory, run
+        at = end
+
+
+def _together(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
+    """The same from a database, where each frame of an append is a segment: many of them in one exchange."""
+    at = 0
+    while at < len(places):
+        end, size = at, 0
+        while end < len(places) and (end == at or size + places[end].length <= _TOGETHER):
+            size += places[end].length
+            end += 1
+        for place, data in zip(places[at:end], book.store.get_many(places[at:end]), strict=True):
+            yield memoryview(bytearray(data)), [place]
+        at = end
+
+
+def _stack(memory: memoryview, run: Sequence[Place], verify: bool) -> Stack | None:
+    """The frames of a run, if they are alike."""
+    spans = [(place.offset - run[0].offset, place.stop - run[0].offset) for place in run]
+    return read_stack(np.frombuffer(memory, dtype=np.uint8), spans, verify)
+
+
+def read_frame(book: Book, place: Place, verify: bool = True) -> Experiences:
+    """A frame as it lies there, media still references; `MissingSegmentError` if compaction moved it."""
+    view = book.store.get(place)
+    try:
+        _check_frame(view)
+        return decode(view, verify=verify, private=book.store.private)
+    except WireError as error:
+        raise CorruptBookError(f"segment {place.segment}, byte {place.offset}: {error}") from None
+
+
+def _check_frame(view: memoryview) -> None:
+    """Raise unless the bytes are one uncompressed frame; a few bytes of a compressed one could be any number."""
+    head = read_header(view)
+    if head.compression is not None or head.stop != len(view):
+        raise WireError(f"a frame of {head.stop} bytes, compression {head.compression}; expected {len(view)}, None")
+
+
+def whole_arrays(
+    book: Book, frames: Sequence[tuple[Place, Sequence[int]]], fields: Collection[str]
+) -> Iterator[dict[str, pa.Array] | None]:
+    """Columns of each frame, not copied, if its slots are all of its records in their order; `None` if not.
+
+    Raises:
+        MissingSegmentError: If compaction moved one.
+    """
+    slots = iter([numbers for _, numbers in frames])  # a place may come twice
+    for memory, run in read_runs(book, [place for place, _ in frames]):
+        stack = _stack(memory, run, False)
+        if stack is not None:
+            for count, arrays in zip(stack.counts, stack.arrays(fields), strict=True):
+                yield arrays if _all_in_order(next(slots), count) else None
+            continue
+        for place in run:
+            view = memory[place.offset - run[0].offset : place.stop - run[0].offset]
+            try:
+                complete = _all_in_order(next(slots), read_header(view).count)
+                yield decode_arrays(view, fields) if complete else None
+            except WireError as error:
+                raise CorruptBookError(f"segment {place.segment}, byte {place.offset}: {error}") from None
+
+
+def _all_in_order(slots: Sequence[Any], count: int) -> bool:
+    return len(slots) == count and list(slots) == list(range(count))
+
+
+def locate(source: Ledger | Transaction, seqs: Sequence[int]) -> dict[int, Location]:
+    """Where records lie."""
+    rows: dict[int, Location] = {}
+    sql = f"SELECT seq, segment, start, size, slot, gone, bytes FROM records WHERE seq {source.in_ints}"
+    for start in range(0, len(seqs), 10_000):
+        rows.update((row[0], row) for row in source.all(sql, (source.array(seqs[start : start + 10_000]),)))
+    return rows
+
+
+def check_present(book: Book, seqs: Sequence[int], where: Mapping[int, Location]) -> None:
+    """Raise if one of these records is not in the book, or has no bytes."""
+    for seq in seqs:
+        if seq not in where:
+            raise BookError(f"record number {seq}: there is none in the book")
+        if where[seq][1] is None:
+            with book.ledger.read() as tx:
+                (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
+            raise BookError(f"{uid}: its bytes are gone ({where[seq][5] or 'never stored'})")
+
+
+def retried(
+    book: Book,
+    seqs: Sequence[int],
+    read: Callable[[list[Location]], Result],
+    *,
+    skip: bool = False,
+    located: Mapping[int, Location] | None = None,
+) -> Result:
+    """Call `read` with the places of records, and again with their new ones where compaction has moved some meanwhile.
+
+    Args:
+        book: Where to look.
+        seqs: The records' numbers.
+        read: What to do with the places.
+        skip: Leave out records that have no bytes (deleted since they were listed) instead of raising.
+        located: The places, if the ledger was asked already.
+    """
+    for attempt in range(_ATTEMPTS):
+        where = locate(book.ledger, seqs) if located is None or attempt else located
+        if skip:
+            where = {seq: place for seq, place in where.items() if place[1] is not None}
+        else:
+            check_present(book, seqs, where)
+        try:
+            return read([where[seq] for seq in seqs if seq in where])
+        except MissingSegmentError as missing:
+            gone = missing
+    raise CorruptBookError(f"{gone}: a segment that the ledger refers to; see `rollbook check`") from None
+
+
+def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
+    """These records, in this order.
+
+    Of a frame of which few records are read, only their bytes are: see `core.frame_reader`. The frame's checksum says
+    nothing about them, so that with `verify` they are compared with the digests in the ledger, and where one differs
+    the frame is read whole.
+    """
+    if not seqs:
+        return Experiences()
+    for _ in range(_ATTEMPTS):
+        where = locate(book.ledger, seqs)
+        check_present(book, seqs, where)
+        try:
+            return _read_records(book, [where[seq] for seq in seqs], verify, media)
+        except MissingSegmentError as error:  # Compaction moved it.
+            missing = error
+    raise CorruptBookError(f"{missing}: a segment that the ledger refers to; see `rollbook check`") from None
+
+
+def fetch_present(
+    book: Book,
+    seqs: Sequence[int],
+    *,
+    verify: bool = True,
+    media: bool = True,
+    located: Mapping[int, Location] | None = None,
+) -> tuple[list[int], Experiences]:
+    """Read those of these records that have bytes, in this order; `located`: their places, if the ledger was asked.
+
+    Returns:
+        Their numbers, and the records.
+    """
+
+    def read(places: list[Location]) -> tuple[list[int], Experiences]:
+        return [place[0] for place in places], _read_records(book, places, verify, media)
+
+    return retried(book, seqs, read, skip=True, located=located) if seqs else ([], Experiences())
+
+
+def _read_records(book: Book, places: Sequence[Location], verify: bool, media: bool) -> Experiences:
+    if not places:
+        return Experiences()
+    if media or not verify:
+        parts = _parts(book, places, verify, sparse=True)
+        records = restore_media(book, _joined(parts)) if media else _joined(parts)
+        if not verify or not parts.sparse or _match(book, records, places, parts.sparse):
+            return records
+    records = gather(book, places, verify)
+    return restore_media(book, records) if media else records
+
+
+def _match(book: Book, records: Experiences, where: Sequence[Location], rows: Sequence[int]) -> bool:
+    """Whether some rows of `records` have the digests that the ledger has for their records."""
+    hashes = book.ledger.all(
+        "SELECT seq, CASE WHEN revision = 0 THEN whole ELSE (SELECT revisions.whole FROM revisions "
+        "WHERE revisions.seq = records.seq AND revisions.n = records.revision) END "
+        f"FROM records WHERE seq {book.ledger.in_ints}",
+        (book.ledger.array([where[i][0] for i in rows]),),
+    )
+    expected = {seq: None if digest is None else bytes(digest) for seq, digest in hashes}
+    chosen = records if len(rows) == len(records) else records.take(list(rows))
+    try:
+        return [expected.get(where[i][0]) for i in rows] == content_hashes(chosen).whole
+    except (WireError, ValueError):
+        return False
+
+
+def only_fields(records: Experiences, fields: Collection[str]) -> Experiences:
+    """The columns of some fields alone: enough to gather and to hand on as Arrow, not to make rows of."""
+    parts = {
+        name: c for name, c in records.columns.items() if (entry := owner(name)) is not None and entry[0].name in fields
+    }
+    return Experiences._of(parts, len(records))
+
+
+def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:
+    """The records at these places that have bytes, in this order; of whole frames nothing is copied."""
+
+    def read(places: list[Location]) -> list[Experience]:
+        if not places:
+            return []
+        parts = _parts(book, places, together=_in_order(places))
+        restored = [restore_media(book, part) for part in (parts.parts if parts.order is None else [_joined(parts)])]
+        with uncollected():
+            return [row for part in restored for row in part.rows()]
+
+    return retried(book, list(located), read, skip=True, located=located) if located else []
+
+
+def _in_order(where: Sequence[Location]) -> bool:
+    """Whether the records of each frame follow each other."""
+    places = [location[1:4] for location in where]
+    return sum(a != b for a, b in pairwise(places)) + 1 == len(set(places))
+
+
+def gather(
+    book: Book, where: Sequence[Location], verify: bool = True, only: Collection[str] | None = None
+) -> Experiences:
+    """Records from the frames they lie in, each frame decoded once; with `only`, the columns of these fields."""
+    return _joined(_parts(book, where, verify, only, sparse=not verify))
+
+
+def check_slots(place: Place, slots: Sequence[Any], count: int) -> None:
+    """Refuse slots that a frame of so many records has not; SQLite keeps whatever it is given, text for numbers too."""
+    if not all(type(slot) is int and 0 <= slot < count for slot in slots):
+        raise CorruptBookError(
+            f"segment {place.segment}, byte {place.offset}: {count} records, none in slot {str(slots)[:80]}"
+        )
+
+
+class _Parts(NamedTuple):
+    parts: list[Experiences]
+    order: list[int] | None
+    """Which records the parts have, one behind the other; `None` if all, in order."""
+    sparse: list[int]
+    """Which records were read without the rest of their frames, and are not verified."""
+
+
+def _parts(
+    book: Book,
+    where: Sequence[Location],
+    verify: bool = True,
+    only: Collection[str] | None = None,
+    sparse: bool = False,
+    together: bool = False,
+) -> _Parts:
+    """The records of each frame.
+
+    Args:
+        book: Where to read.
+        where: The places of the records.
+        verify: Whether to check the frames' checksums.
+        only: Fields to read; all if `None`.
+        sparse: Read the records without the rest of their frame where they are few.
+        together: Read frames that lie together as one; the records are then good to make rows of, and nothing else.
+    """
+    grouped: dict[tuple[Any, ...], list[int]] = {}
+    for i, location in enumerate(where):
+        grouped.setdefault(location[1:4], []).append(i)
+    frames = {Place(*place): indices for place, indices in grouped.items()}
+    rows = _sparse_rows(book, frames, where, only) if sparse else {}
+    rest = [place for place in frames if place not in rows]
+    parts = {place: [records] for place, records in rows.items()}
+    for memory, run in read_runs(book, rest):
+        slots = {place: [where[i][4] for i in frames[place]] for place in run}
+        stacked = _stacked(memory, run, verify, slots) if together else None
+        if stacked is not None:
+            parts.update({place: [] for place in run} | {run[0]: [stacked]})
+            continue
+        for place in run:
+            view = memory[place.offset - run[0].offset : place.stop - run[0].offset]
+            try:
+                _check_frame(view)
+                records = decode(view, verify=verify, private=book.store.private)
+            except WireError as error:
+                raise CorruptBookError(f"segment {place.segment}, byte {place.offset}: {error}") from None
+            if only is not None:
+                records = only_fields(records, only)
+            check_slots(place, slots[place], len(records))
+            # A whole frame in order is private memory as it is; anything else is gathered.
+            parts[place] = [records if _all_in_order(slots[place], len(records)) else records.take(slots[place])]
+    order = [i for indices in frames.values() for i in indices]
+    return _Parts(
+        [records for place in frames for records in parts[place]],
+        None if order == list(range(len(order))) else order,
+        sorted(i for place in rows for i in frames[place]),
+    )
+
+
+def _stacked(
+    memory: memoryview, run: Sequence[Place], verify: bool, slots: Mapping[Place, Sequence[Any]]
+) -> Experiences | None:
+    """All records of a run of frames, if the frames are alike and `slots` are all they have."""
+    stack = _stack(memory, run, verify)
+    if stack is None or COLUMN in stack.schema.names:
+        return None
+    if not all(_all_in_order(slots[place], count) for place, count in zip(run, stack.counts, strict=True)):
+        return None
+    try:
+        return stack.experiences(verify)
+    except WireError:
+        return None  # Read one by one, they say which is wrong.
+
+
+def _sparse_rows(
+    book: Book, frames: Mapping[Place, list[int]], where: Sequence[Location], only: Collection[str] | None
+) -> dict[Place, Experiences]:
+    """The records of the frames of which few are read, where that goes well; the others are to be read whole."""
+    places, slots, spare = [], [], []
+    for place, indices in frames.items():
+        numbers = [where[i][4] for i in indices]
+        share = where[indices[0]][6]
+        plain = all(type(number) is int for number in (place.length, share, *numbers))
+        if plain and place.length > max(_WHOLE_BYTES, _WHOLE * share * len(indices)):
+            places.append(check_place(place))
+            slots.append(numbers)
+            spare.append(share * len(set(numbers)) // 2)
+    readers = [
+        _tolerate(read_rows(place.length, sorted(set(numbers)), only))
+        for place, numbers in zip(places, slots, strict=True)
+    ]
+    try:
+        results = _read_ranges(book, places, readers, spare)
+    except CorruptBookError:
+        return {}
+    rows = {}
+    for place, numbers, records in zip(places, slots, results, strict=True):
+        if records is not None:
+            rising = sorted(set(numbers))
+            rows[place] = (
+                records if rising == numbers else records.take([bisect_left(rising, number) for number in numbers])
+            )
+    return rows
+
+
+def _tolerate(reader: Reader[Experiences]) -> Reader[Experiences | None]:
+    """The reader's result, or `None` if the bytes are not good: reading them whole says what is wrong."""
+    try:
+        return (yield from reader)
+    except WireError:
+        return None
+
+
+def _read_ranges(
+    book: Book, places: Sequence[Place], readers: Sequence[Reader[Result]], spare: Sequence[int]
+) -> list[Result | None]:
+    """Run a reader for each place, all in step: the store is asked a few times, however many they are.
+
+    Args:
+        book: Where to read.
+        places: Where each frame lies.
+        readers: What reads each frame.
+        spare: How many bytes more than needed may be read of each frame at a time, so that there are fewer ranges.
+    """
+    results: list[Result | None] = [None] * len(readers)
+    pending: list[tuple[int, list[Span] | None, list[Any]]] = [(i, None, []) for i in range(len(readers))]
+    while pending:
+        requests: list[tuple[int, list[Span], list[Span]]] = []
+        for i, spans, data in pending:
+            try:
+                following = next(readers[i]) if spans is None else readers[i].send(data)
+            except StopIteration as finished:
+                results[i] = finished.value
+            else:
+                requests.append((i, following, _merged(following, spare[i])))
+        needed = [
+            Place(places[i].segment, places[i].offset + start, stop - start)
+            for i, _, merged in requests
+            for start, stop in merged
+        ]
+        pieces = iter(book.store.get_many(needed) if needed else [])
+        pending = []
+        for i, spans, merged in requests:
+            starts = [start for start, _ in merged]
+            memory = [memoryview(next(pieces)) for _ in merged]
+            data = []
+            for start, stop in spans:
+                at = bisect_right(starts, start) - 1
+                data.append(memory[at][start - starts[at] : stop - starts[at]])
+            pending.append((i, spans, data))
+    return results
+
+
+def _merged(spans: Sequence[Span], spare: int) -> list[Span]:
+    """Ranges that cover `spans`, the nearest ones joined for as long as what lies between is at most `spare` bytes.
+
+    >>> _merged([(50, 60), (0, 10), (12, 20), (100, 110)], 35)
+    [(0, 60), (100, 110)]
+    """
+    merged: list[Span] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    gaps = sorted((after[0] - before[1], i) for i, (before, after) in enumerate(pairwise(merged)))
+    joined = set()
+    for gap, i in gaps:
+        spare -= gap
+        if spare < 0:
+            break
+        joined.add(i)
+    ranges: list[Span] = []
+    for i, (start, stop) in enumerate(merged):
+        if i - 1 in joined:
+            ranges[-1] = (ranges[-1][0], stop)
+        else:
+            ranges.append((start, stop))
+    return ranges
+
+
+def _joined(parts: _Parts) -> Experiences:
+    joined = parts.parts[0] if len(parts.parts) == 1 else Experiences.concat(parts.parts)
+    if parts.order is None:
+        return joined
+    back = np.empty(len(parts.order), dtype=np.int64)
+    back[parts.order] = np.arange(len(parts.order))
+    return joined.take(back)
+
+
+def restore_media(book: Book, records: Experiences) -> Experiences:
+    """Replace references by media."""
+    if not any(name.startswith(OWN) for name in records.columns):
+        return records
+    hashes = {key for keys in references(records) for key in keys}
+    if not hashes:
+        return restore(records, dict[str, Any]().__getitem__)
+    places: dict[str, Place] = {}
+    with book.ledger.read() as tx:
+        for marks, part in chunks(sorted(hashes)):
+            for key, segment, start, size in tx.all(
+                f"SELECT hash, segment, start, size FROM media WHERE hash IN ({marks})", part
+            ):
+                places[key] = Place(segment, start, size)
+
+    def get(key: str) -> memoryview:
+        if key not in places:
+            # Removed with its last record, since that was read: look again.
+            raise MissingSegmentError(f"the medium sha256:{key} is not in the ledger")
+        last.append(places[key])
+        return book.store.get(places[key])
+
+    last: list[Place] = []
+    try:
+        return restore(records, get)
+    except WireError as error:
+        if not last:
+            raise
+        raise CorruptBookError(f"segment {last[-1].segment}, byte {last[-1].offset}: {error}") from None
+
+
+def seqs_of(book: Book, uids: Sequence[str]) -> list[int]:
+    """The numbers of records by id, in order; an unknown id is an error."""
+    listed: list[int] = []
+    for marks, part in chunks(uids):
+        with book.ledger.read() as tx:
+            seqs = dict(tx.all(f"SELECT uid, seq FROM records WHERE uid IN ({marks})", part))
+        for uid in part:
+            if uid not in seqs:
+                raise KeyError(f"uid: got {uid!r}, which is not in the book")
+            listed.append(seqs[uid])
+    return listed
+
+
+def read_numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> list[float | None]:
+    """One number of each record, from the ledger if it has it, else from the record."""
+    if key in index_columns.IndexColumns._fields:
+        numbers: dict[int, Any] = {}
+        for marks, part in chunks(seqs):
+            numbers.update(tx.all(f"SELECT seq, {key} FROM records WHERE seq IN ({marks})", part))
+        return [None if numbers[seq] is None else float(numbers[seq]) for seq in seqs]
+    where = locate(tx, seqs)
+    return index_columns.number_column(gather(book, [where[seq] for seq in seqs]), key) if seqs else []
+
+
+def uid_of(record: str | EID | Experience) -> str:
+    """The id, from an id or from what has one."""
+    if isinstance(record, str):
+        return check_text("uid", record, 0)
+    uid = getattr(getattr(record, "eid", record), "uid", None)
+    if not isinstance(uid, str):
+        raise ValueError(f"uid: got {type(record).__name__}, expected an id, an EID or an Experience")
+    return uid
+
+
+def uids_of(records: Any) -> list[str]:
+    """Several ids, from one or many."""
+    if isinstance(records, str) or hasattr(records, "uid") or hasattr(records, "eid"):
+        return [uid_of(records)]
+    return list(dict.fromkeys(uid_of(record) for record in records))
+
+
+LEDGER_COLUMNS = (*index_columns.IndexColumns._fields, "seq", "evaluation", "admitted", "revision", "bytes", "gone")
+"""What a condition can ask the ledger for."""
+_ASKED = tuple(
+    dict.fromkeys(
+        [*LEDGER_COLUMNS, *(name for name, field in FIELDS.items() if field.kind in ("text", "number", "integer"))]
+    )
+)
+"""What a condition can be on, with the entries of `info` and `metrics`."""
+Condition = tuple[str, str, Any]
+_TESTS: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_SQL = {"=": "=", "==": "=", "!=": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
+OPERATORS = (*_TESTS, "in", "not in", "is", "is not")
+PIECE = 1024
+MOST = 10_000
+"""How many values one `in` may have; `book.get` takes any number of ids."""
+
+
+def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
+    """Conditions as users give them: `("reward", ">", 0.5)`, and `task="a"` for `("task", "=", "a")`."""
+    parsed: list[Condition] = []
+    for condition in (
+        *conditions,
+        *((name, "in" if isinstance(value, (list, tuple, set)) else "=", value) for name, value in equal.items()),
+    ):
+        if not isinstance(condition, tuple) or len(condition) != 3 or not isinstance(condition[0], str):
+            raise ValueError(f"where: got {condition!r}, expected (column, operator, value)")
+        name, test, value = condition
+        if test not in OPERATORS:
+            raise ValueError(f"where: {name}: got operator {test!r}, expected one of {', '.join(OPERATORS)}")
+        head = name.split(".")[0]
+        if name not in LEDGER_COLUMNS and head not in FIELDS:
+            raise ValueError(f"where: {name!r} is no column{suggest(name, [*_ASKED, 'info.NAME', 'metrics.NAME'])}")
+        if test in ("in", "not in"):
+            if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+                raise ValueError(f"where: {name}: got {test} {value!r}, expected several values")
+            value = list(value)
+            if len(value) > MOST:
+                raise ValueError(f"where: {name}: got {len(value)} values, expected at most {MOST}")
+        elif test in ("is", "is not"):
+            if value is not None:
+                raise ValueError(f"where: {name}: got {test} {value!r}, expected {test} None")
+        elif value is None:
+            if test not in ("=", "==", "!="):
+                raise ValueError(f"where: {name}: got {test} None, expected 'is' or 'is not'")
+            test = "is" if test in ("=", "==") else "is not"
+        if (
+            head not in ("info", "metrics")
+            and name not in LEDGER_COLUMNS
+            and FIELDS[head].kind not in ("text", "number", "integer")
+        ):
+            raise ValueError(
+                f"where: {name!r} is a {FIELDS[head].kind}; conditions are on numbers and texts, book.sql on all"
+            )
+        if name in LEDGER_COLUMNS and value is not None:
+            value = [_fit(name, condition) for condition in value] if isinstance(value, list) else _fit(name, value)
+        parsed.append((name, test, value))
+    return parsed
+
+
+def _fit(name: str, value: Any) -> Any:
+    """A value as every database compares it with a column of the ledger."""
+    if name in ("batch", "task"):
+        value = str(value)
+    kind = LEDGER_TYPES[name]
+    if kind == pa.large_string():
+        if not isinstance(value, str) or "\0" in value or value.encode("utf-8", "replace").decode() != value:
+            raise ValueError(f"where: {name}: got {value!r}, expected a text without NUL and lone surrogates")
+        return value
+    # Integers beyond 64 bits and numpy's are none to a database.
+    number = check_float(f"where: {name}", int(value) if isinstance(value, (bool, np.bool_)) else value)
+    return int(value) if isinstance(value, Integral) and abs(number) < 2**63 else number
+
+
+def in_ledger(conditions: Sequence[Condition]) -> tuple[str, list[Any]]:
+    """The SQL of the conditions that the ledger answers."""
+    parts: list[str] = []
+    values: list[Any] = []
+    for name, test, value in conditions:
+        if name not in LEDGER_COLUMNS:
+            continue
+        # The ledger has no number for a reward that is NaN: it differs from every number, and it is not missing.
+        nan = f" OR scored = {index_columns.NOT_A_NUMBER}" if name == "reward" and test in ("!=", "not in") else ""
+        if test in ("is", "is not") and name == "reward":
+            parts.append(f"scored {'=' if test == 'is' else '<>'} {index_columns.UNSCORED}")
+        elif test in ("is", "is not"):
+            parts.append(f"{name} {test.upper()} NULL")
+        elif test in ("in", "not in"):
+            if not value:
+                parts.append("1 = 0" if test == "in" else "1 = 1")
+                continue
+            parts.append(f"({name} {test.upper()} ({','.join('?' * len(value))}){nan})")
+            values += value
+        else:
+            parts.append(f"({name} {_SQL[test]} ?{nan})")
+            values.append(value)
+    return " AND ".join(parts) or "1 = 1", values
+
+
+class Selection:
+    """The records that meet some conditions, read when they are asked for; made by `book.where`.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2, i], reward=i / 4, info={"i": i}) for i in range(5)])
+    >>> good = book.where(("reward", ">", 0.4), ("info.i", "<", 4))
+    >>> good.count(), [record.reward for record in good]
+    (2, [0.5, 0.75])
+    """
+
+    def __init__(self, book: Book, conditions: Sequence[Condition], order: str = "seq") -> None:
+        self._book = book
+        self._asked = list(conditions)
+        self._order = order
+
+    def where(self, *conditions: Condition, **equal: Any) -> Selection:
+        """These records, narrowed."""
+        return Selection(self._book, [*self._asked, *parse_conditions(conditions, equal)], self._order)
+
+    @property
+    def _late(self) -> list[Condition]:
+        return [condition for condition in self._asked if condition[0] not in LEDGER_COLUMNS]
+
+    def count(self) -> int:
+        """How many there are, those too whose bytes are gone and runs that failed (`gone` says why)."""
+        if not self._late:
+            sql, values = in_ledger(self._asked)
+            with self._book.ledger.read() as tx:
+                return int(tx.one(f"SELECT COUNT(*) FROM records WHERE {sql}", values)[0])
+        return sum(len(piece) for piece in self._pieces())
+
+    def uids(self) -> list[str]:
+        """Their ids, in the order of admission; like `count`, whether their bytes are there or not."""
+        return [uid for piece in self._pieces() for _, uid, *_ in piece]
+
+    def experiences(self) -> Experiences:
+        """All of them at once."""
+        return Experiences.concat(list(self.batches()))
+
+    def batches(self, rows: int = PIECE) -> Iterator[Experiences]:
+        """Records piece by piece; those whose bytes are gone are left out."""
+        for piece in self._pieces(check_int("rows", rows, 1)):
+            located = _locations(piece)
+            present, records = fetch_present(self._book, list(located), located=located)
+            if present:
+                yield records
+
+    def __iter__(self) -> Iterator[Any]:
+        for piece in self._pieces():
+            yield from fetch_rows(self._book, _locations(piece))
+
+    def scan(self, columns: Sequence[str] | None = None, rows: int = PIECE) -> Iterator[pa.RecordBatch]:
+        """Return Arrow batches of some columns of the records.
+
+        Memory is that of one batch. Columns that are not named are not read, and those of mapped segments are not
+        copied. Bytes are checked as far as memory safety needs; `Book.get` checks them all.
+
+        Args:
+            columns: Names of columns; all if `None`.
+            rows: Rows per batch at most.
+        """
+        check_int("rows", rows, 1)
+        return scan(self._book, self, columns, rows)
+
+    def _pieces(self, rows: int = PIECE) -> Iterator[list[Any]]:
+        """(seq, uid, segment, start, size, slot, gone, bytes) of the records that meet all conditions."""
+        sql, values = in_ledger(self._asked)
+        last = 0
+        while True:
+            with self._book.ledger.read() as tx:
+                page = tx.all(
+                    "SELECT seq, uid, segment, start, size, slot, gone, bytes FROM records "
+                    f"WHERE seq > ? AND {sql} ORDER BY seq LIMIT ?",
+                    (last, *values, rows),
+                )
+            if not page:
+                return
+            last = page[-1][0]
+            matches = page
+            for condition in self._late:
+                matches = self._filtered(matches, condition)
+            if matches:
+                yield matches
+            if len(page) < rows:
+                return
+
+    def _filtered(self, piece: list[Any], condition: Condition) -> list[Any]:
+        values = _values(self._book, [row[0] for row in piece if row[2] is not None], condition[0])
+        return [row for row in piece if row[0] in values and _meets(values[row[0]], condition)]
+
+    def __repr__(self) -> str:
+        shown = " and ".join(f"{name} {test} {value!r}" for name, test, value in self._asked)
+        return f"Selection({self._book.url!r}, {shown or 'all'})"
+
+
+def _locations(piece: Sequence[Any]) -> dict[int, Location]:
+    """Where the records of a piece lie that have bytes."""
+    return {row[0]: (row[0], *row[2:]) for row in piece if row[2] is not None}
+
+
+def _values(book: Book, seqs: list[int], name: str) -> dict[int, Any]:
+    """A field of those of these records that have bytes, by their numbers."""
+    head, dot, key = name.partition(".")
+    present, records = fetch_present(book, seqs, verify=False, media=False)
+    values = records.values(head) if present else []
+    if dot:
+        values = [None if value is None else value.get(key) for value in values]
+    return dict(zip(present, values, strict=True))
+
+
+def _meets(value: Any, condition: Condition) -> bool:
+    _, test, operand = condition
+    if test == "is":
+        return value is None
+    if test == "is not":
+        return value is not None
+    if value is None:
+        return False
+    try:
+        if test == "in":
+            return value in operand
+        if test == "not in":
+            return value not in operand
+        return bool(_TESTS[test](value, operand))
+    except TypeError:
+        return False
+
+
+# --- columns --------------------------------------------------------------------------------------------------------
+
+
+def checked_columns(columns: Sequence[str] | None) -> list[str] | None:
+    """Names of columns: of the ledger, or fields of a record."""
+    if columns is None:
+        return None
+    for name in columns:
+        if not isinstance(name, str) or (name not in LEDGER_COLUMNS and name not in FIELDS):
+            raise ValueError(
+                f"columns: got {name!r}, expected names of columns"
+                f"{suggest(str(name), dict.fromkeys([*LEDGER_COLUMNS, *FIELDS]))}"
+            )
+    return list(dict.fromkeys(columns))
+
+
+def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: int) -> Iterator[pa.RecordBatch]:
+    """Batches with what the ledger has of the columns from the ledger, and the rest from the frames: a batch a frame,
+    so that columns of mapped segments are not copied."""
+    requested = checked_columns(columns)
+    names = (
+        [*LEDGER_COLUMNS, *(name for name in FIELDS if name not in LEDGER_COLUMNS)] if requested is None else requested
+    )
+    from_ledger = [name for name in names if name in LEDGER_COLUMNS]
+    from_frames = [name for name in names if name not in LEDGER_COLUMNS]
+    if from_frames and set(from_ledger) <= _IN_FRAMES:
+        # The frames have the same numbers: the ledger need not be asked twice.
+        from_ledger, from_frames = [], names
+    for piece in selection._pieces(rows):
+        with_bytes = [row for row in piece if row[2] is not None] if from_frames else piece
+        if not with_bytes:
+            continue
+        arrays: dict[str, pa.Array] = {}
+        if from_ledger:
+            with book.ledger.read() as tx:
+                arrays = ledger_arrays(tx, from_ledger, [row[0] for row in with_bytes])
+        if not from_frames:
+            yield _batch(names, arrays)
+            continue
+        runs = [list(run) for _, run in groupby(with_bytes, key=lambda row: row[2:5])]
+        start = 0
+        for run, (present, frame_columns) in zip(runs, _runs(book, runs, from_frames), strict=True):
+            here = {name: array.slice(start, len(run)) for name, array in arrays.items()}
+            start += len(run)
+            if len(present) < len(run):
+                rows_present = [i for i, row in enumerate(run) if row[0] in set(present)]
+                here = {name: array.take(pa.array(rows_present, pa.int64())) for name, array in here.items()}
+            if present:
+                yield _batch(names, here | frame_columns)
+
+
+def _batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatch:
+    ordered = _ordered(tuple(names), tuple(arrays))
+    return pa.RecordBatch.from_arrays([arrays[name] for name in ordered], names=ordered)
+
+
+@lru_cache(256)
+def _ordered(names: tuple[str, ...], arrays: tuple[str, ...]) -> list[str]:
+    """The arrays of some fields, sides included, in the order of the fields."""
+    sides = (name for field in names for name in arrays if name == field or name.startswith(f"{field}__"))
+    return list(dict.fromkeys(sides))
+
+
+def _runs(
+    book: Book, runs: Sequence[list[Any]], fields: Sequence[str]
+) -> Iterator[tuple[list[int], dict[str, pa.Array]]]:
+    """The numbers and columns of each run of records, all of one frame: as they lie there if it is the whole of it,
+    without those that were deleted meanwhile."""
+    frames = [(Place(*run[0][2:5]), [row[5] for row in run]) for run in runs]
+    done = 0
+    try:
+        for run, arrays in zip(runs, whole_arrays(book, frames, fields), strict=True):
+            if arrays is None:
+                yield frame_arrays(book, [row[0] for row in run], fields)
+            else:
+                yield [row[0] for row in run], _with_nulls(arrays, fields, len(run))
+            done += 1
+    except MissingSegmentError:  # Compaction has moved some.
+        for run in runs[done:]:
+            yield frame_arrays(book, [row[0] for row in run], fields)
+
+
+def _with_nulls(arrays: dict[str, pa.Array], fields: Sequence[str], count: int) -> dict[str, pa.Array]:
+    """The arrays, with nulls for the fields that no record has."""
+    missing = {name: pa.nulls(count, LEDGER_TYPES.get(name)) for name in fields if name not in arrays}
+    return {**missing, **arrays} if missing else arrays
+
+
+LEDGER_TYPES: dict[str, pa.DataType] = {
+    **dict.fromkeys(
+        ("uid", "gid", "batch", "task", "suffix", "finish_reason", "truncate_status", "kind", "parent", "gone"),
+        pa.large_string(),
+    ),
+    **dict.fromkeys(("reward", "admitted"), pa.float64()),
+    **dict.fromkeys(
+        (
+            "run",
+            "step",
+            "scored",
+            "length",
+            "prompt_tokens",
+            "response_tokens",
+            "trained_tokens",
+            "version_min",
+            "version_max",
+            "group_size",
+            "seq",
+            "revision",
+            "bytes",
+        ),
+        pa.int64(),
+    ),
+    "evaluation": pa.bool_(),
+}
+
+
+_IN_FRAMES = {name for name in LEDGER_COLUMNS if name in FIELDS and FIELDS[name].kind in ("number", "integer")}
+"""Columns of the ledger that frames have as well, of the same type."""
+
+
+def ledger_arrays(tx: Transaction, names: Sequence[str], seqs: Sequence[int]) -> dict[str, pa.Array]:
+    """Columns of the ledger, of records whose numbers rise."""
+    chosen = ["seq", *names, *(["scored"] if "reward" in names else [])]
+    rows = tx.all(
+        f"SELECT {', '.join(chosen)} FROM records WHERE seq >= ? AND seq <= ? ORDER BY seq", (seqs[0], seqs[-1])
+    )
+    if len(rows) != len(seqs):
+        requested = set(seqs)
+        rows = [row for row in rows if row[0] in requested]
+    arrays = {}
+    for i, name in enumerate(names, 1):
+        column = [row[i] for row in rows]
+        if name == "reward":
+            column = [float("nan") if row[-1] == index_columns.NOT_A_NUMBER else row[i] for row in rows]
+        elif name == "evaluation":
+            column = [bool(value) for value in column]
+        arrays[name] = pa.array(column, LEDGER_TYPES[name])
+    return arrays
+
+
+def frame_arrays(
+    book: Book, seqs: list[int], fields: Sequence[str], portable: bool = False
+) -> tuple[list[int], dict[str, pa.Array]]:
+    """Read columns of frames, these fields' and their sides', as Arrow arrays; `portable` as Parquet has them.
+
+    Returns:
+        The numbers of those of these records that have bytes, and their columns.
+    """
+
+    def read(places: list[Location]) -> tuple[list[int], dict[str, pa.Array]]:
+        if not places:
+            return [], {}
+        records = gather(book, places, verify=False, only=fields)
+        arrays = arrow.to_arrays(records.columns, portable)
+        missing = {name: pa.nulls(len(places)) for name in fields if name not in arrays}
+        return [place[0] for place in places], {**missing, **arrays}
+
+    return retried(book, seqs, read, skip=True)

@@ -1,0 +1,864 @@
+"""Rebuilding: the rows of a new ledger, from what can be read of the old one and from what lies in the segments.
+
+Invariant: a record enters only if every byte of it, and of its media, is whole. A record that was deleted stays
+deleted, and one that was redacted is redacted again; where neither the ledger nor the list of deletions tells, it stays
+out and is named. A record whose history is lost is quarantined.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollbook.book import content_hash, index_columns, media, queue, revision, salvage
+from rollbook.book.book import LEDGER, Book, _folder, _postgres
+from rollbook.book.book import open as open_book
+from rollbook.book.check import (
+    EMPTY,
+    FORGOTTEN,
+    PAGE,
+    UNHELD,
+    Past,
+    Report,
+    _layout,
+    _types,
+    beside,
+    check,
+    media_problems,
+    names_of,
+    past,
+    readable,
+    record_problems,
+    wrong_groups,
+)
+from rollbook.book.consumer import (
+    NOT_REMOVED,
+    Consumer,
+    ConsumerConfig,
+    all_consumers,
+    create_consumer,
+    parse_settings,
+    parse_state,
+    save_consumer,
+)
+from rollbook.book.disk import Disk, folder_lock
+from rollbook.book.errors import BookError, CorruptBookError, NewerLayoutError, NotABookError
+from rollbook.book.ledger import BUSY_SECONDS, SQLiteLedger, Transaction, check_files, chunks, parsed
+from rollbook.book.queue import QUARANTINED
+from rollbook.book.read import read_frame, read_numbers, restore_media
+from rollbook.book.salvage import Lost
+from rollbook.book.schema import TABLES, prepare
+from rollbook.book.segments.files import FileSegmentStore, Place, is_name
+from rollbook.core.addresses import POSTGRES, redacted
+from rollbook.core.errors import WireError
+from rollbook.core.files import FOLDER, make_private, private_opener
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+    from rollbook.core.experiences import Experiences
+
+
+RECOVERED = "recovered"
+LOGS = ("", "-wal", "-shm", "-journal")
+"""What the files of a SQLite database are called behind its name."""
+_SALVAGED = [name for name in TABLES if name not in ("blobs", "orphans")]
+_OWN = ("layout", "digests")
+_REDACTABLE = (*revision.REDACTABLE, "info", "metrics", "multi_modal_inputs")
+
+
+def take_rows(book: Book, aside: str, report: Report) -> salvage.Lost:
+    """All rows that can be read of the old ledger."""
+    lost = salvage.Lost()
+    copied = os.path.join(aside, LEDGER)
+    with book.ledger.write() as tx:
+        tx.run("CREATE TEMP TABLE numbers (uid TEXT PRIMARY KEY, seq INT)")
+    if not os.path.exists(copied):
+        lost.tables = dict.fromkeys(_SALVAGED, "there is no ledger")
+        return lost
+    working = os.path.join(aside, "working")
+    os.mkdir(working, FOLDER)
+    try:
+        for tail in ("", "-wal", "-journal"):
+            if os.path.exists(copied + tail):
+                shutil.copyfile(copied + tail, os.path.join(working, LEDGER + tail))
+        # What a new ledger looks like, all of it in one file.
+        model = os.path.join(working, "model")
+        other = SQLiteLedger(Path(model))
+        prepare(other, create=True, where=model, meta={})
+        other.close()
+        connection = salvage.connect(os.path.join(working, LEDGER), model)
+        if connection is None:
+            lost.tables = dict.fromkeys(_SALVAGED, "its b-tree cannot be read")
+        else:
+            try:
+                for table in _SALVAGED:
+                    _take_rows(book, table, salvage.rows(connection, table, lost))
+            finally:
+                connection.close()
+        _take_pages(book, os.path.join(working, LEDGER), lost, report)
+    finally:
+        shutil.rmtree(working)
+    for table in _SALVAGED:
+        if lost.any(table):
+            gaps, wrong = lost.gaps.get(table, 0), lost.rows.get(table, 0)
+            description = lost.tables.get(table, f"{gaps} ranges and {wrong} single rows could not be read")
+            report.did("lost", description, f"table {table}")
+    with book.ledger.write() as tx:
+        if lost.any("meta") and tx.one(f"SELECT 1 FROM events WHERE kind = '{queue.QUARANTINED}' LIMIT 1"):
+            queue.add_to_quarantine(tx, [], first=0)
+    return lost
+
+
+def _take_pages(book: Book, path: str, lost: salvage.Lost, report: Report) -> None:
+    """Rows that lie on intact pages and that no b-tree leads to any more, and the numbers that records had."""
+    broken = [table for table in _SALVAGED if lost.any(table)]
+    if not broken:
+        return
+    batches: defaultdict[str, list[Sequence[Any]]] = defaultdict(list)
+    with open(path, "rb") as file:
+        for table, row in salvage.page_rows(file):
+            if table in broken:
+                batches[table].append(row)
+                if len(batches[table]) >= PAGE:
+                    _take_page(book, table, batches.pop(table), report)
+        for table, rows in batches.items():
+            _take_page(book, table, rows, report)
+        with book.ledger.write() as tx:
+            tx.many("INSERT OR IGNORE INTO numbers VALUES (?, ?)", salvage.page_numbers(file))
+
+
+def _take_page(book: Book, table: str, rows: Sequence[Sequence[Any]], report: Report) -> None:
+    report.did("salvaged", "rows of intact pages", f"table {table}", count=_take_rows(book, table, rows))
+
+
+def _take_rows(book: Book, table: str, rows: Iterable[Sequence[Any]]) -> int:
+    """Write rows that are not there yet; return how many."""
+    names = names_of(table)
+    # What was just made says little of the book: what the old ledger says of it stands.
+    verb = "INSERT OR REPLACE" if table == "meta" else "INSERT OR IGNORE"
+    sql = f"{verb} INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+    remaining = (row for row in rows if table != "meta" or row[0] not in _OWN)
+    count = 0
+    while batch := list(islice(remaining, PAGE)):
+        with book.ledger.write() as tx:
+            count += sum(tx.count(sql, row) for row in batch)
+    return count
+
+
+def take_parts(
+    book: Book,
+    sizes: dict[str, int],
+    lost: salvage.Lost,
+    listed: Sequence[revision.Deletion],
+    complete: bool,
+    report: Report,
+) -> None:
+    """Admit what the segments hold and the ledger does not know; a later copy of a record stands for an earlier one.
+    What is `listed` as deleted or redacted stays so; `complete` says whether all that was is listed."""
+    with book.ledger.write() as tx:
+        tx.run("CREATE TEMP TABLE found (uid TEXT PRIMARY KEY, segment TEXT, start INT, size INT, slot INT, n INT)")
+        tx.run("CREATE TEMP TABLE whole (segment TEXT, start INT, PRIMARY KEY (segment, start))")
+    for segment, size in sizes.items():
+        report.segments += 1
+        for part in salvage.parts(book.store, segment, size):
+            place = (part.place.segment, part.place.offset, part.place.length)
+            with book.ledger.write() as tx:
+                tx.run("INSERT OR IGNORE INTO whole VALUES (?, ?)", place[:2])
+                if part.hash is not None:
+                    tx.run(
+                        "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT (hash) "
+                        "DO UPDATE SET segment = excluded.segment, start = excluded.start, size = excluded.size "
+                        "WHERE NOT EXISTS (SELECT 1 FROM whole WHERE whole.segment = media.segment "
+                        "AND whole.start = media.start)",
+                        (part.hash, *place),
+                    )
+                tx.many(
+                    "INSERT INTO found VALUES (?, ?, ?, ?, ?, 1) ON CONFLICT (uid) DO UPDATE SET segment = "
+                    "excluded.segment, start = excluded.start, size = excluded.size, slot = excluded.slot, n = n + 1",
+                    [(uid, *place, slot) for slot, uid in enumerate(part.uids)],
+                )
+    with book.ledger.write() as tx:
+        tx.run("CREATE TEMP TABLE recovered (uid TEXT PRIMARY KEY)")
+        _find_again(tx, report)
+        _withhold(tx, lost, complete, report)
+    _admit(book, report)
+    _delete_again(book, listed, report)
+
+
+def _find_again(tx: Transaction, report: Report) -> None:
+    """Records whose place in the ledger holds nothing whole, and of which another copy is there; none redacted."""
+    moved = tx.all(
+        "SELECT records.seq, records.uid, found.segment, found.start, found.size, found.slot FROM records "
+        "JOIN found ON found.uid = records.uid WHERE records.gone IS NULL AND NOT EXISTS (SELECT 1 FROM whole "
+        "WHERE whole.segment = records.segment AND whole.start = records.start) AND found.segment NOT IN "
+        "(SELECT segment FROM purges) AND NOT EXISTS (SELECT 1 FROM events WHERE events.seq = records.seq "
+        "AND events.kind = 'redacted')"
+    )
+    for seq, uid, *place in moved:
+        tx.run("UPDATE records SET segment = ?, start = ?, size = ?, slot = ? WHERE seq = ?", (*place, seq))
+        report.did(RECOVERED, "another copy of it was found; it may lack its last revision", uid)
+
+
+def _withhold(tx: Transaction, lost: salvage.Lost, complete: bool, report: Report) -> None:
+    """Leave out ids that the ledger has, what it never admitted and, if the list of deletions is not complete, what may
+    have been deleted or redacted: bytes that were to be purged and, where it is known that unknown records were deleted
+    and not which, every unknown one."""
+    tx.run("DELETE FROM found WHERE uid IN (SELECT uid FROM records)")
+    # A rewound record's id has its number behind it.
+    tx.run("DELETE FROM found WHERE uid IN (SELECT substr(uid, 1, length(uid) - length('~' || seq)) FROM records "
+           "WHERE gone = 'rewound' AND uid LIKE '%~' || seq)")  # fmt: skip
+    missing = "SELECT 1 FROM {} WHERE seq IS NOT NULL AND seq NOT IN (SELECT seq FROM records) LIMIT 1"
+    if not lost.any("records") and not any(tx.one(missing.format(table)) for table in ("events", "work")):
+        # No row is missing: these are bytes of appends that raised, or that a crash ended.
+        for (uid,) in tx.all("SELECT uid FROM found ORDER BY uid"):
+            report.did("uncommitted", "its bytes are there, but the ledger never admitted it: append it again", uid)
+        tx.run("DELETE FROM found")
+    if complete:
+        return
+    unknown = tx.one(
+        "SELECT COUNT(DISTINCT seq) FROM events WHERE kind IN ('deleted', 'redacted') AND seq NOT IN "
+        "(SELECT seq FROM records) AND seq NOT IN (SELECT seq FROM numbers JOIN found ON found.uid = numbers.uid)"
+    )[0]
+    where = "segment IN (SELECT segment FROM purges)"
+    why = "it lies where bytes of deleted or redacted records are, and may be one of them"
+    if unknown and lost.any("purges"):
+        where, why = "1 = 1", f"{unknown} records were deleted or redacted, and it may be one of them"
+    for (uid,) in tx.all(f"SELECT uid FROM found WHERE {where} ORDER BY uid"):
+        report.did("lost", f"not brought back: {why}", uid)
+    tx.run(f"DELETE FROM found WHERE {where}")
+
+
+def _admit(book: Book, report: Report) -> None:
+    """Rows for the records that are found and not known, as if they came now; consumers get theirs later."""
+    with book.ledger.read() as tx:
+        base = 1 + max(
+            tx.one(f"SELECT COALESCE(MAX(seq), 0) FROM {table}")[0]
+            for table in ("records", "events", "work", "revisions", "media_uses", "checkpoints", "numbers")
+        )
+    while True:
+        with book.ledger.read() as tx:
+            page = tx.all(f"SELECT segment, start, size, slot, uid, n FROM found ORDER BY 1, 2, 4 LIMIT {PAGE}")
+        if not page:
+            return
+        frames: defaultdict[Place, list[tuple[int, str, int]]] = defaultdict(list)
+        for segment, start, size, slot, uid, n in page:
+            frames[Place(segment, start, size)].append((slot, uid, n))
+        for place, mine in frames.items():
+            try:
+                stripped = read_frame(book, place).take([slot for slot, _, _ in mine])
+                records = restore_media(book, stripped)
+                entries, digest, uses = (
+                    index_columns.index_columns(records),
+                    content_hash.content_hashes(records),
+                    media.references(stripped),
+                )
+                purposes = media.purposes(stripped)
+            except (WireError, ValueError) as error:
+                for _, uid, _ in mine:
+                    report.did("lost", f"found, and cannot be restored: {error}", uid)
+            else:
+                numbers = _numbers(book, [uid for _, uid, _ in mine])
+                seqs = [numbers.get(uid, base + i) for i, (_, uid, _) in enumerate(mine)]
+                _insert(book, seqs, place, mine, records, entries, digest, uses, purposes)
+                base += len(mine)
+                for _, uid, n in mine:
+                    history = "its number is known" if uid in numbers else "its history is not known"
+                    more = f"; {n} versions were there, the last one stands" if n > 1 else ""
+                    report.did(RECOVERED, f"{history}{more}", uid)
+                with book.ledger.write() as tx:
+                    tx.many("INSERT INTO recovered VALUES (?)", [(uid,) for _, uid, _ in mine])
+                    unknown = [
+                        seq
+                        for seq, (_, uid, _), evaluation in zip(seqs, mine, purposes, strict=True)
+                        if uid not in numbers and not evaluation
+                    ]
+                    queue.add_to_quarantine(tx, unknown)
+            with book.ledger.write() as tx:
+                tx.many("DELETE FROM found WHERE uid = ?", [(uid,) for _, uid, _ in mine])
+
+
+def _numbers(book: Book, uids: Sequence[str]) -> dict[str, int]:
+    """The numbers that records had, by id, as far as they are known and free: their work and events have them."""
+    numbers: dict[str, int] = {}
+    with book.ledger.read() as tx:
+        for marks, part in chunks(uids):
+            sql = f"SELECT uid, seq FROM numbers WHERE uid IN ({marks}) AND seq NOT IN (SELECT seq FROM records)"
+            numbers.update(tx.all(sql, part))
+    # A damaged index may give one number to two.
+    return {uid: seq for seq, uid in {seq: uid for uid, seq in numbers.items()}.items()}
+
+
+def _delete_again(book: Book, listed: Sequence[revision.Deletion], report: Report) -> None:
+    """Delete and redact what was deleted and redacted before, by the list of deletions and the old ledger's events."""
+    with book.ledger.read() as tx:
+        rows = tx.all(
+            "SELECT records.uid, events.kind, events.time, events.reason, events.detail FROM events "
+            "JOIN records ON records.seq = events.seq WHERE events.kind IN ('deleted', 'redacted') "
+            "AND records.gone IS NULL"
+        )
+        recovered = {uid for (uid,) in tx.all("SELECT uid FROM recovered")}
+        there = {uid for (uid,) in tx.all("SELECT uid FROM records WHERE gone IS NULL")}
+    entries = [entry for entry in listed if entry.uid in there]
+    for uid, kind, when, reason, detail in rows:
+        try:
+            values = parsed(detail or "{}", uid)
+        except CorruptBookError:
+            values = {}
+        # Where it is not known any more which fields were redacted, all that can be are.
+        fields = values.get("fields")
+        fields = tuple(map(str, fields)) if isinstance(fields, list) and fields else _REDACTABLE
+        fields = fields if kind == "redacted" else ()
+        entries.append(revision.Deletion(uid, when, str(values.get("author") or "unknown"), reason, fields))
+    deleted: defaultdict[tuple[str, str | None], dict[str, None]] = defaultdict(dict)
+    for entry in entries:
+        if not entry.fields:
+            deleted[entry.author, entry.reason][entry.uid] = None
+        elif entry.uid in recovered:
+            # The version that was found may be the one from before.
+            try:
+                revision.redact_records(book, [entry.uid], entry.fields, author=entry.author, reason=entry.reason)
+            except ValueError:
+                revision.redact_records(book, [entry.uid], _REDACTABLE, author="repair", reason=entry.reason)
+            report.did("redacted", f"{', '.join(entry.fields)} redacted again", entry.uid)
+    for (author, reason), uids in deleted.items():
+        revision.delete_records(book, list(uids), author=author, reason=reason)
+        for uid in uids:
+            report.did("deleted", "it was deleted before, and stays so", uid)
+
+
+def _insert(
+    book: Book,
+    seqs: Sequence[int],
+    place: Place,
+    mine: Sequence[tuple[int, str, int]],
+    records: Experiences,
+    entries: Sequence[index_columns.IndexColumns],
+    digest: content_hash.ContentHashes,
+    uses: Sequence[tuple[str, ...]],
+    purposes: Sequence[bool],
+) -> None:
+    names = [
+        "seq",
+        *index_columns.IndexColumns._fields,
+        *(["evaluation", "admitted", "revision", "whole", "core", "segment", "start", "size", "slot", "bytes"]),
+    ]
+    share = -(-place.length // len(mine))
+    with book.ledger.write() as tx:
+        tx.many(
+            f"INSERT INTO records ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
+            [
+                (
+                    *(seqs[i], *entries[i], int(purposes[i]), tx.now, 0, digest.whole[i], digest.core[i]),
+                    *(place.segment, place.offset, place.length, slot, share),
+                )
+                for i, (slot, _, _) in enumerate(mine)
+            ],
+        )
+        tx.many(
+            "INSERT OR IGNORE INTO media_uses (hash, seq) VALUES (?, ?)",
+            [(key, seq) for seq, keys in zip(seqs, uses, strict=True) for key in keys],
+        )
+        tx.many(
+            "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING",
+            sorted(index_columns.column_types(records)),
+        )
+        queue.record_events(tx, [queue.Event(RECOVERED, seq) for seq in seqs])
+
+
+DAMAGED = "damaged"
+OLD_SECONDS = 60.0
+"""A temporary file younger than this may be a living writer's."""
+
+
+def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
+    """Mend a book, and say what was done and what is lost; `report.ok` says whether all is well now.
+
+    Args:
+        url: The book's folder, or `postgresql://...`.
+        offer: Release quarantined records: those that a repair, now or before, recovered without knowing whether they
+            were trained on. They can be read, but are leased only after this.
+
+    A folder whose ledger is damaged or missing gets a new one, of what can be read of the old one and what is found in
+    the segments. What is changed is copied first, to `<folder>.before-repair-<time>` beside the folder; of a book in
+    PostgreSQL, the tables are copied to a schema of such a name.
+
+    >>> import rollbook, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with rollbook.open(f"{folder}/demo") as book:
+    ...         _ = book.append([rollbook.Experience(eid={"suffix": "a"}, tokens=[1, 2, 3])])
+    ...     os.unlink(f"{folder}/demo/ledger.sqlite")
+    ...     report = repair(f"{folder}/demo")
+    ...     [finding.kind for finding in report.findings], report.repairs["recovered"]
+    ...     repair(f"{folder}/demo", offer=True).ok
+    (['quarantined'], 1)
+    True
+    """
+    address = os.fspath(url)
+    if address.startswith(POSTGRES):
+        with Book(address, *_postgres(address, "r+", None, {}, None)) as book:
+            return _mended(book, Report(book.url), lambda: _copy_schema(book), offer)
+    if "://" in address:
+        raise ValueError(f"url: got {redacted(address)!r}, expected a folder or 'postgresql://...'")
+    folder = Path(os.path.abspath(os.path.expanduser(address)))
+    path = folder / LEDGER
+    check_files(path)
+    if not folder.is_dir():
+        raise NotABookError(f"{folder}: there is no book here")
+    report = Report(address)
+    why = _unsound(address, path)
+    if why is None:
+        # Not opened as users do: that looks at a consumer, which may be what is damaged.
+        with Book(address, *_folder(folder, "r+", 256 << 20, None, Disk())) as book:
+            return _mended(book, report, lambda: _copy_ledger(path, _aside(folder)), offer)
+    # Write transactions share this lock: those that come later see that the ledger is another one, and raise.
+    with folder_lock(folder, shared=False, seconds=BUSY_SECONDS) as alone:
+        if not alone:
+            raise BookError(f"{folder}: other processes wrote to the book for {BUSY_SECONDS:g} s; repair it later")
+        why = _unsound(address, path)
+        if why is not None:
+            return _rebuilt(folder, path, report, why, offer)
+    return repair(url, offer=offer)  # Another repair was faster.
+
+
+def _unsound(address: str, path: Path) -> str | None:
+    """Why the ledger has to be built anew; `None` if it can be mended where it is."""
+    if not path.exists():
+        return "the ledger is missing"
+    try:
+        with open_book(address, "r") as book:
+            report = Report(address)
+            for stage in (_layout, _types):
+                stage(book, report)
+    except NewerLayoutError:
+        raise
+    except (BookError, OSError, sqlite3.Error) as error:
+        return str(error)
+    return next((f"{finding.where}: {finding.what}" for finding in report.findings), None)
+
+
+_UNMENDED = {"orphan", "unused", "stranger", "event", QUARANTINED}
+
+
+def _mended(book: Book, report: Report, copy: Any, offer: bool) -> Report:
+    """Mend a book whose ledger can be read."""
+    before = check(book)
+    well = set(before.counts) <= _UNMENDED
+    if well and not (offer and before.counts[QUARANTINED]):
+        return before
+    report.aside = copy()
+    if not well:
+        _mend(book, report)
+    if offer:
+        _release(book, report)
+    return _with_check(book, report)
+
+
+def _release(book: Book, report: Report) -> None:
+    with book.ledger.write() as tx:
+        report.did("offered", "quarantined records are offered for training", count=queue.release_quarantine(tx))
+
+
+def _with_check(book: Book, report: Report) -> Report:
+    after = check(book)
+    after.repaired, after.repairs, after.aside = report.repaired, report.repairs, report.aside
+    return after
+
+
+# --- what is kept of what was ---------------------------------------------------------------------------------------
+
+
+def _aside(folder: Path) -> str:
+    """A new folder beside the book's."""
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    base = f"{os.path.abspath(folder)}.before-repair-{stamp}"
+    for n in range(1000):
+        name = base if not n else f"{base}-{n}"
+        try:
+            os.mkdir(name, FOLDER)
+        except FileExistsError:
+            continue
+        return name
+    raise BookError(f"{base}: a thousand repairs in a second")
+
+
+def _copy_ledger(path: Path, aside: str) -> str:
+    """A copy of a ledger that is in use, as one transaction sees it."""
+    source = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    target = sqlite3.connect(os.path.join(aside, LEDGER))
+    try:
+        source.backup(target)
+    finally:
+        target.close()
+        source.close()
+    make_private(os.path.join(aside, LEDGER))
+    _sync(os.path.join(aside, LEDGER))
+    return aside
+
+
+def _copy_schema(book: Book) -> str:
+    """The tables of a book in PostgreSQL, without its data, in a schema of their own."""
+    name = f"before_repair_{time.strftime('%Y%m%d_%H%M%S', time.gmtime())}_{os.urandom(2).hex()}"
+    with book.ledger.write() as tx:
+        tx.run(f"CREATE SCHEMA {name}")
+        for table in TABLES:
+            if table != "blobs":
+                tx.run(f"CREATE TABLE {name}.{table} AS SELECT * FROM {table}")
+    return name
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# --- mending, in order ----------------------------------------------------------------------------------------------
+
+
+def _mend(book: Book, report: Report, lost: Lost | None = None) -> None:
+    complete = _mend_consumers(book, report)
+    if lost is not None and not complete:
+        _quarantine_all(book)
+    _mend_records(book, report)
+    _mend_work(book, report, lost is not None and lost.any("events"))
+    _mend_leases(book, report)
+    _mend_counts(book, report)
+    if isinstance(book.store, FileSegmentStore) and report.aside is not None:
+        _mend_files(book.store, report.aside, report)
+    with book.ledger.write() as tx:
+        queue.record_events(tx, [queue.Event("repaired", detail=dict(report.repairs))])
+
+
+def _quarantine_all(book: Book) -> None:
+    """Hold all records back from new consumers: one that takes a lost consumer's name would train on them again."""
+    last = 0
+    while True:
+        with book.ledger.write() as tx:
+            rows = tx.all(
+                f"SELECT seq FROM records WHERE evaluation = 0 AND gone IS NULL AND seq > ? ORDER BY seq LIMIT {PAGE}",
+                (last,),
+            )
+            if not rows:
+                return
+            seqs = [seq for (seq,) in rows]
+            members = queue.find_quarantined(tx, seqs)
+            queue.add_to_quarantine(tx, [seq for seq in seqs if seq not in members])
+        last = seqs[-1]
+
+
+def _mend_consumers(book: Book, report: Report) -> bool:
+    """Reset what cannot be read of consumers, and make those again that others' rows name; whether none was missing."""
+    with book.ledger.write() as tx:
+        for number, why in readable(tx)[1].items():
+            settings, state, name = tx.one("SELECT settings, state, name FROM consumers WHERE id = ?", (number,))
+            try:
+                parse_settings(settings)
+            except ValueError:
+                settings = ConsumerConfig().to_json()
+                report.did("consumer", f"its settings are those of a new one now: {why}", str(name))
+            try:
+                parse_state(state)
+            except ValueError:
+                state = "{}"
+                report.did("consumer", f"its sampler begins anew: {why}", str(name))
+            tx.run(
+                "UPDATE consumers SET settings = ?, state = ?, grouped = CASE WHEN grouped = 1 THEN 1 ELSE 0 END, "
+                "floor = NULL, generation = 0, inserts = (SELECT COUNT(*) FROM work WHERE consumer = ? AND "
+                "state <> 'dropped'), samples = (SELECT COALESCE(SUM(uses), 0) FROM work WHERE consumer = ? AND "
+                "state <> 'dropped') WHERE id = ?",
+                (settings, state, number, number, number),
+            )
+        lost = tx.all(
+            f"SELECT consumer FROM work WHERE consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED} "
+            "UNION SELECT consumer FROM events WHERE consumer IS NOT NULL "
+            f"AND consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED} ORDER BY 1"
+        )
+        for (number,) in lost:
+            # The first consumer of every book is "train".
+            name = "train" if number == 1 else f"recovered-{number}"
+            consumer = create_consumer(tx, name, ConsumerConfig())
+            tx.run("UPDATE consumers SET id = ? WHERE id = ?", (number, consumer.id))
+            report.did("consumer", f"number {number} had no row: it has the settings of a new one now", name)
+        return not lost and tx.one("SELECT 1 FROM consumers LIMIT 1") is not None
+
+
+def _mend_records(book: Book, report: Report) -> None:
+    """Records whose bytes are not what they should be are gone, the others' tags and media are put right."""
+    lost = {key for key, _ in media_problems(book, True)}
+    bad: list[tuple[int, str, str]] = []
+    for problem in record_problems(book, True):
+        if problem.kind == "tags":
+            with book.ledger.write() as tx:
+                settings = ", ".join(f"{name} = ?" for name in index_columns.IndexColumns._fields)
+                tx.run(f"UPDATE records SET {settings} WHERE seq = ?", (*problem.mend, problem.seq))
+                tx.run("UPDATE work SET gid = ? WHERE seq = ?", (problem.mend.gid, problem.seq))
+            report.did("tags", problem.what, problem.uid)
+        elif problem.kind == "uses":
+            with book.ledger.write() as tx:
+                tx.run("DELETE FROM media_uses WHERE seq = ?", (problem.seq,))
+                tx.many(
+                    "INSERT INTO media_uses (hash, seq) VALUES (?, ?)", [(key, problem.seq) for key in problem.mend]
+                )
+            report.did("uses", problem.what, problem.uid)
+        else:
+            bad.append((problem.seq, problem.uid, problem.what))
+            if len(bad) >= PAGE:
+                _give_up(book, bad, report)
+                bad = []
+    with book.ledger.read() as tx:
+        for marks, part in chunks(sorted(lost)):
+            bad += [
+                (seq, uid, f"the medium sha256:{key} is damaged or missing")
+                for seq, uid, key in tx.all(
+                    "SELECT records.seq, records.uid, media_uses.hash FROM media_uses JOIN records "
+                    f"ON records.seq = media_uses.seq WHERE media_uses.hash IN ({marks})",
+                    part,
+                )
+            ]
+    _give_up(book, bad, report)
+    with book.ledger.write() as tx:
+        for marks, part in chunks(sorted(lost)):
+            tx.run(f"DELETE FROM media WHERE hash IN ({marks})", part)
+        count = tx.count(
+            "DELETE FROM media_uses WHERE NOT EXISTS (SELECT 1 FROM records WHERE records.seq = media_uses.seq "
+            "AND records.segment IS NOT NULL) OR NOT EXISTS (SELECT 1 FROM media WHERE media.hash = media_uses.hash)"
+        )
+        report.did("uses", f"{count} uses of media by records that are not there", count=count)
+
+
+def _give_up(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) -> None:
+    """Records that have no bytes from now on; the segments that held them are kept aside."""
+    seqs = list(dict.fromkeys(seq for seq, _, _ in bad))
+    if not seqs:
+        return
+    with book.ledger.write() as tx:
+        busy: set[str] = set()
+        for marks, part in chunks(seqs):
+            busy.update(
+                name
+                for (name,) in tx.all(
+                    f"SELECT DISTINCT segment FROM records WHERE segment IS NOT NULL AND seq IN ({marks})", part
+                )
+            )
+            tx.run(
+                f"UPDATE records SET gone = COALESCE(gone, '{DAMAGED}'), segment = NULL, start = NULL, size = NULL, "
+                f"slot = NULL, bytes = 0 WHERE seq IN ({marks})",
+                part,
+            )
+            tx.run(f"DELETE FROM media_uses WHERE seq IN ({marks})", part)
+        queue.record_events(tx, [queue.Event("removed", seq, reason=DAMAGED) for seq in seqs])
+        for consumer in all_consumers(tx):
+            living = (queue.WAITING, queue.COOLING, queue.LEASED)
+            rows = [row for row in queue.select_rows_by_seq(tx, consumer, seqs) if row.state in living]
+            queue.drop_rows(tx, consumer, rows, DAMAGED)
+            save_consumer(tx, consumer)
+    for seq, uid, description in bad:
+        if seq in seqs:
+            seqs.remove(seq)
+            report.did("lost", description, uid)
+    if isinstance(book.store, FileSegmentStore) and report.aside is not None:
+        for name in filter(is_name, busy):
+            _link(book.store, name, report.aside)
+
+
+def _link(store: FileSegmentStore, name: str, aside: str) -> None:
+    """A segment under another name, so that compaction does not end it; where none is there, nothing."""
+    if not store.has(name):
+        return
+    source, target = os.path.join(store.folder, name), os.path.join(aside, name)
+    if not os.path.exists(target):
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError:
+            _copy(store.disk, source, target)
+
+
+def _copy(disk: Disk, source: str, target: str) -> None:
+    """A copy of a plain file, on the disk; a link or a device, which could be anything of any size, is not followed."""
+    fd = disk.open_read(source)
+    with os.fdopen(fd, "rb") as file, open(target, "xb", opener=private_opener) as copy:
+        shutil.copyfileobj(file, copy)
+        copy.flush()
+        os.fsync(copy.fileno())
+
+
+def _mend_work(book: Book, report: Report, gaps: bool) -> None:
+    """One row for each record and consumer; what is missing is made from the events. `gaps`: some of these are lost."""
+    queue.drain_inboxes(book)
+    with book.ledger.write() as tx:
+        stray = (
+            "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq AND records.evaluation = 0) "
+            "OR consumer NOT IN (SELECT id FROM consumers)"
+        )
+        report.did("work", "rows of records that are not there", count=tx.count(f"DELETE FROM work WHERE {stray}"))
+        for table in ("work_before", "groups_before"):
+            tx.run(f"DELETE FROM {table} WHERE checkpoint NOT IN (SELECT event FROM checkpoints)")
+        marks = ", ".join("?" * len(queue.STATES))
+        count = tx.count(f"DELETE FROM work WHERE state NOT IN ({marks})", queue.STATES)
+        report.did("work", "rows in no known state, made anew from their events", count=count)
+        tx.run("DELETE FROM inbox")  # what is in it is missing in `work`
+        for consumer in all_consumers(tx):
+            _enter_missing(tx, book, consumer, report, gaps)
+            save_consumer(tx, consumer)
+
+
+def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Report, gaps: bool) -> None:
+    key = consumer.settings.sampler.key
+    while True:
+        rows = tx.all(
+            "SELECT seq, uid, gid, version_min, gone FROM records WHERE evaluation = 0 AND NOT EXISTS "
+            "(SELECT 1 FROM work WHERE work.consumer = ? AND work.seq = records.seq) ORDER BY seq "
+            f"LIMIT {PAGE}",
+            (consumer.id,),
+        )
+        if not rows:
+            return
+        stored = [row[0] for row in rows if row[4] is None]
+        numbers = dict(zip(stored, read_numbers(book, tx, stored, key), strict=True)) if key is not None else {}
+        histories = past(tx, [row[0] for row in rows])
+        versions = {
+            seq
+            for marks, part in chunks([row[0] for row in rows])
+            for (seq,) in tx.all(f"SELECT seq FROM events WHERE kind = 'admitted' AND seq IN ({marks})", part)
+        }
+        quarantined = queue.find_quarantined(tx, stored)
+        entries = []
+        unknown = []
+        for seq, uid, gid, version, gone in rows:
+            mine = histories.get((seq, consumer.id), Past())
+            reason = gone or (mine.reason if mine.kind == queue.DROPPED else None)
+            if gone is None and mine.kind not in (queue.DROPPED, queue.TRAINED):
+                if seq not in quarantined and (gaps or seq not in versions):
+                    unknown.append(seq)
+                reason = QUARANTINED if seq in quarantined or gaps or seq not in versions else None
+            row = queue.new_row(consumer, seq, gid, version, numbers.get(seq), reason)
+            uses = len(mine.acks)
+            if mine.kind == queue.TRAINED:
+                row = row._replace(state=queue.TRAINED, reason=None)
+            entries.append(row._replace(uses=uses))
+            report.did("work", f"consumer {consumer.name!r} had no row for it: {row.state} now, as its events say", uid)
+        if unknown:
+            queue.add_to_quarantine(tx, unknown)
+        queue.enter_rows(tx, consumer, entries)
+
+
+def _mend_leases(book: Book, report: Report) -> None:
+    with book.ledger.write() as tx:
+        for consumer in all_consumers(tx):
+            rows = queue.select_rows(tx, f"consumer = ? AND {UNHELD} ORDER BY seq", (consumer.id,))
+            queue.requeue_rows(tx, consumer, rows, "expired", "repair")
+            save_consumer(tx, consumer)
+            report.did("lease", f"consumer {consumer.name!r}: records that nobody held wait again", count=len(rows))
+        count = tx.count(f"UPDATE work SET lease = NULL WHERE {FORGOTTEN}")
+        report.did("lease", "rows that named a lease and were not leased", count=count)
+        count = tx.count(f"UPDATE leases SET state = 'voided' WHERE {EMPTY}", (tx.now,))
+        report.did("lease", "leases that held nothing are ended", count=count)
+
+
+_TALLIES = "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tallies GROUP BY 1, 2, 3 HAVING SUM(n) <> 0"
+
+
+def _mend_counts(book: Book, report: Report) -> None:
+    with book.ledger.write() as tx:
+        before = {row[:3]: row[3:] for row in tx.all(_TALLIES)}
+        tx.run("DELETE FROM tallies")
+        tx.run(
+            "INSERT INTO tallies (consumer, state, reason, shard, n, weight) SELECT consumer, state, "
+            "COALESCE(reason, ''), 0, COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
+        )
+        tx.run(
+            "INSERT INTO tallies (consumer, state, reason, shard, n, weight) SELECT 0, "
+            "CASE WHEN evaluation = 0 THEN 'admitted' ELSE 'evaluation' END, '', 0, COUNT(*), 0 FROM records "
+            "GROUP BY 2"
+        )
+        after = {row[:3]: row[3:] for row in tx.all(_TALLIES)}
+        changed = sum(before.get(key, (0, 0.0)) != after.get(key, (0, 0.0)) for key in {*before, *after})
+        report.did("tally", "counts were made anew", count=changed)
+        for consumer in all_consumers(tx):
+            wrong = wrong_groups(tx, consumer)
+            if wrong:
+                queue.rebuild_groups(tx, consumer)
+                save_consumer(tx, consumer)
+                report.did("group", f"consumer {consumer.name!r}: all groups were looked at anew", count=len(wrong))
+
+
+def _mend_files(store: FileSegmentStore, aside: str, report: Report) -> None:
+    """Move what crashes left behind away."""
+    for kind, path in beside(store):
+        if kind == "leftover" and os.lstat(path).st_mtime < time.time() - OLD_SECONDS:
+            os.rename(path, os.path.join(aside, os.path.basename(path)))
+            report.did("leftover", "moved away", path)
+    for name in store.segments():
+        try:
+            store.get(Place(name, 64, 0))
+        except WireError:
+            if not store.busy(name):
+                os.rename(os.path.join(store.folder, name), os.path.join(aside, name))
+                report.did("begun", "moved away", name)
+        except LookupError:
+            continue
+
+
+# --- a new ledger ---------------------------------------------------------------------------------------------------
+
+
+def _rebuilt(folder: Path, path: Path, report: Report, why: str, offer: bool) -> Report:
+    """A ledger made of what can be read of the old one and of the segments, in its place."""
+    disk = Disk()
+    store = FileSegmentStore(str(folder), disk)
+    sizes = store.segments()
+    if not sizes and not path.exists():
+        raise NotABookError(f"{folder}: there is no book here: neither a ledger nor segments")
+    busy = [name for name in sizes if store.busy(name)]
+    if busy:
+        raise BookError(f"{folder}: a living process writes to {busy[0]}; a ledger is built anew when all are away")
+    report.did("ledger", f"built anew: {why}", LEDGER)
+    report.aside = aside = _aside(folder)
+    for tail in LOGS:
+        if os.path.exists(f"{path}{tail}"):
+            _copy(disk, f"{path}{tail}", os.path.join(aside, LEDGER + tail))
+    # In a folder of its own, which has a lock of its own.
+    work_folder = folder / f".repair.{os.urandom(8).hex()}.tmp"
+    work_folder.mkdir(FOLDER)
+    fresh = work_folder / LEDGER
+    try:
+        ledger = SQLiteLedger(fresh)
+        try:
+            prepare(ledger, create=True, where=str(folder), meta={})
+            book = Book(str(folder), ledger, store)
+            lost = take_rows(book, aside, report)
+            take_parts(book, sizes, lost, *revision.read_deletions(folder, disk), report)
+            _mend(book, report, lost)
+            if offer:
+                _release(book, report)
+        finally:
+            ledger.close()
+            store.close()
+        _settle(fresh, path)
+        disk.sync_folder(str(folder))
+    finally:
+        shutil.rmtree(work_folder)
+    with open_book(folder, "r") as book:
+        return _with_check(book, report)
+
+
+def _settle(fresh: Path, path: Path) -> None:
+    """Put the new ledger in the old one's place. The old one's log goes first: SQLite would play it into the new."""
+    connection = sqlite3.connect(fresh)
+    try:
+        connection.execute("PRAGMA journal_mode=DELETE")
+    finally:
+        connection.close()
+    _sync(str(fresh))
+    for tail in LOGS[1:]:
+        Path(f"{path}{tail}").unlink(missing_ok=True)
+    os.replace(fresh, path)

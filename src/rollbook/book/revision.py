@@ -1,0 +1,630 @@
+"""Additions: what a second record under the same id adds to the first, or where the two conflict.
+
+Invariant: of a stored record nothing changes but what was missing; whatever else differs is named.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from reprlib import Repr
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyarrow as pa
+import xxhash
+
+from rollbook.book import content_hash, index_columns, queue
+from rollbook.book.consumer import Consumer, all_consumers, save_consumer
+from rollbook.book.content_hash import is_late
+from rollbook.book.disk import Disk
+from rollbook.book.errors import BookError, ConflictError
+from rollbook.book.failpoints import hit
+from rollbook.book.ledger import Transaction, check_text, chunks, let_others
+from rollbook.book.media import extract
+from rollbook.book.read import check_present, fetch, locate, seqs_of
+from rollbook.book.segments.files import FileSegmentStore, SegmentStore
+from rollbook.core.checks import suggest
+from rollbook.core.equality import same
+from rollbook.core.experiences import from_rows
+from rollbook.core.fields import FIELDS
+from rollbook.core.wire import encode
+
+if TYPE_CHECKING:
+    from rollbook.book.append import AppendTransaction, PendingAppend
+    from rollbook.book.book import Book
+    from rollbook.core.experience import Experience
+
+
+class Difference(NamedTuple):
+    """The first thing in which two records that should be one differ.
+
+    >>> str(Difference("reward", "1.0", "0.5"))
+    'reward: stored 1.0, given 0.5'
+    """
+
+    field: str
+    """Its name; of an entry of a dict, `info.score`."""
+    stored: str
+    """The values, abbreviated."""
+    given: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: stored {self.stored}, given {self.given}"
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What a record adds to the one that is stored under its id."""
+
+    merged: Experience
+    """The stored record with what the other adds; the stored one itself if that is nothing, or they conflict."""
+    added: tuple[str, ...] = ()
+    """What it adds: names of fields, and of entries of dicts as `info.score`."""
+    conflict: Difference | None = None
+    """Why it is another record."""
+
+
+def compare(old: Experience, new: Experience) -> Addition:
+    """What `new` adds to `old`, a stored record of the same id, or where they conflict.
+
+    `new` may bring late fields (see `is_late`) that `old` lacks, and new keys in its dicts; what it does not have
+    itself is left as it is. Everything else has to be equal.
+
+    >>> from rollbook import Experience
+    >>> old = Experience(eid={"suffix": "a"}, tokens=[1, 2, 3], info={"seed": 7})
+    >>> late = old.replace(reward=1.0, info={"judge": "b"})
+    >>> addition = compare(old, late)
+    >>> addition.added, addition.merged.reward, addition.merged.info
+    (('reward', 'info.judge'), 1.0, {'seed': 7, 'judge': 'b'})
+    >>> str(compare(late, old.replace(reward=0.0)).conflict)
+    'reward: stored 1.0, given 0.0'
+    """
+    added: list[str] = []
+    brought: dict[str, Any] = {}
+    additions: dict[str, Any] = {}
+    for name, field in FIELDS.items():
+        a, b = getattr(old, name), getattr(new, name)
+        if not is_late(field):
+            if not same(a, b):
+                return Addition(old, conflict=_difference(name, a, b))
+        elif field.kind == "json":
+            new_entries, conflict = _compare_entries(name, a, b)
+            if conflict is not None:
+                return Addition(old, conflict=conflict)
+            added.extend(f"{name}.{key}" for key in new_entries)
+            if new_entries:
+                brought[name] = {**a, **new_entries}
+            additions[name] = {**b, **a}
+        elif b is None:
+            additions[name] = a
+        elif a is None:
+            added.append(name)
+            brought[name] = b
+        elif not same(a, b):
+            return Addition(old, conflict=_difference(name, a, b))
+    for name in sorted({*old.unknown, *new.unknown}):
+        c, d = (row.unknown[name] if name in row.unknown else pa.nulls(1) for row in (old, new))
+        # An unknown column's null may be a neighbour's doing (see `digests`), and is as good as no column.
+        if not same(c, d) and (c.null_count, d.null_count) != (1, 1):
+            return Addition(old, conflict=_difference(name, c.to_pylist()[0], d.to_pylist()[0]))
+    if not added:
+        return Addition(old)
+    # A record read with odd shapes keeps them only by its own `replace`.
+    return Addition(new.replace(**additions) if new.odd else old.replace(**brought), tuple(added))
+
+
+def _compare_entries(name: str, old: dict[Any, Any], new: dict[Any, Any]) -> tuple[dict[Any, Any], Difference | None]:
+    """The entries that only `new` has, and the first that both have and that differs."""
+    additions: dict[Any, Any] = {}
+    for key, value in new.items():
+        if key not in old:
+            additions[key] = value
+        elif not same(old[key], value):
+            return {}, _difference(f"{name}.{key}", old[key], value)
+    return additions, None
+
+
+_short = Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 60
+
+
+def _difference(field: str, old: Any, new: Any) -> Difference:
+    return Difference(field, _show_value(old, new), _show_value(new, old))
+
+
+def _show_value(value: Any, beside: Any) -> str:
+    """A value as an error shows it; of tensors and long texts what tells it from the other."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        kind = str(value.dtype).removeprefix("torch.")
+        text = f"{kind}{list(value.shape)}"
+        if getattr(beside, "shape", None) == value.shape and len(value.shape) == 1:
+            mine, other = value.tolist(), beside.tolist()
+            at = next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if not same(a, b)), None)
+            text += "" if at is None else f" with {mine[at]!r} at {at}"
+        return text
+    if isinstance(value, str) and isinstance(beside, str) and len(value) > 60:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(value, beside, strict=False)) if a != b), min(len(value), len(beside))
+        )
+        start = max(0, at - 10)
+        return f"{value[start : start + 50]!r} from character {start} of {len(value)}"
+    return _short.repr(value)
+
+
+DELETIONS_FILE = "deletions.jsonl"
+_LONGEST = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """A record that was deleted, or whose `fields` were redacted."""
+
+    uid: str
+    time: float
+    author: str
+    reason: str | None = None
+    fields: tuple[str, ...] = ()
+
+
+def add_deletion(store: SegmentStore, entries: Iterable[Deletion]) -> None:
+    """Append entries and sync them; a book that has no folder keeps no list. Call it in a write transaction."""
+    if not isinstance(store, FileSegmentStore):
+        return
+    lines = [_format_deletion(entry) for entry in entries]
+    if not lines:
+        return
+    path = os.path.join(store.book_folder, DELETIONS_FILE)
+    file, is_new = store.disk.open_append(path)
+    try:
+        # A crash may have left half a line.
+        store.disk.append(file, [b"" if is_new else b"\n", *lines])
+        store.disk.sync(file)
+        if is_new:
+            store.disk.sync_folder(store.book_folder)
+    finally:
+        file.close()
+
+
+def _format_deletion(entry: Deletion) -> bytes:
+    text = json.dumps(asdict(entry)).encode()
+    return b"%016x %s\n" % (xxhash.xxh3_64_intdigest(text), text)
+
+
+def read_deletions(folder: str | os.PathLike[str], disk: Disk) -> tuple[list[Deletion], bool]:
+    """Return the entries, and whether the list is there and all of it can be read.
+
+    >>> import rollbook, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with rollbook.open(folder) as book:
+    ...         _ = book.append(rollbook.Experience(eid={"suffix": "a"}, tokens=[1, 2, 3]))
+    ...         _ = book.delete(["//0/0/a"], author="ana", reason="asked")
+    ...     [(entry.uid, entry.author, entry.reason) for entry in read_deletions(folder, Disk())[0]]
+    [('//0/0/a', 'ana', 'asked')]
+    """
+    entries: list[Deletion] = []
+    try:
+        fd = disk.open_read(os.path.join(folder, DELETIONS_FILE))
+    except OSError:
+        return entries, False
+    complete = True
+    with os.fdopen(fd, "rb") as file:
+        while line := file.readline(_LONGEST):
+            if line == b"\n":
+                continue
+            entry = _parse_deletion(line)
+            if entry is not None:
+                entries.append(entry)
+            elif line.endswith(b"\n"):
+                complete = False
+    return entries, complete
+
+
+def _parse_deletion(line: bytes) -> Deletion | None:
+    checksum, _, text = line.rstrip(b"\n").partition(b" ")
+    if checksum != b"%016x" % xxhash.xxh3_64_intdigest(text):
+        return None
+    try:
+        values = json.loads(text)
+        return Deletion(**{**values, "fields": tuple(values["fields"])})
+    except (KeyError, RecursionError, TypeError, ValueError):
+        return None
+
+
+Change = Callable[["Experience", int], tuple["Experience", Sequence[str]] | None]
+"""From a record as it is and its place among those asked for: as it should be, and what changed; `None`: nothing."""
+_TRIES = 50
+_AT_ONCE = 500
+"""How many records one transaction of a deletion holds: others wait for it."""
+_REDACTED_AT_ONCE = 500
+_REDACTED_BYTES = 16 << 20
+"""How many records, and about how many bytes, a redaction reads and writes at once."""
+
+
+def rewrite_records(
+    book: Book,
+    seqs: Sequence[int],
+    change: Change,
+    *,
+    kind: str,
+    author: str,
+    reason: str | None,
+    hashes: Sequence[bytes] | None = None,
+    retrain: bool | str = False,
+    also: AppendTransaction | None = None,
+    timeout: float | None = None,
+) -> list[int]:
+    """Replace records by what `change` makes of them, and admit those of `also` in the same transaction; the places of
+    those that it changed. If it changes none, none are admitted either."""
+    for _ in range(_TRIES):
+        with book.ledger.read() as tx:
+            before = _revisions(tx, seqs)
+        rows = fetch(book, seqs).rows()
+        rewritten: list[tuple[int, int, Experience, Experience, Sequence[str]]] = []
+        for i, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
+            changed = change(row, i)
+            if changed is not None:
+                rewritten.append((i, seq, row, *changed))
+        if not rewritten:
+            return []
+        records = from_rows([new for _, _, _, new, _ in rewritten])
+        lifted = extract(records, evaluation=[before[seq][2] for _, seq, *_ in rewritten])
+        blobs = list(lifted.blobs)
+        parts = [encode(lifted.stripped), *(lifted.blobs[key].data for key in blobs)]
+        if book.quota is not None and kind != "redacted":  # What must go is never kept for want of room.
+            from rollbook.book.append import check_quota
+
+            check_quota(book, sum(len(part) for part in parts))
+        if also is not None:
+            also.write_bytes()
+        places = book.store.put(parts)
+        media = dict(zip(blobs, places[1:], strict=True))
+        found_tags = index_columns.index_columns(records)
+        digest = content_hash.content_hashes(records).whole if hashes is None else [hashes[i] for i, *_ in rewritten]
+        values: dict[str, list[float | None]] = {}
+        with queue.write_drained(book, timeout=timeout) as tx:
+            if _revisions(tx, seqs) != before or not book.store.has(places[0].segment):
+                continue  # Somebody else revised or deleted one of them meanwhile: on top of that, then.
+            if kind == "redacted":
+                to_purge(tx, [seq for _, seq, *_ in rewritten])
+                _scrub(tx, seqs)
+            segment = places[0].segment
+            if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
+                book.store.seal()  # As in an append.
+            share = -(-places[0].length // len(rewritten))
+            columns = (*index_columns.IndexColumns._fields, "revision", "segment", "start", "size", "slot", "bytes")
+            place = (places[0].segment, places[0].offset, places[0].length)
+            tx.many(
+                f"UPDATE records SET {', '.join(f'{name} = ?' for name in columns)} WHERE seq = ?",
+                [
+                    (*found_tags[slot], before[seq][0] + 1, *place, slot, share, seq)
+                    for slot, (_, seq, *_) in enumerate(rewritten)
+                ],
+            )
+            tx.many(
+                "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (
+                        *(seq, before[seq][0] + 1, tx.now, author, reason, ",".join(names)),
+                        digest[slot],
+                    )
+                    for slot, (_, seq, _, _, names) in enumerate(rewritten)
+                ],
+            )
+            tx.many("DELETE FROM media_uses WHERE seq = ?", [(seq,) for _, seq, *_ in rewritten])
+            uses = [
+                (key, seq)
+                for (_, seq, *_), keys in zip(rewritten, lifted.uses or [()] * len(rewritten), strict=True)
+                for key in keys
+            ]
+            tx.many(
+                "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                [(key, media[key].segment, media[key].offset, media[key].length) for key, _ in uses],
+            )
+            tx.many("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", uses)
+            events = []
+            for _, seq, old, new, names in rewritten:
+                detail: dict[str, Any] = {"author": author, "fields": list(names), "revision": before[seq][0] + 1}
+                if kind == "revised":
+                    detail["was"] = {name: _scalar(old, name) for name in names if _scalar(old, name) is not None}
+                    detail["is"] = {name: _scalar(new, name) for name in names if _scalar(new, name) is not None}
+                events.append(queue.Event(kind, seq, reason=reason, detail=detail))
+            queue.record_events(tx, events)
+            tx.many(
+                "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING",
+                sorted(index_columns.column_types(records)),
+            )
+            for consumer in all_consumers(tx):
+                ranked_by = consumer.settings.sampler.key
+                if ranked_by is not None and ranked_by not in values:
+                    found_numbers = index_columns.number_column(records, ranked_by)
+                    values[ranked_by] = [None if n is None or math.isnan(n) else n for n in found_numbers]
+                seqs_made = [seq for _, seq, *_ in rewritten]
+                follow_revisions(tx, consumer, seqs_made, values.get(ranked_by or ""), retrain is not False)
+                if retrain == "group":
+                    follow_revisions(
+                        tx, consumer, _siblings(tx, [tag.gid for tag in found_tags], seqs_made), None, True
+                    )
+            if also is not None:
+                also(tx)
+            if kind == "redacted":
+                blanked = [(new.eid.uid, tuple(names)) for _, _, _, new, names in rewritten]
+                add_deletion(book.store, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
+        return [i for i, *_ in rewritten]
+    raise BookError(f"records {list(seqs)[:3]}...: others revised them {_TRIES} times while this revision was made")
+
+
+def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None, bool]]:
+    """How often each was revised, why it is gone, if it is, and whether it is for evaluation."""
+    states: dict[int, tuple[int, str | None, bool]] = {}
+    for marks, part in chunks(seqs):
+        rows = tx.all(f"SELECT seq, revision, gone, evaluation FROM records WHERE seq IN ({marks})", part)
+        states.update((seq, (revision, gone, bool(evaluation))) for seq, revision, gone, evaluation in rows)
+    return states
+
+
+def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> list[int]:
+    """The other records of these groups that can be trained on."""
+    siblings: list[int] = []
+    for marks, part in chunks(list(dict.fromkeys(gids))):
+        siblings += [
+            row[0]
+            for row in tx.all(
+                f"SELECT seq FROM records WHERE gid IN ({marks}) AND evaluation = 0 AND gone IS NULL ORDER BY seq", part
+            )
+        ]
+    left = set(besides)
+    return [seq for seq in siblings if seq not in left]
+
+
+def _scalar(row: Experience, name: str) -> Any:
+    """A number or a text as an event can hold it; of anything else, nothing."""
+    head, _, key = name.partition(".")
+    value = getattr(row, head)
+    if key:
+        value = value.get(key)
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= 200) else None
+
+
+def follow_revisions(
+    tx: Transaction, consumer: Consumer, seqs: Sequence[int], values: Sequence[float | None] | None, retrain: bool
+) -> None:
+    """Let a consumer know of the new numbers, and have the records wait again if that is asked."""
+    numbers = dict(zip(seqs, values, strict=True)) if values is not None else {}
+    sampler = consumer.settings.sampler
+    moves = []
+    events = []
+    for row in queue.select_rows_by_seq(tx, consumer, seqs):
+        new = row
+        if row.seq in numbers and numbers[row.seq] != row.value:
+            item = consumer.item(row.seq, row.uses, row.version, numbers[row.seq])
+            new = new._replace(value=item.value, weight=sampler.weight(item))
+            if row.state == queue.WAITING:
+                new = new._replace(rank=sampler.rank(item, consumer.state))
+        if retrain and row.state in (queue.TRAINED, queue.DROPPED):
+            item = consumer.item(row.seq, row.uses, row.version, new.value)
+            rank = sampler.rank(item, consumer.state)
+            new = new._replace(state=queue.WAITING, reason=None, rank=rank, until=None)
+            events.append(queue.Event("returned", row.seq, consumer.id, "revised"))
+        if new != row:
+            moves.append((row, new))
+    queue.change_rows(tx, consumer, moves, events)
+    save_consumer(tx, consumer)
+
+
+# --- what users ask for -------------------------------------------------------------------------------------------
+
+
+def add_fields(
+    book: Book,
+    pending: PendingAppend,
+    revisions: Sequence[tuple[int, int]],
+    author: str,
+    also: AppendTransaction | None,
+    timeout: float | None = None,
+) -> list[str]:
+    """Late fields that came with records the book has already, and new records beside them if they change any; the ids
+    of those that they changed."""
+    indices = [i for i, _ in revisions]
+    rows = pending.select(indices).rows()
+
+    def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
+        addition = compare(old, rows[i])
+        if addition.conflict is not None:
+            raise ConflictError(
+                f"{old.eid.uid}: got another record under the same id; {addition.conflict}; "
+                "append only adds what is missing, book.revise changes what is there"
+            )
+        return (addition.merged, addition.added) if addition.added else None
+
+    digest = [pending.digests.whole[i] for i in indices]
+    seqs = [seq for _, seq in revisions]
+    revised = rewrite_records(
+        book, seqs, change, kind="revised", author=author, reason="append", hashes=digest, also=also, timeout=timeout
+    )
+    if len(revised) < len(seqs):
+        _remember(book, seqs, digest, author)
+    return [pending.tags[indices[i]].uid for i in revised]
+
+
+def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: str) -> None:
+    """Note the digests of records that brought nothing new, so that they are known at once the next time."""
+    with book.ledger.write() as tx:
+        for seq, content in zip(seqs, digest, strict=True):
+            if tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, content)) is None:
+                n = tx.one("SELECT COALESCE(MIN(n), 0) FROM revisions WHERE seq = ? AND n <= 0", (seq,))[0] - 1
+                tx.run(
+                    "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (seq, n, tx.now, author, "append", "", content),
+                )
+
+
+def check_signature(author: str, reason: str | None) -> None:
+    """Refuse a change of records that nobody stands for."""
+    check_text("author", author)
+    if reason is not None:
+        check_text("reason", reason)
+
+
+def revise_records(
+    book: Book, changes: Mapping[str, Mapping[str, Any]], *, author: str, reason: str | None, retrain: bool | str
+) -> int:
+    """See `Book.revise`."""
+    allowed = [name for name, field in FIELDS.items() if content_hash.is_late(field)]
+    for uid, fields in changes.items():
+        for name in fields:
+            if name not in allowed:
+                raise ValueError(
+                    f"revise: {uid}: {name!r} is none of the fields that come late{suggest(name, allowed)}"
+                )
+    listed = list(changes.values())
+
+    def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
+        new_fields = {
+            name: {**getattr(old, name), **value} if FIELDS[name].kind == "json" else value
+            for name, value in listed[i].items()
+        }
+        new = old.replace(**new_fields)
+        names = [name for name in new_fields if not same(getattr(old, name), getattr(new, name))]
+        return (new, names) if names else None
+
+    seqs = seqs_of(book, list(changes))
+    done = rewrite_records(book, seqs, change, kind="revised", author=author, reason=reason, retrain=retrain)
+    same_as_before = [seq for i, seq in enumerate(seqs) if i not in set(done)]
+    if retrain and same_as_before:
+        _return(book, same_as_before, retrain)
+    return len(done)
+
+
+def _return(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
+    """Have records wait again to which a revision changed nothing."""
+    with queue.write_drained(book) as tx:
+        returned = list(seqs)
+        if retrain == "group":
+            gids: list[str] = []
+            for marks, part in chunks(seqs):
+                gids += [row[0] for row in tx.all(f"SELECT gid FROM records WHERE seq IN ({marks})", part)]
+            returned += _siblings(tx, gids, seqs)
+        for consumer in all_consumers(tx):
+            follow_revisions(tx, consumer, returned, None, True)
+
+
+REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
+"""What can be blanked; `info`, `metrics` and `multi_modal_inputs` too, and single keys of them as `info.NAME`."""
+
+
+def redact_records(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: str, reason: str | None) -> int:
+    """See `Book.redact`."""
+    allowed = (*REDACTABLE, "info", "metrics", "multi_modal_inputs")
+    for name in fields:
+        head, dot, _ = name.partition(".")
+        if head not in allowed or (dot and head not in allowed[len(REDACTABLE) :]):
+            raise ValueError(
+                f"redact: {name!r} is none of the fields that can be blanked{suggest(name, list(allowed))}"
+            )
+
+    def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
+        blank: dict[str, Any] = {}
+        for name in fields:
+            head, dot, key = name.partition(".")
+            if dot:
+                left = blank[head] if head in blank else getattr(old, head)
+                blank[head] = {k: v for k, v in (left or {}).items() if k != key}
+            else:
+                blank[head] = {} if FIELDS[head].always else None
+        new = old.replace(**blank)
+        heads = {name: name.partition(".")[0] for name in fields}
+        names = [name for name, head in heads.items() if not same(getattr(old, head), getattr(new, head))]
+        return (new, names) if names else None
+
+    seqs = list(dict.fromkeys(seqs_of(book, uids)))
+    return sum(
+        len(rewrite_records(book, piece, change, kind="redacted", author=author, reason=reason))
+        for piece in _pieces(book, seqs)
+    )
+
+
+def _pieces(book: Book, seqs: Sequence[int]) -> list[list[int]]:
+    """Split records into pieces that are rewritten together; raise if one of them has no bytes."""
+    pieces: list[list[int]] = []
+    room = 0
+    for start in range(0, len(seqs), _AT_ONCE):
+        part = seqs[start : start + _AT_ONCE]
+        with book.ledger.read() as tx:
+            places = locate(tx, part)
+            sizes = dict(
+                row
+                for marks, some in chunks(part)
+                for row in tx.all(f"SELECT seq, bytes FROM records WHERE seq IN ({marks})", some)
+            )
+        check_present(book, part, places)
+        for seq in part:
+            if not pieces or len(pieces[-1]) == _REDACTED_AT_ONCE or sizes[seq] > room:
+                pieces.append([])
+                room = _REDACTED_BYTES
+            pieces[-1].append(seq)
+            room -= sizes[seq]
+    return pieces
+
+
+def to_purge(tx: Transaction, seqs: Sequence[int]) -> None:
+    """Note the segments that hold bytes which must go, however few: the next compaction writes them anew."""
+    for marks, part in chunks(seqs):
+        for table, condition in (
+            ("records", f"seq IN ({marks}) AND segment IS NOT NULL"),
+            ("media", f"hash IN (SELECT hash FROM media_uses WHERE seq IN ({marks}))"),
+        ):
+            tx.run(
+                f"INSERT INTO purges (segment, since) SELECT DISTINCT segment, {tx.now!r} FROM {table} "
+                f"WHERE {condition} ON CONFLICT DO NOTHING",
+                part,
+            )
+
+
+def _scrub(tx: Transaction, seqs: Sequence[int]) -> None:
+    """Values that events quote of a record are not kept longer than the record's own."""
+    for marks, part in chunks(seqs):
+        tx.run(f"UPDATE events SET detail = NULL WHERE kind = 'revised' AND seq IN ({marks})", part)
+
+
+def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str | None) -> int:
+    """See `Book.delete`."""
+    seqs = seqs_of(book, uids)
+    count = 0
+    for start in range(0, len(seqs), _AT_ONCE):
+        with queue.write_drained(book) as tx:
+            count += _delete(tx, book, seqs[start : start + _AT_ONCE], author, reason)
+        hit("during delete")
+        if start + _AT_ONCE < len(seqs):
+            let_others(book.ledger)
+    return count
+
+
+def _delete(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reason: str | None) -> int:
+    """Delete those of these records that are not deleted yet; how many."""
+    present = tx.all(
+        f"SELECT seq, uid FROM records WHERE seq {tx.in_ints} AND (gone IS NULL OR gone <> 'deleted')",
+        (tx.array(seqs),),
+    )
+    fresh = [seq for seq, _ in present]
+    to_purge(tx, fresh)
+    tx.run(
+        "UPDATE records SET gone = 'deleted', segment = NULL, start = NULL, size = NULL, slot = NULL, "
+        f"bytes = 0, reward = NULL, scored = 0 WHERE seq {tx.in_ints}",
+        (tx.array(fresh),),
+    )
+    tx.run(f"DELETE FROM media_uses WHERE seq {tx.in_ints}", (tx.array(fresh),))
+    queue.record_events(tx, [queue.Event("deleted", seq, reason=reason, detail={"author": author}) for seq in fresh])
+    for consumer in all_consumers(tx):
+        rows = queue.select_rows_by_seq(tx, consumer, fresh)
+        queue.drop_rows(
+            tx, consumer, [row for row in rows if row.state in (queue.WAITING, queue.COOLING, queue.LEASED)], "deleted"
+        )
+        save_consumer(tx, consumer)
+    _scrub(tx, fresh)
+    add_deletion(book.store, [Deletion(uid, tx.now, author, reason) for _, uid in present])
+    return len(fresh)

@@ -1,0 +1,311 @@
+"""Samplers: which of the waiting records (or groups) a consumer gets next.
+
+Invariant: a sampler is a function from what the ledger knows to a rank, and the smallest ranks are taken by index: no
+draw sorts or counts the rest. Chance comes from the seed and the record's number, not from a generator's state, and the
+little state there is lies in the ledger: a restart goes on with the same sequence.
+
+Uniform and proportional draws are exact at every moment. A waiting record's rank is the consumer's clock plus an
+exponential time whose rate is its weight; the clock is the rank that was taken last. Exponential times forget how long
+they have run, so records that came early, late, or came back all race on equal terms: the next to be taken is record i
+with probability `weight_i / sum of weights`.
+
+>>> sampler = Uniform()
+>>> state = {}
+>>> ranks = [sampler.rank(Item(seq=i, seed=7), state) for i in range(4)]
+>>> ranks == [sampler.rank(Item(seq=i, seed=7), state) for i in range(4)]
+True
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, ClassVar, Protocol
+
+import xxhash
+
+from rollbook.core.checks import check_bool, check_choice, check_float, check_int
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What a sampler may look at: one record, or one group (the first record's number, the newest version, means)."""
+
+    seq: int
+    seed: int = 0
+    uses: int = 0
+    version: int | None = None
+    value: float | None = None
+    """The record's number under the sampler's `key`."""
+    group: bool = False
+
+
+State = dict[str, Any]
+"""A sampler's state, kept in the ledger: JSON, at most a few numbers."""
+
+
+def chance(*parts: int) -> float:
+    """A number in (0, 1) that follows from `parts` alone.
+
+    >>> chance(1, 2) == chance(1, 2), chance(1, 2) == chance(2, 1), 0 < chance(3) < 1
+    (True, False, True)
+    """
+    word = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(parts)}q", *parts))
+    return ((word >> 11) + 0.5) / (1 << 53)
+
+
+def finish(item: Item, weight: float, state: State) -> float:
+    """When a time that starts now, on the consumer's clock, and runs out at the rate `weight`, will have run out."""
+    clock = float(state.get("clock", 0.0))
+    # The clock is a part of the chance: an item ranked again later must not race with a time that is known to be long.
+    (moment,) = struct.unpack("<q", struct.pack("<d", clock))
+    return clock - math.log(chance(item.seed, item.seq, item.uses, moment)) / weight
+
+
+class Sampler(Protocol):
+    """A rank for each item; smaller ranks are taken first."""
+
+    keeps: ClassVar[bool]
+    """Whether an item that changed in nothing keeps its rank; otherwise the rank follows from the item alone."""
+
+    @property
+    def key(self) -> str | None:
+        """The number of a record that ranks depend on: a tag, `info.NAME` or `metrics.NAME`; `None`: on none."""
+
+    def rank(self, item: Item, state: State) -> float:
+        """The item's rank as it begins to wait."""
+
+    def weight(self, item: Item) -> float:
+        """How likely the item is, against the others; 1 where order, not chance, decides."""
+
+    def took(self, rank: float, state: State) -> None:
+        """An item of this rank was handed out."""
+
+    def after(self, item: Item) -> tuple[bool, float]:
+        """Whether an item that was used `item.uses` times may be used again, and how many seconds it rests first."""
+
+
+class _Ordered:
+    """No chance, no state, no rest."""
+
+    keeps: ClassVar[bool] = False
+    key: str | None = None
+
+    def weight(self, item: Item) -> float:
+        return 1.0
+
+    def took(self, rank: float, state: State) -> None:
+        return None
+
+    def after(self, item: Item) -> tuple[bool, float]:
+        return True, 0.0
+
+
+@dataclass(frozen=True)
+class First(_Ordered):
+    """First in, first out."""
+
+    def rank(self, item: Item, state: State) -> float:
+        return float(item.seq)
+
+
+@dataclass(frozen=True)
+class Last(_Ordered):
+    """Last in, first out."""
+
+    def rank(self, item: Item, state: State) -> float:
+        return -float(item.seq)
+
+
+@dataclass(frozen=True)
+class NewestPolicy(_Ordered):
+    """The newest policy version first, first in among equals; records without a version come last."""
+
+    def rank(self, item: Item, state: State) -> float:
+        return math.inf if item.version is None else -float(item.version)
+
+
+class _Racing:
+    """Exponential times on the consumer's clock."""
+
+    keeps: ClassVar[bool] = True
+
+    def took(self, rank: float, state: State) -> None:
+        state["clock"] = max(rank, state.get("clock", 0.0))
+
+    def after(self, item: Item) -> tuple[bool, float]:
+        return True, 0.0
+
+
+@dataclass(frozen=True)
+class Uniform(_Racing):
+    """Any that waits, all equally likely."""
+
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.key is not None:
+            raise ValueError(f"Uniform.key: got {self.key!r}, expected None; Proportional takes one")
+
+    def weight(self, item: Item) -> float:
+        return 1.0
+
+    def rank(self, item: Item, state: State) -> float:
+        return finish(item, 1.0, state)
+
+
+@dataclass(frozen=True)
+class Proportional(_Racing):
+    """Record i with probability `p_i ** alpha / sum`, where `p` is its number under `key`.
+
+    `lease.weights` are then the importance weights `(1 / (N * P(i))) ** beta`, divided by the largest of the lease. A
+    record without the number counts as `default`, a negative one as its size; `lease.ack(priorities=...)` changes them.
+
+    >>> Proportional(key="info.td_error", alpha=0.5).weight(Item(seq=0, value=4.0))
+    2.0
+    """
+
+    key: str = "reward"
+    alpha: float = 0.6
+    beta: float = 0.4
+    default: float = 1.0
+    least: float = 1e-6
+    """The smallest priority: a record of priority 0 is still seen now and then."""
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta"):
+            check_float(f"Proportional.{name}", getattr(self, name), 0.0, 100.0)
+        check_float("Proportional.default", self.default, 0.0)
+        if not check_float("Proportional.least", self.least, 0.0) > 0:
+            raise ValueError(f"Proportional.least: got {self.least!r}, expected a number above 0")
+
+    def weight(self, item: Item) -> float:
+        value = self.default if item.value is None or math.isnan(item.value) else abs(item.value)
+        size = min(max(value, self.least), 1e100)
+        powers = self.alpha * math.log10(size)
+        # Bounded: a clock that has run for the lightest would not tell the times of all others apart any more.
+        return float(size**self.alpha) if abs(powers) < 12 else 10.0 ** math.copysign(12, powers)
+
+    def rank(self, item: Item, state: State) -> float:
+        return finish(item, self.weight(item), state)
+
+
+@dataclass(frozen=True)
+class Priority(_Ordered):
+    """Trinity's priorities: `version - decay * uses`, highest first, first in among equals.
+
+    `function="linear_decay"` offers a record for ever; `"decay_limit_randomization"` adds `sigma` times a normal number
+    and offers it while it was used fewer than `limit` times (0: for ever). After a use a record rests for `cooldown`
+    seconds. A record without a version counts as version 0.
+
+    >>> Priority(decay=0.6).rank(Item(seq=3, version=4, uses=1), {})
+    -3.4
+    """
+
+    function: str = "linear_decay"
+    decay: float = 2.0
+    limit: int = 3
+    sigma: float = 0.0
+    cooldown: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("Priority.function", self.function, ("linear_decay", "decay_limit_randomization"))
+        check_float("Priority.decay", self.decay, -1e100, 1e100)
+        check_float("Priority.sigma", self.sigma, 0.0, 1e100)
+        check_float("Priority.cooldown", self.cooldown, 0.0, 1e9)
+        check_int("Priority.limit", self.limit)
+
+    def rank(self, item: Item, state: State) -> float:
+        priority = (item.version or 0) - self.decay * item.uses
+        if self.function == "decay_limit_randomization" and self.sigma:
+            radius = math.sqrt(-2 * math.log(chance(item.seed, item.seq, item.uses, 1)))
+            priority += self.sigma * radius * math.cos(2 * math.pi * chance(item.seed, item.seq, item.uses, 2))
+        return -priority
+
+    def after(self, item: Item) -> tuple[bool, float]:
+        return self.most is None or item.uses < self.most, self.cooldown
+
+    @property
+    def most(self) -> int | None:
+        """How often a record is used; `None`: for ever."""
+        return self.limit if self.function == "decay_limit_randomization" and self.limit else None
+
+
+@dataclass(frozen=True)
+class EasyToHard(_Ordered):
+    """Easiest first: the largest number under `key` (of a group, its mean), unknown ones last."""
+
+    key: str = "reward"
+    ascending: bool = False
+    """Whether small numbers are the easy ones (lengths, difficulties)."""
+
+    def __post_init__(self) -> None:
+        check_bool("EasyToHard.ascending", self.ascending)
+
+    def rank(self, item: Item, state: State) -> float:
+        if item.value is None or math.isnan(item.value):
+            return math.inf
+        return item.value if self.ascending else -item.value
+
+
+@dataclass(frozen=True)
+class Balanced(_Ordered):
+    """From every band of difficulty in turn, so that a batch holds easy, middling and hard ones alike.
+
+    The number under `key` is cut into bands at `edges`; each band hands out one after another, first in first, and a
+    band that has none is passed over.
+
+    >>> sampler, state = Balanced(), {}
+    >>> [sampler.rank(Item(seq=i, value=v), state) for i, v in enumerate([0.0, 0.0, 1.0])]
+    [1.0, 2.0, 1.6]
+    """
+
+    keeps: ClassVar[bool] = True
+    key: str = "reward"
+    edges: tuple[float, ...] = (0.25, 0.5, 0.75)
+
+    def __post_init__(self) -> None:
+        edges = self.edges if isinstance(self.edges, (list, tuple)) else (self.edges,)
+        object.__setattr__(self, "edges", tuple(check_float("Balanced.edges", edge) for edge in edges))
+        if list(self.edges) != sorted(set(self.edges)):
+            raise ValueError(f"Balanced.edges: got {list(self.edges)}, expected numbers that rise")
+
+    def rank(self, item: Item, state: State) -> float:
+        bands = len(self.edges) + 1
+        has_value = item.value is not None and not math.isnan(item.value)
+        band = sum(item.value >= edge for edge in self.edges) if has_value else bands  # type: ignore[operator]
+        # Rounds are whole numbers; within a round the bands come in order. A group's turn is not one of its records'.
+        turns = state.setdefault("group_rounds" if item.group else "rounds", {})
+        turn = max(int(turns.get(str(band), 0)), int(state.get("round", 0))) + 1
+        turns[str(band)] = turn
+        return turn + band / (bands + 1)
+
+    def took(self, rank: float, state: State) -> None:
+        # A band that was empty for long does not come with all its missed turns at once.
+        state["round"] = max(int(state.get("round", 0)), math.floor(rank) - 1)
+
+
+SAMPLERS: dict[str, type] = {
+    kind.__name__: kind for kind in (First, Last, NewestPolicy, Uniform, Proportional, Priority, EasyToHard, Balanced)
+}
+
+
+def described(part: Any) -> dict[str, Any]:
+    """A sampler, remover or limiter as JSON: its name and its options."""
+    return {"name": type(part).__name__, **asdict(part)}
+
+
+def built(kinds: dict[str, type], label: str, description: Any) -> Any:
+    """The part that `described` described; only those that are known are ever made."""
+    if not isinstance(description, dict) or str(description.get("name")) not in kinds:
+        raise ValueError(f"{label}: got {description!r}, expected one of {', '.join(kinds)}")
+    kind = kinds[str(description["name"])]
+    names = {f.name for f in fields(kind)}
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items() if k != "name"}
+    if not names.issuperset(options):
+        raise ValueError(f"{label} {description['name']}: unknown option {sorted(set(options) - names)[0]!r}")
+    needed = {f.name for f in fields(kind) if f.default is MISSING}
+    if not needed.issubset(options):
+        raise ValueError(f"{label} {description['name']}: {sorted(needed - set(options))[0]!r} is missing")
+    return kind(**options)

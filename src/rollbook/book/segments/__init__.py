@@ -1,0 +1,1 @@
+"""Segment stores: where the bytes of records and media are, in files, in PostgreSQL or through fsspec."""

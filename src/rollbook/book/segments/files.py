@@ -1,0 +1,566 @@
+"""Segment stores: where a book's bytes lie, in segments that only grow, behind one small protocol.
+
+Invariant: when `put` returns, its bytes stay, whatever crashes; what `get` returns is private memory, so that nothing a
+reader does to it reaches the store or another reader; a segment's name, which may come from a hostile ledger, leads to
+plain files of the store's own folder and nowhere else.
+
+A segment is a header of 64 bytes, then parts, each beginning at a multiple of 64. All numbers little-endian:
+
+    0   8  magic            8d 52 42 53 45 47 0d 0a
+    8   4  version          1
+    12  4  header length    64
+    16  40 reserved         0
+    56  8  header checksum  xxh3-64 of bytes 0 to 55
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import xxhash
+
+from rollbook.book import failpoints
+from rollbook.book.disk import Disk, File, identity, read_private
+from rollbook.book.errors import (
+    CorruptBookError,
+    MissingSegmentError,
+    NewerLayoutError,
+    SegmentBusyError,
+    WriterStoppedError,
+    moved,
+)
+from rollbook.core.checks import check_int
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MAGIC = b"\x8dRBSEG\r\n"
+VERSION = 1
+ALIGN = 64
+_HEAD = struct.Struct("<8sII40x")
+_CHECKSUM = struct.Struct("<Q")
+_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.rbs", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where bytes lie: `length` bytes from byte `offset` of a segment.
+
+    >>> Place("0000019a4b1c2d3e-0123456789abcdef.rbs", 64, 1024).stop
+    1088
+    """
+
+    segment: str
+    offset: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.length
+
+
+class SegmentStore(Protocol):
+    """What a book asks of the place where its bytes lie.
+
+    Between a `put` and the commit of the ledger that points to it, nobody else knows that the bytes are wanted. A book
+    therefore looks with `has`, inside the transaction that commits, whether they are still there, and a remover takes
+    segments away inside a transaction of its own: of the two, the later one sees what the earlier one did.
+    """
+
+    private: bool
+    """Whether views from `get` are writable memory of their own."""
+    transactional: bool
+    """Whether it has `insert(tx, parts)`, which writes bytes within a transaction of the ledger."""
+
+    def put(self, parts: Sequence[Buffer]) -> list[Place]:
+        """Write all parts, with one write and one sync; durable when it returns. Threads may call it at once."""
+
+    def get(self, place: Place) -> memoryview:
+        """Read bytes. `MissingSegmentError` if the segment is gone, `CorruptBookError` if it is too short."""
+
+    def get_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """The bytes at each of many small places, to be read only, in as few requests as the store can; as `get`."""
+
+    def has(self, segment: str) -> bool:
+        """Whether the segment is there."""
+
+    def segments(self) -> dict[str, int]:
+        """Every segment there, oldest first, and how many bytes it has."""
+
+    def busy(self, segment: str) -> bool:
+        """Whether a living writer, of this or another process, may still append to it."""
+
+    def seal(self) -> None:
+        """End the open segment; the next `put` starts another."""
+
+    def remove(self, segment: str) -> None:
+        """Remove a segment, `SegmentBusyError` if it has a writer; one that is gone already is no error."""
+
+    def close(self) -> None:
+        """End writing. Views that were handed out stay."""
+
+
+# --- what all stores share -----------------------------------------------------------------------------------------
+
+
+def header() -> bytes:
+    """The first 64 bytes of a segment."""
+    head = _HEAD.pack(MAGIC, VERSION, ALIGN)
+    return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
+
+
+def check_header(head: bytes, segment: str) -> None:
+    """Refuse a file that is no segment, a damaged one, or one that a newer version wrote."""
+    if len(head) < ALIGN:
+        raise CorruptBookError(f"segment {segment}: the header is cut short: {len(head)} of {ALIGN} bytes", len(head))
+    magic, version, length = _HEAD.unpack_from(head)
+    if magic != MAGIC:
+        raise CorruptBookError(f"segment {segment}: magic {magic!r} is not that of a segment, {MAGIC!r}", 0)
+    if version > VERSION:
+        raise NewerLayoutError(f"segment {segment}: layout {version} is newer than {VERSION}, which this version knows")
+    if head != header():
+        raise CorruptBookError(f"segment {segment}: the header (version {version}, length {length}) is damaged", 8)
+
+
+def new_name() -> str:
+    """A name that no other segment has; later ones sort behind."""
+    return f"{time.time_ns():016x}-{os.urandom(8).hex()}.rbs"
+
+
+def is_name(text: object) -> bool:
+    """Whether it is a name as `new_name` makes them: no folder, no dots but the suffix's.
+
+    >>> is_name(new_name()), is_name("../" + new_name()), is_name("..")
+    (True, False, False)
+    """
+    return isinstance(text, str) and _NAME.fullmatch(text) is not None
+
+
+def check_name(segment: str) -> str:
+    """The name, if it is one."""
+    if not is_name(segment):
+        raise CorruptBookError(
+            f"segment {segment!r} is not a segment's name (16 hex digits, '-', 16 hex digits, '.rbs')"
+        )
+    return segment
+
+
+def check_place(place: Place) -> Place:
+    """The place, if it can be one of any segment."""
+    check_name(place.segment)
+    # SQLite keeps whatever it is given, text in a column of numbers too.
+    is_integer = type(place.offset) is int and type(place.length) is int
+    if not is_integer or place.offset < ALIGN or place.length < 0:
+        raise CorruptBookError(
+            f"segment {place.segment}: no part lies at byte {place.offset!r} with {place.length!r} bytes"
+        )
+    return place
+
+
+def too_short(place: Place, size: int) -> CorruptBookError:
+    return CorruptBookError(
+        f"segment {place.segment}: a part reaches to byte {place.stop}, the segment has {size}", size
+    )
+
+
+def lay_out(parts: Sequence[Buffer]) -> tuple[list[tuple[int, int]], list[bytes | memoryview]]:
+    """Where each part lies, counted from the first, with its length; and the pieces to write: parts, zeros between."""
+    places: list[tuple[int, int]] = []
+    pieces: list[bytes | memoryview] = []
+    at = 0
+    for part in parts:
+        view = memoryview(part)
+        if not view.c_contiguous:
+            raise ValueError("parts: got a strided buffer, expected contiguous bytes")
+        padding = -view.nbytes % ALIGN
+        places.append((at, view.nbytes))
+        pieces += [view.cast("B") if view.nbytes else b"", bytes(padding)]
+        at += view.nbytes + padding
+    return places, pieces
+
+
+# --- segments that are files ----------------------------------------------------------------------------------------
+
+
+def open_segment(disk: Disk, path: str) -> int:
+    """A descriptor of a segment that is a file. `MissingSegmentError`, or `CorruptBookError` if it is no plain file."""
+    try:
+        return disk.open_read(path)
+    except FileNotFoundError:
+        raise MissingSegmentError(os.path.basename(path)) from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EINVAL, errno.ENXIO):
+            raise CorruptBookError(f"{path}: a link, a pipe or a device, expected a plain file") from None
+        raise
+
+
+def read_segment(disk: Disk, path: str, place: Place, mapped: bool) -> memoryview:
+    """A place of a segment that is a file: mapped where that is worth it and the file is one that nobody cuts.
+
+    Every call opens, checks and closes the file: nothing is kept that could hold a removed file's space, and no two
+    calls share memory, so that a tensor changed in place is not met again by the next reader of the same record.
+    """
+    fd = open_segment(disk, path)
+    try:
+        check_header(os.pread(fd, ALIGN, 0), place.segment)
+        size = os.fstat(fd).st_size
+        if place.stop > size:
+            raise too_short(place, size)
+        view = read_private(fd, place.offset, place.stop, mapped)
+        if len(view) < place.length:
+            raise too_short(place, place.offset + len(view))
+        return view
+    except OSError as error:
+        error.filename = path
+        raise
+    finally:
+        os.close(fd)
+
+
+def read_pieces(disk: Disk, path: str, places: Sequence[Place]) -> list[Buffer]:
+    """Several places of a segment that is a file, copied."""
+    fd = open_segment(disk, path)
+    try:
+        check_header(os.pread(fd, ALIGN, 0), places[0].segment)
+        # Before any memory is taken: a ledger's word for the length is not enough.
+        size = os.fstat(fd).st_size
+        pieces: list[Buffer] = []
+        for place in places:
+            if place.stop > size:
+                raise too_short(place, size)
+            piece = os.pread(fd, place.length, place.offset)
+            pieces.append(piece if len(piece) == place.length else read_private(fd, place.offset, place.stop, False))
+        return pieces
+    except OSError as error:
+        error.filename = path
+        raise
+    finally:
+        os.close(fd)
+
+
+def by_segment(places: Sequence[Place], read: Callable[[str, list[Place]], Sequence[Buffer]]) -> list[Buffer]:
+    """The bytes at each place, where `read` returns those of the places of one segment."""
+    numbers: dict[str, list[int]] = {}
+    for i, place in enumerate(places):
+        numbers.setdefault(check_place(place).segment, []).append(i)
+    pieces: list[Buffer] = [b""] * len(places)
+    for segment, indices in numbers.items():
+        for i, piece in zip(indices, read(segment, [places[i] for i in indices]), strict=True):
+            pieces[i] = piece
+    return pieces
+
+
+# --- a folder -------------------------------------------------------------------------------------------------------
+
+
+class FileSegmentStore:
+    """Segments as files of `folder`/segments, one open segment for each store that writes.
+
+    The open segment is locked for as long as its writer lives, and never continued by another: a writer that died left
+    at most a tail that no ledger points to. A forked child starts a segment of its own. A folder that is moved, removed
+    or replaced under the store is an error, and is not made again.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     store = FileSegmentStore(folder)
+    ...     first, second = store.put([b"tokens", b"media"])
+    ...     (first.offset, second.offset), bytes(store.get(second)), store.busy(first.segment)
+    ...     store.close()
+    ...     store.busy(first.segment), FileSegmentStore(folder).segments() == {first.segment: 192}
+    ((64, 128), b'media', True)
+    (False, True)
+    """
+
+    private = True
+    transactional = False
+
+    def __init__(
+        self, folder: str | os.PathLike[str], disk: Disk | None = None, segment_bytes: int = 256 << 20
+    ) -> None:
+        self.book_folder = os.path.abspath(folder)
+        self.folder = os.path.join(self.book_folder, "segments")
+        self._identity = identity(self.book_folder)
+        self.disk = Disk() if disk is None else disk
+        self.segment_bytes = check_int("segment_bytes", segment_bytes, ALIGN)
+        self._lock = threading.Lock()
+        self._file: File | None = None
+        self._size = 0
+        self._stopped: BaseException | None = None
+        self._closed = False
+        _stores.add(self)
+
+    def put(self, parts: Sequence[Buffer]) -> list[Place]:
+        """Write all parts, with one write and one sync; durable when it returns."""
+        with self._lock:
+            if self._closed:
+                raise ValueError("the store is closed: nothing more can be put on it")
+            if self._stopped is not None:
+                raise WriterStoppedError(
+                    f"writing to {self.folder} stopped when this failed: {self._stopped}; reopen the book to go on"
+                ) from self._stopped
+            places, pieces = lay_out(parts)
+            if not places:
+                return []
+            if self._size + sum(map(len, pieces)) > self.segment_bytes:
+                self._end()
+            if self._file is None:
+                self._file = self._start()
+            elif identity(self._file.path) != identity(self._file.fd):
+                raise moved(self._file.path)
+            file, fresh, base = self._file, not self._size, self._size or ALIGN
+            try:
+                size = self._size + self.disk.append(file, [header(), *pieces] if fresh else pieces)
+                if failpoints.active:
+                    failpoints.hit("after write")
+                self.disk.sync(file)
+                if fresh:
+                    self.disk.sync_folder(self.folder)
+                    # Another process may have made the folder and not have synced it yet.
+                    self.disk.sync_folder(os.path.dirname(self.folder))
+                self._size = size
+            except BaseException as error:
+                # How much was written, and whether it will stay, is not known any more: nothing is written behind it,
+                # nor synced again, since a second sync would report success for pages that the first one lost. After
+                # an interrupt, which is no failure of the disk, the next put starts another segment.
+                if isinstance(error, OSError):
+                    self._stopped = error
+                with suppress(OSError):
+                    self._end()
+                raise
+        if failpoints.active:
+            failpoints.hit("after sync")
+        segment = os.path.basename(file.path)
+        return [Place(segment, base + at, length) for at, length in places]
+
+    def _start(self) -> File:
+        """A new file of our own, locked before anybody could take it for one whose writer died."""
+        if self._identity is None:
+            self.disk.make_folder(self.book_folder)
+            self._identity = identity(self.book_folder)
+        self._check_unmoved()
+        self.disk.make_folder(self.folder)
+        self._check_folder()
+        while True:
+            file = self.disk.create(os.path.join(self.folder, new_name()))
+            # Between making and locking, others may look at it (`busy`) or even remove it as a dead writer's.
+            if self.disk.try_lock(file.fd) and os.fstat(file.fd).st_nlink:
+                return file
+            with suppress(FileNotFoundError):
+                self.disk.unlink(file.path)
+            file.close()
+
+    def _end(self) -> None:
+        file, self._file, self._size = self._file, None, 0
+        if file is not None:
+            file.close()
+
+    def _check_folder(self) -> None:
+        if not stat.S_ISDIR(os.lstat(self.folder).st_mode):
+            raise CorruptBookError(
+                f"{self.folder}: a link or a file, expected a folder: a book's segments lie in the book, not outside"
+            )
+
+    def _check_unmoved(self) -> None:
+        if self._identity is not None and identity(self.book_folder) != self._identity:
+            raise moved(self.book_folder)
+
+    def _path(self, segment: str) -> str:
+        check_name(segment)
+        with suppress(FileNotFoundError):
+            self._check_folder()
+        return os.path.join(self.folder, segment)
+
+    def get(self, place: Place) -> memoryview:
+        """The bytes there, as private memory: a map if they are many, a copy if they are few."""
+        try:
+            return read_segment(self.disk, self._path(check_place(place).segment), place, mapped=True)
+        except MissingSegmentError:
+            self._check_unmoved()
+            raise
+
+    def get_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """The bytes at each place, copied; each file is opened once."""
+        return by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
+
+    def has(self, segment: str) -> bool:
+        """Whether the segment is there."""
+        return self.disk.is_plain(self._path(segment))
+
+    def segments(self) -> dict[str, int]:
+        """Every segment there, oldest first, and how many bytes it has."""
+        try:
+            self._check_folder()
+            sizes = self.disk.sizes(self.folder)
+        except FileNotFoundError:
+            return {}
+        return {name: size for name, size in sizes.items() if is_name(name)}
+
+    def busy(self, segment: str) -> bool:
+        """Whether a living writer, of this or another process, may still append to it."""
+        try:
+            fd = open_segment(self.disk, self._path(segment))
+        except MissingSegmentError:
+            return False
+        try:
+            return not self.disk.try_lock(fd, shared=True)
+        finally:
+            os.close(fd)
+
+    def seal(self) -> None:
+        """End the open segment; the next `put` starts another."""
+        with self._lock:
+            self._end()
+
+    def remove(self, segment: str) -> None:
+        """Remove a segment, `SegmentBusyError` if it has a writer; one that is gone already is no error."""
+        path = self._path(segment)
+        try:
+            fd = open_segment(self.disk, path)
+        except MissingSegmentError:
+            return
+        try:
+            # The lock is kept while the file goes, so that a writer that has just made it sees that it lost it.
+            # Somebody who only looks (`busy`) has it for a moment.
+            for wait in (0.001, 0.01, 0.1, None):
+                if self.disk.try_lock(fd):
+                    break
+                if wait is None:
+                    raise SegmentBusyError(f"segment {segment} has a living writer")
+                time.sleep(wait)
+            with suppress(FileNotFoundError):
+                self.disk.remove(path)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """End writing: a later put raises. What was put can still be read."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def _after_fork(self) -> None:
+        """In a child: the open segment is the parent's. Closing a descriptor ends no lock that the parent holds too."""
+        self._lock = threading.Lock()
+        self._stopped = None
+        with suppress(OSError):
+            self._end()
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+class MemorySegmentStore:
+    """Segments in this process's memory, gone with it; otherwise as a folder's.
+
+    >>> store = MemorySegmentStore()
+    >>> [place] = store.put([b"tokens"])
+    >>> view = store.get(place)
+    >>> view[0] = 0
+    >>> bytes(store.get(place))
+    b'tokens'
+    """
+
+    private = True
+    transactional = False
+
+    def __init__(self, segment_bytes: int = 256 << 20) -> None:
+        self.segment_bytes = check_int("segment_bytes", segment_bytes, ALIGN)
+        self._lock = threading.Lock()
+        self._segments: dict[str, bytearray] = {}
+        self._open: str | None = None
+        self._closed = False
+        _stores.add(self)
+
+    def put(self, parts: Sequence[Buffer]) -> list[Place]:
+        """Copy all parts."""
+        with self._lock:
+            if self._closed:
+                raise ValueError("the store is closed: nothing more can be put on it")
+            places, pieces = lay_out(parts)
+            if not places:
+                return []
+            size = sum(map(len, pieces))
+            if self._open is None or len(self._segments[self._open]) + size > self.segment_bytes:
+                self._open = new_name()
+                self._segments[self._open] = bytearray(header())
+            memory = self._segments[self._open]
+            base = len(memory)
+            for piece in pieces:
+                memory += piece
+            return [Place(self._open, base + at, length) for at, length in places]
+
+    def get(self, place: Place) -> memoryview:
+        """The bytes there, copied."""
+        check_place(place)
+        with self._lock:
+            if place.segment not in self._segments:
+                raise MissingSegmentError(place.segment)
+            memory = self._segments[place.segment]
+            if place.stop > len(memory):
+                raise too_short(place, len(memory))
+            with memoryview(memory) as view, view[place.offset : place.stop] as part:
+                return np.array(part, dtype=np.uint8).data
+
+    def get_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """The bytes at each place, copied."""
+        return [self.get(place) for place in places]
+
+    def has(self, segment: str) -> bool:
+        """Whether the segment is there."""
+        return check_name(segment) in self._segments
+
+    def segments(self) -> dict[str, int]:
+        """Every segment there, oldest first, and how many bytes it has."""
+        with self._lock:
+            return {name: len(memory) for name, memory in sorted(self._segments.items())}
+
+    def busy(self, segment: str) -> bool:
+        """Whether it is the open segment."""
+        return check_name(segment) == self._open
+
+    def seal(self) -> None:
+        """End the open segment; the next `put` starts another."""
+        with self._lock:
+            self._open = None
+
+    def remove(self, segment: str) -> None:
+        """Remove a segment, `SegmentBusyError` if it is the open one; one that is gone already is no error."""
+        with self._lock:
+            if check_name(segment) == self._open:
+                raise SegmentBusyError(f"segment {segment} has a living writer")
+            self._segments.pop(segment, None)
+
+    def close(self) -> None:
+        """End writing: a later put raises. What was put can still be read."""
+        with self._lock:
+            self._closed = True
+            self._open = None
+
+    def _after_fork(self) -> None:
+        """In a child: it has a copy of everything, but another thread may have been in the middle of a put."""
+        self._lock = threading.Lock()
+        self._open = None
+
+
+_stores: weakref.WeakSet[FileSegmentStore | MemorySegmentStore] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for store in list(_stores):
+        store._after_fork()
+
+
+os.register_at_fork(after_in_child=_forked)

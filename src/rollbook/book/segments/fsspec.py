@@ -1,0 +1,326 @@
+"""A store in an object store or a shared folder, through fsspec: one immutable object for each put.
+
+Invariant: an object is complete when its name can be seen, is never written again, and is there when `put` returns.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from rollbook.book.disk import Disk
+from rollbook.book.errors import MissingSegmentError
+from rollbook.book.failpoints import hit
+from rollbook.book.segments.files import (
+    ALIGN,
+    Place,
+    by_segment,
+    check_header,
+    check_name,
+    check_place,
+    header,
+    is_name,
+    lay_out,
+    new_name,
+    read_pieces,
+    read_segment,
+    too_short,
+)
+from rollbook.core.addresses import redacted
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+KEPT_BYTES = 64 << 20
+"""How many bytes of parts that were read last are kept, so that the rows of one frame cost one request."""
+KEPT_NAMES = 1 << 16
+"""How many objects are remembered as having been checked."""
+_NEAR = 64 << 10  # a part this near to the object's begin is read together with the header
+
+
+class _Recent(Generic[Key, Value]):
+    """What was used last, up to a weight in all; threads may share it."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.weight = 0
+        self._items: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Key) -> Value | None:
+        with self._lock:
+            if key not in self._items:
+                return None
+            self._items.move_to_end(key)
+            return self._items[key][0]
+
+    def add(self, key: Key, value: Value, weight: int) -> None:
+        if weight > self.most:
+            return
+        with self._lock:
+            self.weight += weight - self._items.pop(key, (value, 0))[1]
+            self._items[key] = value, weight
+            while self.weight > self.most:
+                self.weight -= self._items.popitem(last=False)[1][1]
+
+
+class _Files:
+    """Objects as files of a folder that may be on a network: synced, and made visible by renaming.
+
+    They are copied, not mapped: on NFS a file that another machine removes kills whoever touches its map.
+    """
+
+    def __init__(self, folder: str, disk: Disk) -> None:
+        self.folder = folder
+        self.disk = disk
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+        self.disk.make_folder(self.folder)
+        self.disk.write_atomic(self._path(name), b"".join(pieces))
+
+    def read(self, place: Place) -> memoryview:
+        return read_segment(self.disk, self._path(place.segment), place, mapped=False)
+
+    def read_many(self, places: Sequence[Place]) -> list[Buffer]:
+        return by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
+
+    def has(self, name: str) -> bool:
+        return self.disk.is_plain(self._path(name))
+
+    def sizes(self) -> dict[str, int]:
+        try:
+            return self.disk.sizes(self.folder)
+        except FileNotFoundError:
+            return {}
+
+    def remove(self, name: str) -> None:
+        self.disk.remove(self._path(name))
+
+
+class _Objects:
+    """Objects of a store that fsspec reaches."""
+
+    def __init__(self, url: str, options: Mapping[str, Any], prefix: str) -> None:
+        self.url = url
+        self.options = dict(options)
+        self.prefix = prefix
+        self._open()
+
+    def _open(self) -> None:
+        self._fs, root = _file_system(self.url, self.options)
+        self.root = "/".join(filter(None, (root.rstrip("/"), self.prefix)))
+        self._parts: _Recent[Place, bytes] = _Recent(KEPT_BYTES)
+        self._checked: _Recent[str, bool] = _Recent(KEPT_NAMES)
+        self._pid = os.getpid()
+
+    @property
+    def fs(self) -> Any:
+        # The connections, the event loop and the locks of a parent process are of no use to a forked child.
+        if self._pid != os.getpid():
+            self._open()
+        return self._fs
+
+    def _path(self, name: str) -> str:
+        return f"{self.root}/{name}"
+
+    def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+        fs = self.fs
+        data = b"".join(pieces)
+        try:
+            fs.pipe_file(self._path(name), data, mode="create")
+        except FileNotFoundError:
+            # Object stores know no folders; servers that have them want them made.
+            fs.makedirs(self.root, exist_ok=True)
+            fs.pipe_file(self._path(name), data, mode="create")
+
+    def _bytes(self, fs: Any, place: Place, start: int, stop: int) -> bytes:
+        try:
+            data: bytes = fs.cat_file(self._path(place.segment), start=start, end=stop)
+        except FileNotFoundError:
+            raise MissingSegmentError(place.segment) from None
+        return data
+
+    def read(self, place: Place) -> memoryview:
+        fs = self.fs
+        cached = self._parts.get(place)
+        if cached is None:
+            checked = self._checked.get(place.segment) is not None
+            start = place.offset if checked or place.offset > _NEAR else 0
+            data = self._bytes(fs, place, start, place.stop) if place.length or not checked else b""
+            if not checked:
+                check_header(data[:ALIGN] if not start else self._bytes(fs, place, 0, ALIGN), place.segment)
+                self._checked.add(place.segment, True, 1)
+            if start + len(data) < place.stop:
+                raise too_short(place, start + len(data))
+            cached = data[place.offset - start :]
+            self._parts.add(place, cached, len(cached))
+        return np.frombuffer(cached, dtype=np.uint8).copy().data
+
+    def read_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """Ranges, asked for at once; with the header of each object that was not checked yet."""
+        fs = self.fs
+        unchecked = [
+            Place(segment, 0, ALIGN)
+            for segment in dict.fromkeys(place.segment for place in places)
+            if self._checked.get(segment) is None
+        ]
+        ranges = [*unchecked, *(place for place in places if place.length)]
+        try:
+            data: list[Any] = fs.cat_ranges(
+                [self._path(place.segment) for place in ranges],
+                [place.offset for place in ranges],
+                [place.stop for place in ranges],
+                on_error="return",
+            )
+        except FileNotFoundError as error:
+            raise MissingSegmentError(ranges[0].segment) from error
+        for place, piece in zip(ranges, data, strict=True):
+            if isinstance(piece, FileNotFoundError):
+                raise MissingSegmentError(place.segment) from None
+            if isinstance(piece, BaseException):
+                raise piece
+        for place, piece in zip(unchecked, data, strict=False):
+            check_header(bytes(piece), place.segment)
+            self._checked.add(place.segment, True, 1)
+        pieces = iter(data[len(unchecked) :])
+        result: list[Buffer] = [next(pieces) if place.length else b"" for place in places]
+        for place, found_bytes in zip(places, result, strict=True):
+            if len(memoryview(found_bytes)) != place.length:
+                raise too_short(place, place.offset + len(memoryview(found_bytes)))
+        return result
+
+    def has(self, name: str) -> bool:
+        fs = self.fs
+        fs.invalidate_cache()
+        return bool(fs.exists(self._path(name)))
+
+    def sizes(self) -> dict[str, int]:
+        fs = self.fs
+        fs.invalidate_cache()  # other processes write, and a listing that was kept does not show it
+        try:
+            entries = fs.ls(self.root, detail=True)
+        except FileNotFoundError:
+            return {}
+        names = ((entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries)
+        return {
+            name: int(entry["size"])
+            for name, entry in sorted(names, key=lambda pair: pair[0])
+            if entry["type"] == "file"
+        }
+
+    def remove(self, name: str) -> None:
+        self.fs.rm_file(self._path(name))
+
+
+def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The file system that fsspec has for a URL, and the path in it."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ImportError("data in an object store needs fsspec: pip install 'rollbook[objects]'") from error
+    try:
+        fs, root = url_to_fs(url, **options)
+    except ValueError as error:
+        raise ValueError(f"url: got {redacted(url)!r}, expected one that fsspec knows ({error})") from None
+    return fs, str(root)
+
+
+class FsspecSegmentStore:
+    """Segments as objects under `url`/`prefix` (s3://, gs://, memory://, file://, or a path): one for each put.
+
+    `storage_options` go to fsspec: endpoint, credentials, and so on. A segment never has a writer once it is seen, so
+    `busy` is always false and `seal` does nothing. A put that fails may leave an object that nothing points to.
+
+    >>> store = FsspecSegmentStore("memory://runs", prefix="demo")
+    >>> first, second = store.put([b"tokens", b"media"])
+    >>> bytes(store.get(second)), store.segments() == {first.segment: 192}
+    (b'media', True)
+    >>> store.remove(first.segment)
+    >>> store.segments()
+    {}
+    """
+
+    private = True
+    transactional = False
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        prefix: str = "",
+        disk: Disk | None = None,
+    ) -> None:
+        url, options, prefix = os.fspath(url), storage_options or {}, prefix.strip("/")
+        if ".." in prefix.split("/"):
+            raise ValueError(f"prefix: got {prefix!r}, expected a path without '..'")
+        fs, root = _file_system(url, options)
+        protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+        # Through fsspec a local file is neither synced nor complete when it is seen.
+        self._store: _Files | _Objects
+        if "file" in protocols:
+            self._store = _Files(os.path.join(root, prefix), Disk() if disk is None else disk)
+        else:
+            self._store = _Objects(url, options, prefix)
+        self.url = url
+        self._closed = False
+
+    def put(self, parts: Sequence[Buffer]) -> list[Place]:
+        """Write all parts as one new object; it is there, whole, when this returns."""
+        if self._closed:
+            raise ValueError("the store is closed: nothing more can be put on it")
+        places, pieces = lay_out(parts)
+        if not places:
+            return []
+        name = new_name()
+        self._store.write(name, [header(), *pieces])
+        # A store takes an object whole: it is written and it stays at the same moment.
+        hit("after write")
+        hit("after sync")
+        return [Place(name, ALIGN + at, length) for at, length in places]
+
+    def get(self, place: Place) -> memoryview:
+        """The bytes there, as a copy of their own; parts that were read last are kept and cost no request."""
+        return self._store.read(check_place(place))
+
+    def get_many(self, places: Sequence[Place]) -> list[Buffer]:
+        """The bytes at each place: ranges of objects, asked for at once."""
+        for place in places:
+            check_place(place)
+        return self._store.read_many(places) if places else []
+
+    def has(self, segment: str) -> bool:
+        """Whether the segment is there; one request."""
+        return self._store.has(check_name(segment))
+
+    def segments(self) -> dict[str, int]:
+        """Every segment there, oldest first, and how many bytes it has."""
+        return {name: size for name, size in self._store.sizes().items() if is_name(name)}
+
+    def busy(self, segment: str) -> bool:
+        """Never: an object is written once."""
+        check_name(segment)
+        return False
+
+    def seal(self) -> None:
+        """Nothing to do: every put makes an object."""
+
+    def remove(self, segment: str) -> None:
+        """Remove a segment; one that is gone already is no error."""
+        with suppress(FileNotFoundError):
+            self._store.remove(check_name(segment))
+
+    def close(self) -> None:
+        """End writing: a later put raises. What was put can still be read."""
+        self._closed = True
