@@ -27,7 +27,7 @@ from typing import Any
 
 import rollbook
 from benchmarks.charts import Series, lines
-from rollbook.train.evaluating import difference, evaluated
+from rollbook.train.evaluation import difference, evaluated
 
 ARMS = {"reward": "#1b6ca8", "chance": "#b5541c"}
 TASK = "rollbook.train.recipes.letters"

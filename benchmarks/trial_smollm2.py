@@ -19,7 +19,7 @@ from typing import Any
 
 import rollbook
 from benchmarks.charts import Series, lines
-from rollbook.train.evaluating import Evaluation, difference, evaluated
+from rollbook.train.evaluation import Evaluation, difference, evaluated
 
 CONFIG = "examples/smollm2/reversal.yaml"
 ARMS = {"reward": "examples/smollm2/task.py:reward", "chance": "examples/smollm2/task.py:chance"}

@@ -52,7 +52,7 @@ from rollbook.train import (
     evaluate,
     records_from_answers,
 )
-from rollbook.train.evaluating import difference
+from rollbook.train.evaluation import difference
 
 SIDE, PATCH, FIGURE = 16, 4, 4
 SCALE = 6  # pixels of a dot in the picture that people see; the processor makes it small again

@@ -12,8 +12,8 @@ import rollbook
 from rollbook.models import Actor
 from rollbook.rollout import TransformersEngine
 from rollbook.train import AlgorithmConfig, Batching, Learner, Models, Optimizing, Prompts, evaluate, pipeline
+from rollbook.train.checkpoint import name_of, save
 from rollbook.train.recipes import letters
-from rollbook.train.saving import name_of, save
 
 
 def main(out: Path, steps: int = 60, prompts_per_step: int = 64, held: int = 500, until: float = 0.2, seed: int = 0):

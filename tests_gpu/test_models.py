@@ -11,7 +11,8 @@ import torch
 
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.compat.lightrft.batch_passes import forward_batch, native_batch
-from rollbook.models import Actor, Critic, policy_log_probs, reference_log_probs, values
+from rollbook.compat.lightrft.models import Actor
+from rollbook.models import Critic, policy_log_probs, reference_log_probs, values
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import test_vision_models, zoo

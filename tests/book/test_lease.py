@@ -491,7 +491,7 @@ def test_proportional_priorities_and_their_weights(url: str) -> None:
         lease = book.lease(3)
         found = dict(zip(numbers(lease), lease.weights or [], strict=True))
         assert found == pytest.approx({0: 1.0, 1: 0.5, 2: 0.25})
-        assert (lease.batch(pad_token_id=0).info or {})["weights"].tolist() == pytest.approx(lease.weights)
+        assert lease.batch(pad_token_id=0).extra["weights"].tolist() == pytest.approx(lease.weights)
         with pytest.raises(ValueError, match="priorities: got 'unknown', which is not acknowledged here"):
             lease.ack(priorities={"unknown": 1.0})
         with pytest.raises(ValueError, match="priorities: got list, expected {uid: number}"):

@@ -93,7 +93,7 @@ def test_one_lease_of_all_parts(url: str, expert: Book) -> None:
         with mix.lease(4) as lease:
             assert numbers(lease) == [0, 1, 1000, 1001] == numbers(lease.experiences)
             assert lease.uids == [each.eid.uid for each in lease]
-            assert lease.batch(pad_token_id=0).sequences.shape[0] == 4 and lease.weights is None
+            assert lease.batch(pad_token_id=0).tokens.shape[0] == 4 and lease.weights is None
             lease.renew()
             assert lease.ack(step=3) == 4
         assert book.history("//0/0/0000")[-1].step == 3
@@ -135,7 +135,7 @@ def test_groups_and_consumers_of_one_book(url: str) -> None:
         with mix.lease(4) as lease:
             assert [len(each) for each in lease.leases] == [4, 2]
             assert lease.weights == pytest.approx([1.0] * 6)
-            assert (lease.batch(pad_token_id=0).info or {})["weights"].tolist() == pytest.approx([1.0] * 6)
+            assert lease.batch(pad_token_id=0).extra["weights"].tolist() == pytest.approx([1.0] * 6)
             lease.ack()
         assert (book.counts().trained, book.counts("replay").trained) == (4, 2)
         check(book)

@@ -233,7 +233,7 @@ def test_importance_weights(alpha: float, beta: float, by: str) -> None:
             odds = [left[task] / sum(left.values()) for task in tasks]
             plain = [(1 / (len(left) * p)) ** beta for p in odds]
             assert lease.weights == pytest.approx([weight / max(plain) for weight in plain])
-            assert lease.batch(pad_token_id=0).info["weights"].tolist() == pytest.approx(lease.weights)
+            assert lease.batch(pad_token_id=0).extra["weights"].tolist() == pytest.approx(lease.weights)
             lease.ack()
             for task in tasks:
                 del left[task]

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.models import Actor, policy_log_probs
-from rollbook.models.sequences import process_sequences, sampling_of
+from rollbook.compat.lightrft.models import Actor, process_sequences, sampling_of
+from rollbook.models import policy_log_probs
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo

@@ -18,7 +18,7 @@ import rollbook
 from rollbook.book import trained_steps
 from rollbook.book.book import Book
 from rollbook.inspect.doctor import examine
-from rollbook.train import saving
+from rollbook.train import checkpoint
 from rollbook.train.config import effective
 from rollbook.train.data import Prompts
 
@@ -43,7 +43,7 @@ def ledger(book: Book) -> dict[str, Any]:
     }
 
 
-def weights(saved: saving.Saved) -> dict[str, torch.Tensor]:
+def weights(saved: checkpoint.Saved) -> dict[str, torch.Tensor]:
     """All tensors that a checkpoint has in its models' folders."""
     files = sorted(saved.path.rglob("*.safetensors"))
     return {f"{file.relative_to(saved.path)}:{name}": one for file in files for name, one in load_file(file).items()}
@@ -82,9 +82,9 @@ class Lineage:
             told = ledger(book)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         kept = {}
-        for one in saving.saved(folder):
+        for one in checkpoint.saved(folder):
             cursor = {name: value for name, value in one.told().items() if name != "book"}
-            kept[one.step] = {"weights": weights(one), "state": saving.load_state(one), "told": cursor}
+            kept[one.step] = {"weights": weights(one), "state": checkpoint.load_state(one), "told": cursor}
         found = examine(folder / "book").findings
         findings = [(each.check, each.severity, each.count, each.steps, each.uids) for each in found]
         return cls(told, [(line["step"], timeless(line["metrics"])) for line in lines], kept, findings)

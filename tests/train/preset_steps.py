@@ -33,9 +33,9 @@ from rollbook.models import Actor, Critic
 from rollbook.rollout import EnvironmentConfig, Prompt, Reply
 from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
 from rollbook.train.data import Prompts
-from rollbook.train.intake import Intake
 from rollbook.train.learner import Batching
-from rollbook.train.optimizing import Optimizing
+from rollbook.train.optimizer import Optimizing
+from rollbook.train.replay_config import Intake
 from rollbook.train.trainer import Trainer
 from tests import tiny
 

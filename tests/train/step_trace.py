@@ -32,7 +32,7 @@ MODEL_PASSES = ("token_stats",)
 LAYOUTS = {
     "batches/batch.py": ("from_columns", "pack", "pad"),
     "layouts.py": ("padded", "packed"),
-    "models/sequences.py": ("laid_out", "end_to_end"),
+    "compat/lightrft/models.py": ("laid_out", "end_to_end"),
 }
 """Functions that pad or pack a batch, by file."""
 

@@ -24,11 +24,11 @@ from rollbook.book import trained_steps
 from rollbook.cli import main
 from rollbook.models import Actor
 from rollbook.rollout.environment import Reply
-from rollbook.train import saving
+from rollbook.train import checkpoint
 from rollbook.train.algorithm import PRESET_NAMES
 from rollbook.train.config import ConfigError, effective, shown
 from rollbook.train.config.parts import SAMPLERS
-from rollbook.train.evaluating import difference
+from rollbook.train.evaluation import difference
 from rollbook.train.learner import NotFinite
 from rollbook.train.recipes import letters
 from rollbook.train.running import Outcome, run
@@ -155,7 +155,7 @@ class Ran:
 def load_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {
         name: one
-        for file in sorted((folder / "checkpoints" / saving.name_of(step) / "model").glob("*.safetensors"))
+        for file in sorted((folder / "checkpoints" / checkpoint.name_of(step) / "model").glob("*.safetensors"))
         for name, one in load_file(file).items()
     }
 
@@ -591,7 +591,7 @@ def test_updates_that_are_not_finite_change_nothing_and_stop_the_run(go: Go) -> 
 
 
 def checkpoints(ran: Ran) -> list[int]:
-    return [one.step for one in saving.saved(ran.folder)]
+    return [one.step for one in checkpoint.saved(ran.folder)]
 
 
 def test_saving_every_so_many_steps_and_keeping_so_many(go: Go) -> None:

@@ -38,10 +38,10 @@ from rollbook.train.config.parts import SAMPLERS
 from rollbook.train.config.reading import argument, scalar, yaml_values
 from rollbook.train.config.sections import section_of
 from rollbook.train.config.writing import flow
-from rollbook.train.intake import Intake
 from rollbook.train.learner import Batching
-from rollbook.train.optimizing import Optimizing
-from rollbook.train.warming import WarmUp
+from rollbook.train.optimizer import Optimizing
+from rollbook.train.replay_config import Intake
+from rollbook.train.sft_warmup import WarmUp
 
 TOP = section_of(Config)
 SECTIONS = {name: inner for name, key in TOP.keys.items() if (inner := section_in(key.kind)) is not None}

@@ -22,7 +22,7 @@ from rollbook.rollout import Prompt, ScriptedEngine, TransformersEngine
 from rollbook.rollout.transformers import PromptPreparer
 from rollbook.train.data import Prompts, permutation
 from rollbook.train.naming import resolve
-from rollbook.train.rows import Reader, digest
+from rollbook.train.prompt_rows import Reader, digest
 from rollbook.train.supervised import records_from_answers
 from tests.tiny import bytes_, llama, llava, picture, words
 

@@ -24,7 +24,7 @@ from rollbook.rollout import (
     ScriptedEngine,
     TransformersEngine,
 )
-from rollbook.train.evaluating import Evaluation, difference, evaluate, evaluated
+from rollbook.train.evaluation import Evaluation, difference, evaluate, evaluated
 from rollbook.train.statistics import share
 from tests.tiny import bytes_, llama
 

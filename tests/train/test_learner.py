@@ -19,7 +19,7 @@ from rollbook import Experience, Experiences
 from rollbook.models import Actor, Critic
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.learner import Batching, Learner, NotFinite
-from rollbook.train.optimizing import Optimizing
+from rollbook.train.optimizer import Optimizing
 from tests.train.stages import complete
 from tests.train.test_reference import gradients, llama, numbers, records, same, samples, weights
 

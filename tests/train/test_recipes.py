@@ -19,7 +19,7 @@ import pytest
 import rollbook
 from rollbook.book import trained_steps
 from rollbook.cli import main
-from rollbook.train import saving
+from rollbook.train import checkpoint
 from rollbook.train.config import effective, recipes
 from rollbook.train.recipes import letters
 from rollbook.train.running import Outcome, run
@@ -47,7 +47,7 @@ def warm(place: Path) -> Path:
     """The weights that runs begin with: right about a fifth of the time."""
     outcome = run(effective("letters", [*SMALL, *WORDS, *WARMUP, "steps=0", f"out={place}/warm"]))
     assert outcome.before is not None and 0.1 < outcome.before.success < 0.4
-    return saving.saved(place / "warm")[0].model
+    return checkpoint.saved(place / "warm")[0].model
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_a_mix_learns_from_an_expert_beside_its_own(
 
 
 def test_a_teacher_is_learnt_from(warm: Path, shown: Outcome, tmp_path: Path) -> None:
-    teacher = saving.saved(shown.folder)[-1].model
+    teacher = checkpoint.saved(shown.folder)[-1].model
     changes = ["steps=12", "batch.prompts=96", f"teacher.path={teacher}"]
     before, after = reinforced("letters-distill", tmp_path / "run", warm, *changes)
     assert after > before + 0.05, (before, after)
@@ -182,7 +182,7 @@ def test_every_recipe_runs_from_the_command_line(
     assert main(["train", recipe, "--json", "--out", f"{tmp_path}/run", *changes]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["steps"] == 2 and said["after"]["eval/prompts"] == 8
-    assert [one.step for one in saving.saved(tmp_path / "run")] == [0, 2]
+    assert [one.step for one in checkpoint.saved(tmp_path / "run")] == [0, 2]
     with rollbook.open(tmp_path / "run" / "book", mode="r") as book:
         assert [step for step, found in book.metrics() if "loss" in found or "critic/value_loss" in found] == [1, 2]
     assert main(["show", f"{tmp_path}/run"]) == 0
@@ -219,7 +219,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     finally:
         del sys.modules[spec.name]
     assert before.prompts == after.prompts == 20
-    assert [one.step for one in saving.saved(tmp_path)] == [2]
+    assert [one.step for one in checkpoint.saved(tmp_path)] == [2]
     with rollbook.open(tmp_path / "book", mode="r") as book:
         assert sorted({step for steps in trained_steps(book).values() for step in steps}) == [1, 2]
         assert book.counts().trained == 2 * 8 * 8 and book.counts().evaluation == 40 and book.policy_version == 2

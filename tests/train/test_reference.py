@@ -22,7 +22,7 @@ from rollbook.algorithms import estimate
 from rollbook.models import Actor, Critic
 from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
 from rollbook.train.learner import Batching, Learner, UpdateResult
-from rollbook.train.optimizing import Optimizing
+from rollbook.train.optimizer import Optimizing
 from tests.train import naive
 from tests.train.naive import How, Sample
 from tests.train.stages import complete

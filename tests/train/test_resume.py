@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import rollbook
-from rollbook.train import saving
+from rollbook.train import checkpoint
 from tests.train.lineage import Lineage, command, copied, misplaced, rows_of
 from tests.train.nursery import Life, Nursery
 from tests.train.trials import trial
@@ -172,7 +172,7 @@ def test_overwrite(nursery: Nursery, whole: Path, tmp_path: Path) -> None:
         assert nursery.live(command(folder, *changes), at=("overwriting", times)).killed
     life = nursery.live(command(folder, *changes))
     assert life.code == 0, life.said
-    assert [one.step for one in saving.saved(folder)] == [0, 1]
+    assert [one.step for one in checkpoint.saved(folder)] == [0, 1]
     again = nursery.live(command(folder, *changes[:2]))
     assert again.code == 0 and "there is nothing to do" in again.said
     other = tmp_path / "thesis"

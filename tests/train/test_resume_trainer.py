@@ -21,13 +21,13 @@ from rollbook import EID, Experience
 from rollbook.book import failpoints, trained_steps
 from rollbook.book.book import Book
 from rollbook.models import Actor, Critic
-from rollbook.train import saving
+from rollbook.train import checkpoint
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.data import Prompts
-from rollbook.train.intake import Intake
 from rollbook.train.learner import Batching
-from rollbook.train.optimizing import Optimizing
+from rollbook.train.optimizer import Optimizing
 from rollbook.train.recipes import letters
+from rollbook.train.replay_config import Intake
 from rollbook.train.trainer import Exhausted, Trainer
 from tests.train.lineage import equal, ledger, misplaced, timeless
 
@@ -148,7 +148,7 @@ def state(made: Trainer) -> dict[str, Any]:
         "learner": made.learner.state_dict(),
         "prompts": None if made.prompts is None else made.prompts.state_dict(),
         "done": made.done,
-        "random": saving.random_state(),
+        "random": checkpoint.random_state(),
         **ledger(made.book),
     }
     if made.models.critic is not None:
@@ -321,11 +321,11 @@ def test_only_the_newest_are_kept_and_the_first(tmp_path: Path) -> None:
     with pytest.raises(Died):
         made.run(6, save_every=1)
     failpoints.watch(None)
-    assert [one.step for one in saving.saved(tmp_path)] == [0, 2, 3]
+    assert [one.step for one in checkpoint.saved(tmp_path)] == [0, 2, 3]
     made = trainer(tmp_path, {"keep": 2})
     assert made.resume()
     made.run(6, save_every=1)
-    assert [one.step for one in saving.saved(tmp_path)] == [0, 5, 6]
+    assert [one.step for one in checkpoint.saved(tmp_path)] == [0, 5, 6]
     assert [point.name for point in made.book.checkpoints()] == ["step-000000", "step-000005", "step-000006"]
 
 
@@ -351,7 +351,7 @@ def test_weights_of_another_shape_change_nothing(tmp_path: Path) -> None:
     made.actor = Actor(wide)
     before = {name: one.clone() for name, one in made.actor.state_dict().items()}
     drawn = torch.get_rng_state()
-    with pytest.raises(saving.Broken, match=r"step-000001/model: got no weight .* of shape \[60, 32\]"):
+    with pytest.raises(checkpoint.Broken, match=r"step-000001/model: got no weight .* of shape \[60, 32\]"):
         made.resume()
     assert equal(before, dict(made.actor.state_dict())) and torch.equal(drawn, torch.get_rng_state())
     assert len(trained_steps(made.book)) == 24

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import rollbook
 from rollbook.train.display import Display, duration, evaluation_line
-from rollbook.train.tracking import LINES, Book, Jsonl, TensorBoard, Tracker, WandB, read_lines, trackers_of
+from rollbook.train.tracker import LINES, Book, Jsonl, TensorBoard, Tracker, WandB, read_lines, trackers_of
 
 ODD = {"loss": math.nan, "grad_norm": math.inf, "low": -math.inf, "eval/avg@8": 0.5, "tokens": 7}
 

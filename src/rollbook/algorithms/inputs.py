@@ -1,4 +1,4 @@
-"""What an estimator may ask for, by name, out of records or a batch; nothing is looked up before it is asked for.
+"""Inputs of estimators by name, read from records when they are first used.
 
 Invariant: groups, runs and steps come from ids, never from positions; a record that was never given a task is a group
 of its own. Columns are read where they lie.
@@ -15,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.batch.columns import mask_unpredicted
-from rollbook.compat.lightrft.batch import ExperienceBatch
-from rollbook.compat.lightrft.layouts import action_starts, predicted_mask, spans_of_rows
 from rollbook.core.checks import check_choice
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.ids import EID
@@ -73,10 +71,10 @@ def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mappi
     for name in info_keys or ():
         check_choice("info_keys", name, (*INFO_KEYS, "values", "necs", "entropy"))
     keys = {**INFO_KEYS, **(info_keys or {})}
-    if isinstance(data, ExperienceBatch):
-        return _of_batch(data, keys)
     if isinstance(data, Mapping):
         return data
+    if hasattr(data, "estimator_inputs"):
+        return data.estimator_inputs(keys)  # type: ignore[no-any-return]
     return _of_records(mask_unpredicted(as_experiences(data)), keys)
 
 
@@ -88,7 +86,7 @@ def _of_records(many: Experiences, keys: Mapping[str, str]) -> Inputs:
         "steps": lambda: [eid.step for eid in many.eids()],
         "ids": lambda: [eid.uid for eid in many.eids()],
         "mask": lambda: _tokens(many, "action_mask"),
-        "response": lambda: _all_of(_tokens(many, "action_mask")),
+        "response": lambda: all_of(_tokens(many, "action_mask")),
         "token_rewards": lambda: _partly(many, "token_level_reward")[0],
         "without_token_rewards": lambda: _partly(many, "token_level_reward")[1],
         "log_probs": lambda: _first(_tokens(many, "policy_logprobs"), lambda: _tokens(many, "logprobs")),
@@ -99,65 +97,6 @@ def _of_records(many: Experiences, keys: Mapping[str, str]) -> Inputs:
     }
     makers |= {name: lambda key=key: _info(many.values("info"), key) for name, key in keys.items()}  # type: ignore[misc]
     return Inputs(makers, len(many))
-
-
-def _of_batch(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
-    info = batch.info or {}
-    extras = batch.extras or {}
-    inner = info.get("info") or {}
-
-    def ids() -> list[EID]:
-        known = [eid for eid in batch.ids or () if eid is not None]
-        if len(known) != len(batch):
-            raise ValueError("batch: got rows without ids, expected an id for each, to group by")
-        return [eid if isinstance(eid, EID) else EID.parse(eid) for eid in known]
-
-    def whole(name: str, value: Any) -> Any:
-        """A field that every row has, or none; rows that lack it read as padding, and are no data."""
-        absent = batch.origin.absent.get(name)
-        if value is None or not absent:
-            return value
-        raise ValueError(f"{name}: row {min(absent)} has none, expected it in every row, or in none")
-
-    def rewards() -> Any:
-        """As `row_rewards` of the records."""
-        known, token_rewards = info.get("reward"), extras.get("token_level_reward")
-        known = [None] * len(batch) if known is None else known
-        if token_rewards is None or isinstance(known, torch.Tensor):
-            return known
-        absent = batch.origin.absent.get("extras.token_level_reward", ())
-        sums = [None if i in absent else float(row.double().sum()) for i, row in enumerate(token_rewards)]
-        return [total if reward is None else reward for reward, total in zip(known, sums, strict=True)]
-
-    makers: dict[str, Callable[[], Any]] = {
-        "rewards": rewards,
-        "groups": lambda: [group_id(eid) for eid in ids()],
-        "runs": lambda: [run_id(eid) for eid in ids()],
-        "steps": lambda: [eid.step for eid in ids()],
-        "ids": lambda: [eid.uid for eid in ids()],
-        "mask": lambda: predicted_mask(batch),
-        "response": lambda: _response(batch),
-        "token_rewards": lambda: extras.get("token_level_reward"),
-        "without_token_rewards": lambda: sorted(batch.origin.absent.get("extras.token_level_reward", ())),
-        "values": lambda: whole("values", batch.values),
-        "log_probs": lambda: whole("action_log_probs", batch.action_log_probs),
-        "ref_log_probs": lambda: whole("base_action_log_probs", batch.base_action_log_probs),
-        "teacher_log_probs": lambda: whole("extras.teacher_logprobs", extras.get("teacher_logprobs")),
-        "entropy": lambda: whole("action_entropy", batch.action_entropy),
-    }
-    makers |= {name: lambda key=key: info.get(key, inner.get(key)) for name, key in keys.items()}  # type: ignore[misc]
-    return Inputs(makers, len(batch))
-
-
-def _response(batch: ExperienceBatch) -> Any:
-    """The slots that are a row's response, tools' tokens at its end included, and no padding."""
-    if isinstance(batch.action_mask, Rows):
-        return _all_of(batch.action_mask)
-    if batch.action_mask is None:
-        return None
-    width, slots = batch.sequences.shape[1], batch.action_mask.shape[1]
-    _, acting = spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))
-    return acting.mask(torch.bool, batch.action_mask.device)
 
 
 def group_id(eid: EID) -> str:
@@ -294,7 +233,7 @@ def _partly(many: Experiences, name: str) -> tuple[Rows | Ragged | None, list[in
     return Rows([torch.zeros(len(m)) if v is None else v for v, m in zip(values, masks, strict=True)]), absent
 
 
-def _all_of(rows: Rows | Ragged | None) -> Rows | None:
+def all_of(rows: Rows | Ragged | None) -> Rows | None:
     return None if rows is None else Rows(torch.ones(int(sum(rows.lengths)), dtype=torch.bool), rows.lengths)
 
 

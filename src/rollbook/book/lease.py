@@ -42,8 +42,8 @@ from rollbook.core.checks import check_bool, check_choice, check_float, check_in
 from rollbook.core.metrics import advise
 
 if TYPE_CHECKING:
+    from rollbook.batch import Batch
     from rollbook.book.book import Book
-    from rollbook.compat.lightrft.batch import ExperienceBatch
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
 
@@ -155,17 +155,21 @@ class Lease:
             self._progress()
         return self._experiences
 
-    def batch(self, **options: Any) -> ExperienceBatch:
-        """Its records as a batch (with the options of `from_experiences`); with weights under `info["weights"]`."""
+    def batch(self, **options: Any) -> Batch:
+        """Return the records as a batch, with importance weights in `extra["weights"]` if the sampler has any.
+
+        Args:
+            options: Those of `Batch.from_records`.
+        """
         if not self:
             raise BookError(f"lease.batch: the lease is empty: {self.short or 'no record was asked for'}")
-        from rollbook.compat.lightrft.batch import from_experiences
+        from rollbook.batch import Batch
 
-        batch = from_experiences(self.experiences, **options)
+        batch = Batch.from_records(self.experiences, **options)
         if self._claim.weights is not None:
             import torch
 
-            batch.info = {**(batch.info or {}), "weights": torch.tensor(self._claim.weights)}
+            batch.extra["weights"] = torch.tensor(self._claim.weights)
         if self._left:
             self._progress()
         return batch

@@ -21,8 +21,8 @@ from rollbook.core.checks import check_float, check_int
 from rollbook.core.experiences import Experiences
 
 if TYPE_CHECKING:
+    from rollbook.batch import Batch
     from rollbook.book.book import Book
-    from rollbook.compat.lightrft.batch import ExperienceBatch
     from rollbook.core.experience import Experience
 
 
@@ -73,17 +73,17 @@ class MixedLease:
             return None
         return [weight for lease in self.leases for weight in lease.weights or [1.0] * len(lease)]
 
-    def batch(self, **options: Any) -> ExperienceBatch:
-        """All records as one batch; with weights under `info["weights"]`."""
+    def batch(self, **options: Any) -> Batch:
+        """Return all records as one batch, with importance weights in `extra["weights"]`; see `Lease.batch`."""
         if not self:
             raise BookError(f"lease.batch: the lease is empty: {self.short}")
-        from rollbook.compat.lightrft.batch import from_experiences
+        from rollbook.batch import Batch
 
-        batch = from_experiences(self.experiences, **options)
+        batch = Batch.from_records(self.experiences, **options)
         if self.weights is not None:
             import torch
 
-            batch.info = {**(batch.info or {}), "weights": torch.tensor(self.weights)}
+            batch.extra["weights"] = torch.tensor(self.weights)
         return batch
 
     def renew(self, seconds: float | None = None) -> None:

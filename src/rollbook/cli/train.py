@@ -58,7 +58,7 @@ def train(options: argparse.Namespace) -> int:
 def evaluate(options: argparse.Namespace) -> int:
     """Evaluate a model on the held-out prompts of a configuration."""
     from rollbook.models.loading import transformers_module
-    from rollbook.train import saving
+    from rollbook.train import checkpoint
     from rollbook.train.config import effective
     from rollbook.train.display import evaluation_line
     from rollbook.train.running import CONFIG, evaluate_model
@@ -66,7 +66,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
     config, model, step = Path(options.config), options.model, 0
     if (config / CONFIG).is_file():
-        checkpoints = saving.saved(config)
+        checkpoints = checkpoint.saved(config)
         if model is None and checkpoints:
             model, step = str(checkpoints[-1].model), checkpoints[-1].step
         if not options.trust:

@@ -19,13 +19,12 @@ from rollbook.algorithms.kernels.vocabulary import positive
 from rollbook.batch import Batch
 from rollbook.batch.vision import placeholders
 from rollbook.core.checks import check_bool
-from rollbook.core.sampling import Prompt, token_ids
+from rollbook.core.sampling import token_ids
 from rollbook.models.heads import Head, inputs_of, run, text_config, unwrapped
 from rollbook.models.loading import BASE, load_model, load_tokenizers
 from rollbook.models.logprobs import TokenStats
 from rollbook.models.lora import Reference, attach, has_adapters, save_base
-from rollbook.models.sequences import MEDIA, laid_out, media_of_rows, process_sequences, sampling_of
-from rollbook.models.slots import called_batch, check_matrix
+from rollbook.models.slots import called_batch
 from rollbook.models.wrapper import Wrapper, flat
 
 
@@ -164,48 +163,6 @@ class Actor(Wrapper):
 
     def _tempered(self, temperature: float | None) -> float:
         return self.temperature if temperature is None else positive("temperature", temperature, torch.float32)
-
-    # --- generating ---------------------------------------------------------------------------------------------------
-
-    def generate(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(sequences (B, S), attention_mask (B, S) int64, action_mask (B, A) bool), rows as `[pad.. prompt | response
-        .. pad]`, on the actor's device; nothing that was sampled is changed.
-
-        `input_ids` (B, P) are left-padded prompts; without a mask, what is padding is told by the pad token. `kwargs`
-        are transformers' (`max_new_tokens`, `max_length`, `min_new_tokens`, `do_sample`, `temperature`, `top_p`,
-        `top_k`, `eos_token_id`, `pad_token_id`, `num_return_sequences`, ...), those of `rollbook.rollout.Sampling`, and
-        what a processor made of media, all prompts together (`pixel_values`, `image_grid_thw`, ...); what would change
-        nothing is taken (`num_beams=1`), what is not known refused. `TransformersEngine(actor)` gives log-probs,
-        versions and finish reasons, too.
-        """
-        check_matrix("input_ids", input_ids, "(B, P)")
-        pad = kwargs.pop("pad_token_id", None)
-        if pad is None:
-            pad = self.pad_token_id
-        if attention_mask is None:
-            attention_mask = process_sequences(input_ids, input_ids.shape[1], None, pad)[1]
-        kwargs.setdefault("temperature", self.temperature)
-        media = {name: kwargs.pop(name) for name in MEDIA if name in kwargs}
-        sampling = sampling_of(kwargs, input_ids.shape[1], self.suppress)
-        masks = list(attention_mask.cpu() != 0)
-        rows = [row[mask].tolist() for row, mask in zip(input_ids.cpu(), masks, strict=True)]
-        media_by_row = media_of_rows(rows, masks, media, self.config) if media else [{} for _ in rows]
-        prompts = [
-            Prompt(token_ids=row, images=[images] if images else ())
-            for row, images in zip(rows, media_by_row, strict=True)
-        ]
-        # One batch id for all calls: with a seed, the same is sampled another time.
-        from rollbook.rollout.transformers import TransformersEngine
-
-        return laid_out(TransformersEngine(self).generate(prompts, sampling, batch="generate"), pad, self.device)
-
-    def process_sequences(
-        self, sequences: torch.Tensor, input_len: int, eos_token_id: Any, pad_token_id: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Masks of generated rows; see `rollbook.models.sequences.process_sequences`."""
-        return process_sequences(sequences, input_len, eos_token_id, pad_token_id)
 
     @property
     def pad_token_id(self) -> int:

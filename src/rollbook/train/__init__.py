@@ -29,55 +29,55 @@ if TYPE_CHECKING:
     from rollbook.train.algorithm import PRESETS as PRESETS
     from rollbook.train.algorithm import AlgorithmConfig as AlgorithmConfig
     from rollbook.train.data import Prompts as Prompts
-    from rollbook.train.evaluating import Evaluation as Evaluation
-    from rollbook.train.evaluating import difference as difference
-    from rollbook.train.evaluating import evaluate as evaluate
-    from rollbook.train.evaluating import evaluated as evaluated
-    from rollbook.train.intake import Intake as Intake
+    from rollbook.train.evaluation import Evaluation as Evaluation
+    from rollbook.train.evaluation import difference as difference
+    from rollbook.train.evaluation import evaluate as evaluate
+    from rollbook.train.evaluation import evaluated as evaluated
     from rollbook.train.learner import Batching as Batching
     from rollbook.train.learner import Learner as Learner
     from rollbook.train.learner import NotFinite as NotFinite
     from rollbook.train.learner import UpdateResult as UpdateResult
     from rollbook.train.naming import resolve as resolve
-    from rollbook.train.optimizing import Optimizing as Optimizing
+    from rollbook.train.optimizer import Optimizing as Optimizing
     from rollbook.train.pipeline import Models as Models
+    from rollbook.train.replay_config import Intake as Intake
     from rollbook.train.replaying import Replayed as Replayed
     from rollbook.train.replaying import replay as replay
+    from rollbook.train.sft_warmup import WarmUp as WarmUp
+    from rollbook.train.sft_warmup import warm_up as warm_up
     from rollbook.train.statistics import Interval as Interval
     from rollbook.train.supervised import records_from_answers as records_from_answers
     from rollbook.train.trainer import Exhausted as Exhausted
     from rollbook.train.trainer import Fruitless as Fruitless
     from rollbook.train.trainer import Report as Report
     from rollbook.train.trainer import Trainer as Trainer
-    from rollbook.train.warming import WarmUp as WarmUp
-    from rollbook.train.warming import warm_up as warm_up
 
 _HOMES = {
     "AlgorithmConfig": "rollbook.train.algorithm",
     "Batching": "rollbook.train.learner",
-    "Evaluation": "rollbook.train.evaluating",
+    "Evaluation": "rollbook.train.evaluation",
     "Exhausted": "rollbook.train.trainer",
     "Fruitless": "rollbook.train.trainer",
-    "Intake": "rollbook.train.intake",
+    "Intake": "rollbook.train.replay_config",
     "Interval": "rollbook.train.statistics",
     "Learner": "rollbook.train.learner",
     "Models": "rollbook.train.pipeline",
     "NotFinite": "rollbook.train.learner",
-    "Optimizing": "rollbook.train.optimizing",
+    "Optimizing": "rollbook.train.optimizer",
     "PRESETS": "rollbook.train.algorithm",
     "Prompts": "rollbook.train.data",
     "Replayed": "rollbook.train.replaying",
     "Report": "rollbook.train.trainer",
     "Trainer": "rollbook.train.trainer",
     "UpdateResult": "rollbook.train.learner",
-    "WarmUp": "rollbook.train.warming",
-    "difference": "rollbook.train.evaluating",
-    "evaluate": "rollbook.train.evaluating",
-    "evaluated": "rollbook.train.evaluating",
+    "WarmUp": "rollbook.train.sft_warmup",
+    "difference": "rollbook.train.evaluation",
+    "evaluate": "rollbook.train.evaluation",
+    "evaluated": "rollbook.train.evaluation",
     "records_from_answers": "rollbook.train.supervised",
     "replay": "rollbook.train.replaying",
     "resolve": "rollbook.train.naming",
-    "warm_up": "rollbook.train.warming",
+    "warm_up": "rollbook.train.sft_warmup",
 }
 
 __all__ = sorted(_HOMES)

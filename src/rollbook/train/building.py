@@ -29,7 +29,7 @@ from rollbook.train.config.secrets import expanded
 from rollbook.train.data import Prompts
 from rollbook.train.modelling import actor_of, called, loading, models_of
 from rollbook.train.naming import resolve
-from rollbook.train.optimizing import Optimizing
+from rollbook.train.optimizer import Optimizing
 from rollbook.train.pipeline import Models
 from rollbook.train.trainer import Trainer
 

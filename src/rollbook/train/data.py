@@ -22,7 +22,7 @@ from rollbook.core.checks import check_bool, check_float, check_int, suggest
 from rollbook.core.ids import EID
 from rollbook.core.sampling import Prompt
 from rollbook.train.naming import resolve
-from rollbook.train.rows import ANSWERS, Reader, Row
+from rollbook.train.prompt_rows import ANSWERS, Reader, Row
 from rollbook.train.sources import Placed, read
 
 log = logging.getLogger("rollbook.train")

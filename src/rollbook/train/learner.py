@@ -30,8 +30,8 @@ from rollbook.models.protocols import Policy, ValueModel
 from rollbook.rollout.engine import derive_seed
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.loss import LossNormalizers, critic_loss, loss_columns, policy_loss
-from rollbook.train.optimizing import PRECISIONS, Optimizer, Optimizing
-from rollbook.train.train_rows import TrainRows
+from rollbook.train.optimizer import PRECISIONS, Optimizer, Optimizing
+from rollbook.train.rows import TrainRows
 
 
 class NotFinite(RuntimeError):

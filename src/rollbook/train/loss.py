@@ -25,7 +25,7 @@ from rollbook.models.logprobs import TokenStats
 from rollbook.train.algorithm import AlgorithmConfig
 
 if TYPE_CHECKING:
-    from rollbook.train.train_rows import TrainRows
+    from rollbook.train.rows import TrainRows
 
 _COLUMNS = {"old_log_probs": "old_logprobs", "ref_log_probs": "ref_logprobs", "mask": "action_mask"}
 """Inputs of losses that are columns of a batch by another name."""

@@ -19,11 +19,12 @@ from rollbook.book.book import Book
 from rollbook.core.experiences import Experiences
 from rollbook.models import Actor
 from rollbook.rewards.types import RewardInput, RewardResult
-from rollbook.train import building, saving
+from rollbook.train import building
+from rollbook.train import checkpoint as saving
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.config.schema import Config
 from rollbook.train.learner import Learner
-from rollbook.train.optimizing import Optimizing
+from rollbook.train.optimizer import Optimizing
 from rollbook.train.pipeline import Models, annotate, estimate, with_reward
 from rollbook.train.retracing import Traced, trace
 

@@ -22,7 +22,8 @@ from rollbook.book.book import open as open_book
 from rollbook.core.checks import check_int
 from rollbook.models.forward import policy_log_probs, reference_log_probs, values
 from rollbook.rewards.recipes import CombinedReward
-from rollbook.train import building, saving, verdicts
+from rollbook.train import building, verdicts
+from rollbook.train import checkpoint as saving
 from rollbook.train.config.loading import effective
 from rollbook.train.config.schema import Config
 from rollbook.train.learner import UpdateResult

@@ -28,18 +28,18 @@ from rollbook.book.failpoints import hit
 from rollbook.core.files import FILE, make_folder, private_opener
 from rollbook.core.metrics import advise
 from rollbook.models.loading import transformers_module
-from rollbook.train import building, preflight, saving
+from rollbook.train import building, checkpoint, preflight
 from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.loading import effective
 from rollbook.train.config.schema import Config, Tracking, differences
 from rollbook.train.config.writing import shown
 from rollbook.train.data import Prompts
 from rollbook.train.display import Display, duration, shell_command
-from rollbook.train.evaluating import Evaluation, difference, evaluate, evaluated
-from rollbook.train.tracking import LINES, WandB, trackers_of
+from rollbook.train.evaluation import Evaluation, difference, evaluate, evaluated
+from rollbook.train.sft_warmup import Warmed, warm_up
+from rollbook.train.tracker import LINES, WandB, trackers_of
 from rollbook.train.trainer import Report, Trainer
 from rollbook.train.trust import foreign_code
-from rollbook.train.warming import Warmed, warm_up
 
 CONFIG = "config.yaml"
 BOOK = "book"
@@ -107,8 +107,8 @@ class Run:
             if not self.config.resume:
                 raise ConfigError("resume", f"got false, and {folder} has a run, expected overwrite or another folder")
             before = effective(kept)
-            saving.mend(folder)
-            begun = bool(saving.saved(folder))
+            checkpoint.mend(folder)
+            begun = bool(checkpoint.saved(folder))
             changed = any(not one.free for one in differences(before, self.config))
             if changed and not begun and self._never_trained():
                 # The first attempt ended in an error, and what was wrong is mended: none of it had an effect yet.
@@ -175,7 +175,7 @@ class Run:
             try:
                 outcome = self._gone() if self.prepare() else self._go(going_on=False)
             except KeyboardInterrupt:
-                kept = saving.saved(self.folder)
+                kept = checkpoint.saved(self.folder)
                 where = f"from {kept[-1].path}" if kept else "from the beginning"
                 lost = 0 if self._trainer is None or not kept else self._trainer.done - kept[-1].step
                 again = f", and does {lost} steps again (saving.every is {self.config.saving.every})" if lost else ""
@@ -187,7 +187,7 @@ class Run:
 
     def _gone(self) -> Outcome:
         """A run that has begun: to its end, which it may have come to already."""
-        last, steps = saving.saved(self.folder)[-1], self.config.steps
+        last, steps = checkpoint.saved(self.folder)[-1], self.config.steps
         if last.step < steps:
             return self._go(going_on=True)
         before = f"{last.step} steps of the run at {self.folder} were done before"
@@ -233,14 +233,14 @@ class Run:
                     and config.reference is None
                     and hasattr(models.reference, "state_dict")
                 ):
-                    first = saving.saved(self.folder)[0]
+                    first = checkpoint.saved(self.folder)[0]
                     if first.step:
                         raise ConfigError(
                             "reference",
-                            f"got none, and {first.path.with_name(saving.name_of(0))}, the policy as it began, is gone",
+                            f"got none, and {first.path.with_name(checkpoint.name_of(0))}, the policy as it began, is gone",
                         )
-                    saving.load_weights(models.reference, first.model)
-                self.say(f"going on after step {trainer.done}, from {saving.saved(self.folder)[-1].path}")
+                    checkpoint.load_weights(models.reference, first.model)
+                self.say(f"going on after step {trainer.done}, from {checkpoint.saved(self.folder)[-1].path}")
             with self._tracked(trainer, going_on):
                 self._train(trainer, held, judge, outcome)
             outcome.before, outcome.after = self._evaluations(book, trainer.done)
@@ -311,7 +311,7 @@ class Run:
     def _train(self, trainer: Trainer, held: Prompts | None, reward: Any, outcome: Outcome) -> None:
         config = self.config
         judge = held if reward is not None or config.environment.function is not None else None
-        if trainer.done == 0 and not saving.saved(self.folder):
+        if trainer.done == 0 and not checkpoint.saved(self.folder):
             if judge is not None and config.evaluation.before:
                 self._evaluate(trainer, judge, reward)
             trainer.save()
@@ -465,7 +465,7 @@ def summary(outcome: Outcome, config: Config) -> list[str]:
         else:
             lines.append("change    not compared: the code of the reward was edited in between")
         lines += ["", *_samples(before, after)]
-    for last in saving.saved(outcome.folder)[-1:]:
+    for last in checkpoint.saved(outcome.folder)[-1:]:
         # Without a last checkpoint these are older weights.
         lines += ["", f"weights   {last.model}" + (f", of step {last.step}" if last.step < outcome.steps else "")]
     program, folder = shell_command(), shlex.quote(str(outcome.folder))

@@ -20,7 +20,7 @@ from rollbook.core.sampling import Overflow, Prompt, Sampling
 from rollbook.rollout.chat import Renderer
 from rollbook.rollout.transformers import PreparedPrompt, PromptPreparer
 from rollbook.train.data import Prompts
-from rollbook.train.rows import ANSWERS
+from rollbook.train.prompt_rows import ANSWERS
 
 log = logging.getLogger("rollbook.train")
 

@@ -33,18 +33,18 @@ from rollbook.rewards.recipes import as_reward
 from rollbook.rollout.engine import BaseEngine
 from rollbook.rollout.environment import EnvironmentConfig
 from rollbook.rollout.transformers import TransformersEngine
-from rollbook.train import saving
+from rollbook.train import checkpoint
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.intake import Intake
 from rollbook.train.learner import Batching, Learner, UpdateResult
 from rollbook.train.metrics import mean_divergence, record_metrics, rollout_metrics
-from rollbook.train.optimizing import Optimizing
+from rollbook.train.optimizer import Optimizing
 from rollbook.train.pipeline import Models, add_greedy_baseline, annotate, estimate, generate, score
+from rollbook.train.replay_config import Intake
 from rollbook.train.supervised import records_from_answers
 
 if TYPE_CHECKING:
     from rollbook.train.data import Prompts
-    from rollbook.train.evaluating import Evaluation
+    from rollbook.train.evaluation import Evaluation
 
 
 class Exhausted(RuntimeError):
@@ -482,7 +482,7 @@ class Trainer:
             reward: Scores the samples; may be missing if there is an environment.
             options: Those of `rollbook.train.evaluate`.
         """
-        from rollbook.train.evaluating import evaluate
+        from rollbook.train.evaluation import evaluate
 
         engine = self._own_engine() or self.engine
         if engine is not self.engine:
@@ -508,7 +508,7 @@ class Trainer:
         """
         check_int("steps", steps)
         reports: list[Report] = []
-        if self.folder is not None and self.done == 0 < steps and not saving.saved(self.folder):
+        if self.folder is not None and self.done == 0 < steps and not checkpoint.saved(self.folder):
             self.save()
         while self.done < steps:
             report = self.advance()
@@ -537,14 +537,14 @@ class Trainer:
         """Write a checkpoint of everything, and name this point of the book."""
         if self.folder is None:
             raise ValueError("folder: got None, expected where checkpoints go")
-        saving.mend(self.folder)
-        found = saving.saved(self.folder)
+        checkpoint.mend(self.folder)
+        found = checkpoint.saved(self.folder)
         if found and found[-1].step > self.done:
             raise ValueError(
                 f"folder: got {self.folder}, which has a checkpoint of step {found[-1].step}, and this is step "
                 f"{self.done}, expected another folder, or resume() first"
             )
-        name = saving.name_of(self.done)
+        name = checkpoint.name_of(self.done)
         # What a folder speaks of is there until another one is in its place; what none speaks of was left by a death.
         held = {one.told()["book"] for one in found if one.step == self.done}
         name = f"{name}+" if name in held else name
@@ -564,7 +564,7 @@ class Trainer:
         state: dict[str, Any] = {"learner": self.learner.state_dict()}
         if self.reward_norm is not None:
             state["reward_norm"] = self.reward_norm.state_dict()
-        made = saving.save(
+        made = checkpoint.save(
             self.folder,
             self.done,
             actor=self.actor,
@@ -572,13 +572,13 @@ class Trainer:
             state=state,
             told=told,
         )
-        saving.prune(self.folder, self.keep)
+        checkpoint.prune(self.folder, self.keep)
         hit("before forgetting")
-        there = {saving.name_of(one.step) for one in saving.saved(self.folder)}
+        there = {checkpoint.name_of(one.step) for one in checkpoint.saved(self.folder)}
         for point in self.book.checkpoints():
             # Also what a process would have forgotten that was killed before it came to this.
             own = point.name.removesuffix("+")
-            if saving.is_name(own) and (own not in there or point.name in held):
+            if checkpoint.is_name(own) and (own not in there or point.name in held):
                 forget_checkpoint(self.book, point.name)
         return made.path
 
@@ -591,12 +591,12 @@ class Trainer:
         """
         if self.folder is None:
             return False
-        saving.mend(self.folder)
-        found = saving.saved(self.folder)
+        checkpoint.mend(self.folder)
+        found = checkpoint.saved(self.folder)
         if not found:
             return False
         last = found[-1]
-        told, state = last.told(), saving.load_state(last)
+        told, state = last.told(), checkpoint.load_state(last)
         if told["seed"] != self.seed:
             raise ValueError(f"seed: got {self.seed}, and the run at {self.folder} has {told['seed']}")
         if told["book"] not in [point.name for point in self.book.checkpoints()]:
@@ -606,11 +606,11 @@ class Trainer:
             )
         if self.prompts is not None:
             self.prompts.load_state_dict(told["prompts"])
-        saving.load_weights(self.actor, last.model)
+        checkpoint.load_weights(self.actor, last.model)
         if self.models.critic is not None and last.critic is not None:
-            saving.load_weights(self.models.critic, last.critic)
+            checkpoint.load_weights(self.models.critic, last.critic)
         if self._own_reference and isinstance(self.models.reference, torch.nn.Module) and found[0].step == 0:
-            saving.load_weights(self.models.reference, found[0].model)
+            checkpoint.load_weights(self.models.reference, found[0].model)
         self.learner.load_state_dict(state["learner"])
         if self.reward_norm is not None and "reward_norm" in state:
             self.reward_norm.load_state_dict(state["reward_norm"])
@@ -618,7 +618,7 @@ class Trainer:
         self.done = last.step
         self._announce()
         self.resumed_from = last.step
-        saving.put_random_state(state["random"])
+        checkpoint.put_random_state(state["random"])
         return True
 
 

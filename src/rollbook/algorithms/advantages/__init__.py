@@ -38,7 +38,6 @@ from rollbook.algorithms.groups import as_rewards
 from rollbook.algorithms.inputs import Inputs, Uids, group_inputs, inputs_of
 from rollbook.algorithms.registry import ESTIMATORS, Estimator
 from rollbook.algorithms.results import Advantages, Report
-from rollbook.compat.lightrft.batch import ExperienceBatch
 from rollbook.core.experiences import as_experiences
 from rollbook.core.process_group import ALONE
 
@@ -46,12 +45,12 @@ from rollbook.core.process_group import ALONE
 def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None, **options: Any) -> Advantages:
     """The advantages of records, of a batch, or of inputs by name, by the estimator called `name`.
 
-    data: `Experiences` (or a list of records), an `ExperienceBatch`, or a mapping of the function's inputs. Records
-    are grouped by task and counted by run; a run of several rows counts once, and a record that was never given a task
-    is a group of its own. An estimator over time takes the records' token-level rewards, or else their reward on the
-    last action (`reinforce_plus_plus_baseline`, which compares rows, always the reward). Options are the function's:
-    `ESTIMATORS[name].options`. `info_keys` says under which keys of `info` records keep `states`, `step_rewards`,
-    `baselines`, `values`, `entropy` or `necs`.
+    data: `Experiences` (or a list of records), a batch with `estimator_inputs`, or a mapping of the function's inputs.
+    Records are grouped by task and counted by run; a run of several rows counts once, and a record that was never given
+    a task is a group of its own. An estimator over time takes the records' token-level rewards, or else their reward on
+    the last action (`reinforce_plus_plus_baseline`, which compares rows, always the reward). Options are the
+    function's: `ESTIMATORS[name].options`. `info_keys` says under which keys of `info` records keep `states`,
+    `step_rewards`, `baselines`, `values`, `entropy` or `necs`.
 
     Put the result where it belongs by `experiences.assign(advantages=found.advantages, returns=found.returns)` or by
     assigning to the batch.
@@ -72,7 +71,7 @@ def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None
     entry = ESTIMATORS[name]
     if isinstance(data, Mapping):
         return ESTIMATORS.call(name, data, **options)  # type: ignore[no-any-return]
-    many = None if isinstance(data, ExperienceBatch) else as_experiences(data)
+    many = None if hasattr(data, "estimator_inputs") else as_experiences(data)
     inputs: Inputs = inputs_of(data if many is None else many, info_keys=info_keys)  # type: ignore[assignment]
     apart = {"groups", "runs", "rewards", "token_rewards"}
     if options.get("observations", "skip") == "skip":

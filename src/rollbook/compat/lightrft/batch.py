@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from rollbook.core.fields import BATCH_FIELDS
 from rollbook.core.rows import Rows
 
 if TYPE_CHECKING:
+    from rollbook.algorithms.inputs import Inputs
     from rollbook.core.ids import EID
 
 
@@ -321,7 +322,8 @@ class ExperienceBatch(Movable):
             inputs["input_ids"] = self.sequences
             if self.attention_mask is not None:
                 inputs["attention_mask"] = self.attention_mask
-        from rollbook.batch.vision import GRIDS, TYPES, config_of, media_inputs, rope_positions
+        from rollbook.batch.vision import GRIDS, TYPES, config_of
+        from rollbook.compat.lightrft.batch_media import media_inputs, rope_positions
 
         config = config_of(get_rope_index) if config is None else config
         inputs |= media_inputs(self, config)
@@ -340,6 +342,12 @@ class ExperienceBatch(Movable):
                 "derive it from placeholder ids: without it, a model has no positions in space"
             )
         return inputs
+
+    def estimator_inputs(self, keys: Mapping[str, str]) -> Inputs:
+        """Return the inputs of advantage estimators; `keys` says which key of `info` holds which input."""
+        from rollbook.compat.lightrft.estimator_inputs import estimator_inputs
+
+        return estimator_inputs(self, keys)
 
     def at_actions(self, predictions: torch.Tensor) -> torch.Tensor:
         """From what the model said at each token, what it said of each response slot: one token earlier.

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rollbook.batch.vision import media_inputs
 from rollbook.compat.lightrft.batch import ExperienceBatch
+from rollbook.compat.lightrft.batch_media import media_inputs
 from rollbook.compat.lightrft.replay_buffer import make_experience_batch, split_experience_batch
 from rollbook.compat.lightrft.rollout_batches import Whole
 from rollbook.core.metrics import Progress, Stages

@@ -14,11 +14,11 @@ import torch
 
 from rollbook.compat.lightrft.batch import ExperienceBatch, Samples, from_experiences
 from rollbook.compat.lightrft.layouts import predicted_mask
+from rollbook.compat.lightrft.models import end_to_end, sampling_of
 from rollbook.core.experience import Experience
 from rollbook.core.ragged import offsets_of
 from rollbook.core.rows import NUMPY, Rows, Spans, memory
 from rollbook.core.sampling import Prompt, Sample, Sampling, as_media
-from rollbook.models.sequences import end_to_end, sampling_of
 
 
 def prompts_of(
@@ -63,7 +63,7 @@ _NOTHING = ("pad_token_id", "skip_special_tokens", "spaces_between_special_token
 
 
 def maker_sampling(options: Mapping[str, Any], prompt_max_len: int, **defaults: Any) -> Sampling:
-    """`Sampling` from what LightRFT's callers give their maker; see `rollbook.models.sequences.sampling_of`.
+    """`Sampling` from what LightRFT's callers give their maker; see `rollbook.compat.lightrft.models.sampling_of`.
 
     >>> given = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "include_stop_str_in_output": False}
     >>> made = maker_sampling(given, 16, n=4)

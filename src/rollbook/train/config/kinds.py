@@ -407,7 +407,7 @@ def kind_of(hint: Any, limits: Mapping[str, Any], section: Callable[[type], Sect
 def docs_of(cls: type) -> dict[str, str]:
     """The strings under a dataclass's fields, by field, each in one line.
 
-    >>> from rollbook.train.optimizing import Optimizing
+    >>> from rollbook.train.optimizer import Optimizing
     >>> docs_of(Optimizing)["eps"]
     'What AdamW adds to the denominator.'
     """

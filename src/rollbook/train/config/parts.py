@@ -14,8 +14,8 @@ from rollbook.train.config.kinds import ConfigError
 from rollbook.train.config.sections import checked, key
 
 if TYPE_CHECKING:
-    from rollbook.train.intake import Intake as Taken
-    from rollbook.train.warming import WarmUp
+    from rollbook.train.replay_config import Intake as Taken
+    from rollbook.train.sft_warmup import WarmUp
 
 FUNCTION: dict[str, Any] = {
     "pattern": r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|.+\.py:[A-Za-z_]\w*",
@@ -230,9 +230,9 @@ class Warmup:
         checked(self)
 
     def warm_up(self) -> WarmUp:
-        """The same as `rollbook.train.warming.warm_up` takes it."""
-        from rollbook.train.optimizing import Optimizing
-        from rollbook.train.warming import WarmUp
+        """The same as `rollbook.train.sft_warmup.warm_up` takes it."""
+        from rollbook.train.optimizer import Optimizing
+        from rollbook.train.sft_warmup import WarmUp
 
         return WarmUp(
             steps=self.steps,
@@ -416,7 +416,7 @@ class Intake:
 
     def intake(self) -> Taken:
         """All but `expert`, as a `Trainer` takes it."""
-        from rollbook.train.intake import Intake as Taken
+        from rollbook.train.replay_config import Intake as Taken
 
         given = {name: value for name, value in vars(self).items() if name not in ("expert", "sampler")}
         return Taken(sampler=None if self.sampler is None else SAMPLERS[self.sampler], **given)

@@ -37,7 +37,7 @@ from rollbook.train.config.sections import checked, key, leaves, plain, section_
 if TYPE_CHECKING:
     from rollbook.train.algorithm import AlgorithmConfig
     from rollbook.train.learner import Batching
-    from rollbook.train.optimizing import Optimizing
+    from rollbook.train.optimizer import Optimizing
 
 _FREE = {"free": True}
 
@@ -174,7 +174,7 @@ def _algorithm() -> AlgorithmConfig:
 
 
 def _optimizing() -> Optimizing:
-    from rollbook.train.optimizing import Optimizing
+    from rollbook.train.optimizer import Optimizing
 
     return Optimizing()
 

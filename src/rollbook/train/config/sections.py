@@ -55,7 +55,7 @@ def section_of(cls: type) -> Section:
 def _section_of(cls: type) -> Section:
     # These load torch: when a configuration is made, not when its modules are imported.
     from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
-    from rollbook.train.optimizing import Optimizing
+    from rollbook.train.optimizer import Optimizing
 
     names = {"AlgorithmConfig": AlgorithmConfig, "Optimizing": Optimizing}
     hints, docs = typing.get_type_hints(cls, localns=names), docs_of(cls)

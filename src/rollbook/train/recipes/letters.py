@@ -110,8 +110,8 @@ def taught(
     """
     from rollbook.models import Actor
     from rollbook.train.data import Prompts
-    from rollbook.train.optimizing import Optimizing
-    from rollbook.train.warming import WarmUp, warm_up
+    from rollbook.train.optimizer import Optimizing
+    from rollbook.train.sft_warmup import WarmUp, warm_up
 
     made, words = model(seed, hidden)
     pace: dict[str, Any] = {} if until is not None else {"schedule": "linear", "floor": 0.03, "steps": steps}
@@ -139,7 +139,7 @@ def pairs(
     from rollbook.models import Actor
     from rollbook.rollout import TransformersEngine
     from rollbook.train.data import Prompts
-    from rollbook.train.evaluating import evaluate
+    from rollbook.train.evaluation import evaluate
 
     made, words = taught(seed, until=until, count=count, length=length, skip=skip, hidden=hidden)
     tasks = rows(count, length, seed)
