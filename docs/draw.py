@@ -121,14 +121,14 @@ def _row(canvas: _Canvas, x: float, y: float, cells: Iterable[tuple[int, str]]) 
 
 
 def _slots(batch: ExperienceBatch) -> int:
-    from rollbook.compat.lightrft.layouts import checked, widths
+    from rollbook.compat.lightrft.ragged_batch import checked, widths
 
     return widths(checked(batch))[1]
 
 
 def _cells(batch: ExperienceBatch) -> list[list[tuple[int, str]]]:
     """For each row of a batch its tokens, and what each is."""
-    from rollbook.compat.lightrft.layouts import action_starts, checked, spans_of_rows, widths
+    from rollbook.compat.lightrft.ragged_batch import action_starts, checked, spans_of_rows, widths
 
     values = checked(batch)
     mask = batch.action_mask

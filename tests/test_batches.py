@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollbook import CustomField, Experience, Experiences
 from rollbook.batch import Batch
 from rollbook.batch.columns import TOKEN_COLUMNS, read_columns
-from rollbook.batch.transfer import copy_columns
+from rollbook.batch.device import copy_columns
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.core.rows import Rows, concatenated
 from tests import tiny

@@ -261,7 +261,7 @@ def test_what_is_no_file_is_refused_before_it_is_opened(folder: Path, tmp_path: 
 import sys
 from rollbook.cli import main
 from rollbook.io import read_parquet
-from rollbook.train.sources import read
+from rollbook.train.prompts import read
 book, pipe, new = sys.argv[1:]
 for command in (["import", new, pipe], ["import", new, pipe, "--format", "jsonl"],
                 ["export", book, pipe, "--overwrite"], ["show", pipe], ["ls", pipe],

@@ -20,8 +20,8 @@ from rollbook.algorithms import ESTIMATORS
 from rollbook.algorithms.kl import AdaptiveKL
 from rollbook.algorithms.results import Advantages
 from rollbook.compat.lightrft import estimation
+from rollbook.compat.lightrft.estimation import Whole
 from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
-from rollbook.compat.lightrft.rollout_batches import Whole
 from rollbook.core.metrics import Progress
 from rollbook.core.rows import Rows
 from rollbook.core.wire import decode, encode

@@ -12,9 +12,9 @@ import torch
 from rollbook import Experiences
 from rollbook.algorithms import losses
 from rollbook.compat.lightrft.batch import from_experiences
-from rollbook.compat.lightrft.batch_passes import native_batch
+from rollbook.compat.lightrft.estimation import Whole
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
-from rollbook.compat.lightrft.rollout_batches import Whole
+from rollbook.compat.lightrft.passes import native_batch
 from rollbook.core.images import load_image
 from rollbook.core.wire import decode, encode
 from rollbook.models import Actor, Critic

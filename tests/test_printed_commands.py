@@ -19,9 +19,9 @@ import pytest
 
 from rollbook.cli.parser import COMMANDS, build_parser, main
 from rollbook.inspect.server import Server
-from rollbook.train.asking import prompts_of
+from rollbook.train.builders import prompts_of
 from rollbook.train.config import effective
-from rollbook.train.running import run
+from rollbook.train.run import run
 from tests.test_docs import files_of
 
 ROOT = Path(__file__).parents[1]

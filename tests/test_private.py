@@ -15,7 +15,7 @@ from rollbook.cli.parser import main
 from rollbook.compat.lightrft.saver import TrajectorySaver
 from rollbook.inspect.api import Annotations
 from rollbook.train.config import effective
-from rollbook.train.running import Run
+from rollbook.train.run import Run
 from rollbook.train.tracker import Jsonl
 from tests.book.records import records
 from tests.saver import making

@@ -767,7 +767,7 @@ def test_items_with_tensors_of_their_own_lose_padding_in_either_way(
     large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few bytes are copied item by item, many onto one sheet: the items are the same, and the given ones unchanged."""
-    monkeypatch.setattr("rollbook.compat.lightrft.items.LARGE", large)
+    monkeypatch.setattr("rollbook.compat.lightrft.replay_buffer.LARGE", large)
     items = [
         BufferItem(
             torch.tensor([0, 5, 6, 7, 0]),

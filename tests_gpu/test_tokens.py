@@ -9,7 +9,7 @@ import torch
 
 from rollbook.algorithms.kernels import logits_triton as kernels
 from rollbook.algorithms.kernels import vocabulary as _vocabulary
-from rollbook.models import output_layers
+from rollbook.models import logprobs
 from rollbook.models.logprobs import (
     TokenStats,
     entropy_from_logits,
@@ -232,7 +232,7 @@ def test_where_there_is_no_distribution(dtype: torch.dtype) -> None:
 def test_ignored_hidden_states_may_be_anything(
     poison: float, dtype: torch.dtype, softcap: float | None, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output_layers, "_TILE_BACK", entries)
+    monkeypatch.setattr(logprobs, "_TILE_BACK", entries)
     shapes = ((200, 64), (1500, 64), (1500,))
     parts = [(torch.randn(*shape, device=DEVICE) / 3).to(dtype) for shape in shapes]
     labels = torch.randint(0, 1500, (200,), device=DEVICE)
@@ -312,13 +312,13 @@ def test_every_way_to_a_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) 
     fused = from_hidden(hidden, weight, labels, entropy=True)
     monkeypatch.setattr(kernels, "takes", lambda *_: False)
     for tile in ((4096, 16384), (128, 1000), (300, 8192)):
-        monkeypatch.setattr(output_layers, "_TILE_CUDA", tile)
+        monkeypatch.setattr(logprobs, "_TILE_CUDA", tile)
         tiled = from_hidden(hidden, weight, labels, entropy=True)
         close(tiled.log_probs, fused.log_probs, 2e-5)
         close(tiled.entropy, fused.entropy, 2e-5)
     grads = []
     for entries in (1 << 25, 1 << 16):
-        monkeypatch.setattr(output_layers, "_TILE_BACK", entries)
+        monkeypatch.setattr(logprobs, "_TILE_BACK", entries)
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         weights(from_hidden(leaves[0], leaves[1], labels, entropy=True)).backward()
         grads.append([leaf.grad for leaf in leaves])

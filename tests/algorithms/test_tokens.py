@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.algorithms.kernels import vocabulary as _vocabulary
-from rollbook.models import logprobs, output_layers
+from rollbook.models import logprobs
+from rollbook.models import logprobs as output_layers
 from rollbook.models.logprobs import (
+    Head,
     TokenStats,
     entropy_from_logits,
     from_hidden,
@@ -25,7 +27,6 @@ from rollbook.models.logprobs import (
     top_k,
     top_k_from_hidden,
 )
-from rollbook.models.output_layers import Head
 
 INF = float("inf")
 

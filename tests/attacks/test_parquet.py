@@ -20,7 +20,7 @@ from rollbook.inspect.files.records import Arrow
 from rollbook.inspect.files.stores import dicts
 from rollbook.io import parquet
 from rollbook.io.parquet import read_parquet, write_parquet
-from rollbook.train import sources
+from rollbook.train import prompts
 from tests.attacks.outcome import in_child
 
 LARGE = "x" * 1_000_000
@@ -113,7 +113,7 @@ def test_repetitive_columns_are_read(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["2+2="] * count, "source": ["train"] * count, "label": [1] * count}), path)
     assert path.stat().st_size < 10_000 and sum(len(batch) for batch in parquet.batches(path, 4096)) == count
     pq.write_table(pa.table({"prompt": ["You are an assistant. " * 40] * (count // 2)}), path)
-    assert sum(1 for _ in sources.read(path)) == count // 2
+    assert sum(1 for _ in prompts.read(path)) == count // 2
 
 
 def test_a_damaged_page_header_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollbook import Experience
 from rollbook.batch import Batch
 from rollbook.models import Actor, policy_log_probs, scoring
-from rollbook.models.heads import Head
+from rollbook.models.head import Head
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from rollbook.batch.vision import placeholders
+from rollbook.batch.media import placeholders
 from rollbook.core.sampling import Prompt, Sampling
 from rollbook.rollout.transformers import PreparedPrompt, PromptPreparer, load_image
 from tests.tiny import SPECIAL, bytes_, llava, picture, words

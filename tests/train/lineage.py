@@ -20,7 +20,7 @@ from rollbook.book.book import Book
 from rollbook.inspect.doctor import examine
 from rollbook.train import checkpoint
 from rollbook.train.config import effective
-from rollbook.train.data import Prompts
+from rollbook.train.prompts import Prompts
 
 
 def timeless(metrics: dict[str, float]) -> dict[str, float]:
@@ -166,6 +166,6 @@ def command(folder: Path, *changes: str) -> list[str]:
 
 def rows_of(*changes: str) -> Prompts:
     """The prompts of such a run."""
-    from rollbook.train.building import prompts_of
+    from rollbook.train.builders import prompts_of
 
     return prompts_of(effective("letters", [*SMALL, *changes]))[0]

@@ -127,7 +127,7 @@ def serve() -> None:
     torch.set_num_threads(1)
     import rollbook.cli.train  # noqa: F401
     from rollbook.train.config import effective
-    from rollbook.train.running import run
+    from rollbook.train.run import run
     from tests.train.lineage import SMALL
 
     with tempfile.TemporaryDirectory() as folder:

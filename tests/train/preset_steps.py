@@ -32,9 +32,9 @@ from rollbook.book.book import Book
 from rollbook.models import Actor, Critic
 from rollbook.rollout import EnvironmentConfig, Prompt, Reply
 from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
-from rollbook.train.data import Prompts
 from rollbook.train.learner import Batching
 from rollbook.train.optimizer import Optimizing
+from rollbook.train.prompts import Prompts
 from rollbook.train.replay_config import Intake
 from rollbook.train.trainer import Trainer
 from tests import tiny

@@ -27,11 +27,11 @@ from rollbook.rollout.environment import Reply
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import PRESET_NAMES
 from rollbook.train.config import ConfigError, effective, shown
-from rollbook.train.config.parts import SAMPLERS
+from rollbook.train.config.schema import SAMPLERS
 from rollbook.train.evaluation import difference
 from rollbook.train.learner import NotFinite
 from rollbook.train.recipes import letters
-from rollbook.train.running import Outcome, run
+from rollbook.train.run import Outcome, run
 from rollbook.train.trainer import Fruitless
 from tests import tiny
 from tests.rewards.server import serve as serve_rewards
@@ -426,7 +426,7 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
     def load(*_: Any) -> Any:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("rollbook.train.building.actor_of", load)
+    monkeypatch.setattr("rollbook.train.builders.actor_of", load)
     (tmp_path / "mine.py").write_text("def score(respons): return 1.0\n")
     assert "did you mean 'response'?" in refused(go, "rewards.0.function", f"rewards={tmp_path}/mine.py:score", out="a")
     with socket.create_server(("127.0.0.1", 0)) as closed:

@@ -18,9 +18,12 @@ from rollbook.algorithms import ESTIMATORS, KL, LOSSES
 from rollbook.book.sampler import SAMPLERS as KNOWN_SAMPLERS
 from rollbook.cli.parser import main
 from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
-from rollbook.train.asking import reward_of
-from rollbook.train.config import Config, ConfigError, differences, effective, loading, shown
-from rollbook.train.config.kinds import (
+from rollbook.train.builders import reward_of
+from rollbook.train.config import Config, ConfigError, differences, effective, files, shown
+from rollbook.train.config.files import argument, flow, scalar, yaml_values
+from rollbook.train.config.page import page
+from rollbook.train.config.schema import SAMPLERS
+from rollbook.train.config.values import (
     Either,
     Kind,
     Listing,
@@ -32,12 +35,8 @@ from rollbook.train.config.kinds import (
     Table,
     Text,
     section_in,
+    section_of,
 )
-from rollbook.train.config.page import page
-from rollbook.train.config.parts import SAMPLERS
-from rollbook.train.config.reading import argument, scalar, yaml_values
-from rollbook.train.config.sections import section_of
-from rollbook.train.config.writing import flow
 from rollbook.train.learner import Batching
 from rollbook.train.optimizer import Optimizing
 from rollbook.train.replay_config import Intake
@@ -554,7 +553,7 @@ def test_steps_of_a_later_layer_drop_epochs(tmp_path: Path) -> None:
 
 
 def test_recipes_are_bases_and_files_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "RECIPES", tmp_path / "recipes")
+    monkeypatch.setattr(files, "RECIPES", tmp_path / "recipes")
     (tmp_path / "recipes").mkdir()
     write(tmp_path / "recipes", "letters.yaml", "name: letters\nsteps: 7\n")
     write(tmp_path / "recipes", "letters_ppo.yaml", "base: letters\nalgorithm: ppo\n")
@@ -639,7 +638,7 @@ def test_toml_and_arguments_need_no_pyyaml(tmp_path: Path, monkeypatch: pytest.M
 
 def test_importing_the_configuration_loads_no_torch() -> None:
     code = (
-        "import sys, rollbook.train.config.loading, rollbook.train.config.writing, rollbook.train.config as c;"
+        "import sys, rollbook.train.config.files, rollbook.train.config.files, rollbook.train.config as c;"
         "c.ConfigError, c.effective, c.recipes();"
         "print(*(m for m in ('torch', 'yaml', 'transformers') if m in sys.modules))"
     )

@@ -20,10 +20,9 @@ from rollbook.compat.trinity import split_dpo_experience_to_single_turn
 from rollbook.core.metrics import StepMetrics
 from rollbook.rollout import Prompt, ScriptedEngine, TransformersEngine
 from rollbook.rollout.transformers import PromptPreparer
-from rollbook.train.data import Prompts, permutation
-from rollbook.train.naming import resolve
-from rollbook.train.prompt_rows import Reader, digest
+from rollbook.train.prompts import Prompts, Reader, digest, permutation
 from rollbook.train.supervised import records_from_answers
+from rollbook.train.user_code import resolve
 from tests.tiny import bytes_, llama, llava, picture, words
 
 ROWS = [{"prompt": f"{i}+1=", "reference": i + 1} for i in range(10)]

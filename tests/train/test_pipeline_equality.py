@@ -16,7 +16,7 @@ from rollbook.models import Actor, Critic
 from rollbook.rollout import Prompt
 from rollbook.train import pipeline
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.data import Prompts
+from rollbook.train.prompts import Prompts
 
 COLUMNS = (
     *("tokens", "prompt_length", "reward", "action_mask", "logprobs", "policy_logprobs", "ref_logprobs", "entropy"),

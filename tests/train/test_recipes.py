@@ -22,7 +22,7 @@ from rollbook.cli import main
 from rollbook.train import checkpoint
 from rollbook.train.config import effective, recipes
 from rollbook.train.recipes import letters
-from rollbook.train.running import Outcome, run
+from rollbook.train.run import Outcome, run
 
 LENGTH, COUNT, HIDDEN = 4, 2000, 48
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"

@@ -17,13 +17,11 @@ from safetensors.torch import load_file, save_file
 
 import rollbook
 from rollbook.cli.parser import main
-from rollbook.train import checkpoint, verdicts
+from rollbook.train import checkpoint, comparison
 from rollbook.train.config import Config, effective, shown
-from rollbook.train.otherwise import choices
-from rollbook.train.replaying import Replayed
-from rollbook.train.replaying import replay as replay_untrusted
-from rollbook.train.retracing import trace
-from rollbook.train.running import run
+from rollbook.train.run import run
+from rollbook.train.step_replay import Replayed, choices, trace
+from rollbook.train.step_replay import replay as replay_untrusted
 
 SMALL = (
     *("warmup.steps=0", "warmup.until=null", "data.held_out=0", "batch.prompts=3", "algorithm.n=3"),
@@ -98,8 +96,8 @@ def by_name(found: Replayed) -> dict[str, str]:
 
 def untouched(found: Replayed, *missing: str) -> None:
     """All is the same to the last bit, but what cannot be compared."""
-    odd = {what: verdict for what, verdict in by_name(found).items() if verdict != verdicts.SAME}
-    assert odd == dict.fromkeys(missing, verdicts.NOT)
+    odd = {what: verdict for what, verdict in by_name(found).items() if verdict != comparison.SAME}
+    assert odd == dict.fromkeys(missing, comparison.NOT)
     assert found.agrees
 
 
@@ -184,15 +182,15 @@ def test_a_replay_of_old_records_says_what_cannot_be_compared(make: Make) -> Non
 def test_weights_of_a_sampler_are_in_the_ledger(make: Make) -> None:
     folder = make("intake.kind=replay", "intake.sampler=proportional", "intake.sampler_options={key: reward}", every=2)
     for step in (1, 2):
-        assert by_name(replay(folder, step))["loss"] == verdicts.SAME
+        assert by_name(replay(folder, step))["loss"] == comparison.SAME
 
 
 def test_a_run_in_bfloat16_differs_by_rounding(make: Make) -> None:
     found = replay(make("model.precision=bfloat16"), 2)
     names = by_name(found)
-    assert found.agrees and found.tolerance is verdicts.ELSEWHERE
-    assert names["loss"] == names["policy log-probs"] == verdicts.ROUNDING
-    assert names["rewards"] == names["advantages"] == names["plan: minibatches"] == verdicts.SAME
+    assert found.agrees and found.tolerance is comparison.ELSEWHERE
+    assert names["loss"] == names["policy log-probs"] == comparison.ROUNDING
+    assert names["rewards"] == names["advantages"] == names["plan: minibatches"] == comparison.SAME
     assert "replayed in float32" in found.notes[0]
 
 
@@ -218,8 +216,8 @@ def test_a_revised_reward_is_found(copy: Path) -> None:
     found = replay(copy, 4)
     names = by_name(found)
     assert not found.agrees
-    assert names["rewards"] == names["advantages"] == verdicts.DIFFERS
-    assert names["policy log-probs"] == names["loss"] == names["new weights"] == verdicts.SAME
+    assert names["rewards"] == names["advantages"] == comparison.DIFFERS
+    assert names["policy log-probs"] == names["loss"] == names["new weights"] == comparison.SAME
     assert any("ana" in note and uid in note for note in found.notes)
 
 
@@ -231,8 +229,8 @@ def test_revised_advantages_change_the_loss(copy: Path) -> None:
         )
         book.revise(uid, advantages=(-old).tolist(), author="ana")
     names = by_name(replay(copy, 4))
-    assert names["rewards"] == names["policy log-probs"] == verdicts.SAME
-    assert names["advantages"] == names["loss"] == names["new weights"] == verdicts.DIFFERS
+    assert names["rewards"] == names["policy log-probs"] == comparison.SAME
+    assert names["advantages"] == names["loss"] == names["new weights"] == comparison.DIFFERS
 
 
 def test_tampered_weights_are_found(copy: Path) -> None:
@@ -242,22 +240,22 @@ def test_tampered_weights_are_found(copy: Path) -> None:
     weights[name] = weights[name] + 0.05 * torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(0))
     save_file(weights, path, metadata={"format": "pt"})
     names = by_name(replay(copy, 4))
-    assert names["policy log-probs"] == names["new weights"] == verdicts.DIFFERS
-    assert names["rewards"] == names["advantages"] == names["reference log-probs"] == verdicts.SAME
+    assert names["policy log-probs"] == names["new weights"] == comparison.DIFFERS
+    assert names["rewards"] == names["advantages"] == names["reference log-probs"] == comparison.SAME
 
 
 def test_another_learning_rate_is_found(copy: Path) -> None:
     config = copy / "config.yaml"
     config.write_text(config.read_text().replace("  lr: 0.0005", "  lr: 0.0006"))
     names = by_name(replay(copy, 4))
-    assert names["lr"] == names["new weights"] == verdicts.DIFFERS
-    assert names["advantages"] == names["plan: minibatches"] == verdicts.SAME
+    assert names["lr"] == names["new weights"] == comparison.DIFFERS
+    assert names["advantages"] == names["plan: minibatches"] == comparison.SAME
 
 
 def test_another_seed_is_another_plan(copy: Path) -> None:
     config = copy / "config.yaml"
     config.write_text(config.read_text().replace("\nseed: 0", "\nseed: 1"))
-    assert by_name(replay(copy, 4))["plan: minibatches"] == verdicts.DIFFERS
+    assert by_name(replay(copy, 4))["plan: minibatches"] == comparison.DIFFERS
 
 
 # --- another choice ---------------------------------------------------------------------------------------------------
@@ -353,19 +351,19 @@ def test_what_is_missing_is_said(copy: Path, tmp_path: Path) -> None:
 
 
 def test_records_of_another_trainer_have_no_places() -> None:
-    assert [one.verdict for one in verdicts.plans([{}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])] == [
-        verdicts.NOT
+    assert [one.verdict for one in comparison.plans([{}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])] == [
+        comparison.NOT
     ]
-    moved = verdicts.plans([{"left_out": "zero advantage"}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])
-    assert moved[0].verdict == verdicts.DIFFERS
+    moved = comparison.plans([{"left_out": "zero advantage"}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])
+    assert moved[0].verdict == comparison.DIFFERS
 
 
 def test_numbers_that_are_none_agree_with_themselves_alone() -> None:
     nan, inf = float("nan"), float("inf")
-    assert verdicts.rows("x", [nan, inf], [nan, inf], verdicts.HERE).verdict == verdicts.SAME
-    assert verdicts.rows("x", [nan], [0.0], verdicts.ELSEWHERE).verdict == verdicts.DIFFERS
-    assert verdicts.rows("x", [inf], [1.0], verdicts.ELSEWHERE).verdict == verdicts.DIFFERS
-    assert verdicts.tokens("x", [[1.0]], [[1.0, 2.0]], 1.0).verdict == verdicts.DIFFERS
+    assert comparison.rows("x", [nan, inf], [nan, inf], comparison.HERE).verdict == comparison.SAME
+    assert comparison.rows("x", [nan], [0.0], comparison.ELSEWHERE).verdict == comparison.DIFFERS
+    assert comparison.rows("x", [inf], [1.0], comparison.ELSEWHERE).verdict == comparison.DIFFERS
+    assert comparison.tokens("x", [[1.0]], [[1.0, 2.0]], 1.0).verdict == comparison.DIFFERS
 
 
 # --- runs of strangers ------------------------------------------------------------------------------------------------

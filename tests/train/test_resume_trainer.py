@@ -23,9 +23,9 @@ from rollbook.book.book import Book
 from rollbook.models import Actor, Critic
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.data import Prompts
 from rollbook.train.learner import Batching
 from rollbook.train.optimizer import Optimizing
+from rollbook.train.prompts import Prompts
 from rollbook.train.recipes import letters
 from rollbook.train.replay_config import Intake
 from rollbook.train.trainer import Exhausted, Trainer

@@ -20,9 +20,9 @@ from rollbook.models import Actor
 from rollbook.rollout import EnvironmentConfig, ScriptedEngine
 from rollbook.train import pipeline
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.data import Prompts
 from rollbook.train.learner import Learner
-from rollbook.train.retracing import trace
+from rollbook.train.prompts import Prompts
+from rollbook.train.step_replay import trace
 from rollbook.train.trainer import Fruitless, Trainer
 from tests import tiny
 from tests.train.stages import complete

@@ -17,10 +17,8 @@ import numpy as np
 import torch
 
 from rollbook.batch.columns import TOKEN_COLUMNS, BatchColumns, read_columns
-from rollbook.batch.device import pin_memory, to
-from rollbook.batch.media import media_inputs, rope_positions
-from rollbook.batch.transfer import copy_columns
-from rollbook.batch.vision import GRIDS, TYPES, config_of
+from rollbook.batch.device import copy_columns, pin_memory, to
+from rollbook.batch.media import GRIDS, TYPES, config_of, media_inputs, rope_positions
 from rollbook.core.equality import same
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import FIELDS

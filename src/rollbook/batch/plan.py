@@ -39,8 +39,6 @@ from rollbook.batch.costs import Cost
 from rollbook.batch.packing import Atoms, Bins, Floats, Ints, Limits, fewest, lower_bound, spread
 from rollbook.core.errors import RollbookError
 
-__all__ = [*["Cost", "Denominators", "MicroBatch", "Plan", "PlanError", "PlanReport", "plan"]]
-
 _RANKS_SHOWN = 16
 
 
@@ -994,3 +992,14 @@ def _assemble(request: Request, grid: list[Bins], labels: list[Hashable], phases
         split_groups=split,
         modalities=modalities,
     )
+
+
+__all__ = [
+    "Cost",
+    "Denominators",
+    "MicroBatch",
+    "Plan",
+    "PlanError",
+    "PlanReport",
+    "plan",
+]

@@ -40,7 +40,7 @@ def train(options: argparse.Namespace) -> int:
         return OK
     from rollbook.rewards.types import RewardError
     from rollbook.train.learner import NotFinite
-    from rollbook.train.running import run
+    from rollbook.train.run import run
     from rollbook.train.trainer import Exhausted, Fruitless
 
     try:
@@ -61,8 +61,8 @@ def evaluate(options: argparse.Namespace) -> int:
     from rollbook.train import checkpoint
     from rollbook.train.config import effective
     from rollbook.train.display import evaluation_line
-    from rollbook.train.running import CONFIG, evaluate_model
-    from rollbook.train.trust import check_trusted
+    from rollbook.train.run import CONFIG, evaluate_model
+    from rollbook.train.user_code import check_trusted
 
     config, model, step = Path(options.config), options.model, 0
     if (config / CONFIG).is_file():
@@ -90,7 +90,7 @@ def replay(options: argparse.Namespace) -> int:
     import warnings
 
     from rollbook.models.loading import transformers_module
-    from rollbook.train.replaying import replay as replayed
+    from rollbook.train.step_replay import replay as replayed
 
     transformers_module().utils.logging.disable_progress_bar()
     with warnings.catch_warnings():

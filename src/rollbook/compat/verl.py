@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.batch.vision import TYPES, config_of, sample_positions
+from rollbook.batch.media import TYPES, config_of, sample_positions
 from rollbook.compat.lightrft.batch import ExperienceBatch
 from rollbook.compat.padded_columns import (
     COLUMN,

@@ -26,8 +26,6 @@ from rollbook.core.fields import Field, owner
 from rollbook.core.ragged import Spread
 from rollbook.core.wire import DEFAULT_LIMITS, HEADER_BYTES, Frame, Limits, read_header
 
-__all__ = [*["Stack", "read_stack"]]
-
 _END = np.frombuffer(ipc.END, dtype=np.uint8)
 
 
@@ -535,3 +533,9 @@ def _joined_bits(parts: Sequence[Any], spans: Sequence[Span]) -> pa.Buffer:
         bits = np.unpackbits(np.frombuffer(part, dtype=np.uint8), bitorder="little")
         pieces.append(bits[start & 7 : (start & 7) + stop - start])
     return pa.py_buffer(np.packbits(np.concatenate(pieces), bitorder="little"))
+
+
+__all__ = [
+    "Stack",
+    "read_stack",
+]

@@ -21,8 +21,7 @@ from rollbook.core.fields import BATCH_MEDIA
 from rollbook.core.ragged import tensor_bytes
 
 if TYPE_CHECKING:
-    from rollbook.compat.lightrft.batch import ExperienceBatch, Origin
-    from rollbook.compat.lightrft.info import InfoOrigin
+    from rollbook.compat.lightrft.batch import ExperienceBatch, InfoOrigin, Origin
 
 
 class Pool:

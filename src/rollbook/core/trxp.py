@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from rollbook.core.wire import Limits
 
 
-__all__ = [*["Record", "UnpickleError", "load"]]
-
 _LONGEST_INT = 4300  # digits: int() of decimal text takes quadratic time
 _KEY_DEPTH = 64  # hash() of nested tuples recurses in C without a check
 _FREE_KEY = 256  # characters up to which hashing and comparing a str key is not worth accounting
@@ -972,3 +970,10 @@ def _write_safetensors(tensors: Mapping[str, Any]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + b"".join(parts)
+
+
+__all__ = [
+    "Record",
+    "UnpickleError",
+    "load",
+]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rollbook.inspect.trajectory import Trajectory
 
 BOOK, CONFIG = "book", "config.yaml"
-"""What a run's folder has, as `rollbook.train.running` makes it."""
+"""What a run's folder has, as `rollbook.train.run` makes it."""
 _DEPTH = 3
 _LISTED = 20
 _TEXTS = ("prompt_text", "response_text", "tokens", "prompt_length")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rollbook.models.forward import policy_log_probs as policy_log_probs
     from rollbook.models.forward import reference_log_probs as reference_log_probs
     from rollbook.models.forward import values as values
-    from rollbook.models.heads import scoring as scoring
+    from rollbook.models.head import scoring as scoring
     from rollbook.models.lora import Reference as Reference
     from rollbook.models.protocols import Policy as Policy
     from rollbook.models.protocols import ValueModel as ValueModel
@@ -41,7 +41,7 @@ _HOMES = {
     "best_attention": "rollbook.models.varlen",
     "policy_log_probs": "rollbook.models.forward",
     "reference_log_probs": "rollbook.models.forward",
-    "scoring": "rollbook.models.heads",
+    "scoring": "rollbook.models.head",
     "values": "rollbook.models.forward",
 }
 

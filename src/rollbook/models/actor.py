@@ -17,15 +17,13 @@ from torch import nn
 
 from rollbook.algorithms.kernels.vocabulary import positive
 from rollbook.batch import Batch
-from rollbook.batch.vision import placeholders
+from rollbook.batch.media import placeholders
 from rollbook.core.checks import check_bool
 from rollbook.core.sampling import token_ids
-from rollbook.models.heads import Head, inputs_of, run, text_config, unwrapped
+from rollbook.models.head import Head, Wrapper, called_batch, flat, inputs_of, run, text_config, unwrapped
 from rollbook.models.loading import BASE, load_model, load_tokenizers
 from rollbook.models.logprobs import TokenStats
 from rollbook.models.lora import Reference, attach, has_adapters, save_base
-from rollbook.models.slots import called_batch
-from rollbook.models.wrapper import Wrapper, flat
 
 
 class Actor(Wrapper):

@@ -18,11 +18,9 @@ from torch import nn
 from rollbook.batch.batch import Batch, Tokens
 from rollbook.core.checks import check_choice
 from rollbook.models.actor import Actor
-from rollbook.models.heads import inputs_of, run, text_config, trunk_of, unwrapped
+from rollbook.models.head import Slots, Wrapper, called_batch, flat, inputs_of, run, text_config, trunk_of, unwrapped
 from rollbook.models.loading import VALUE_HEAD, load_model
 from rollbook.models.lora import has_adapters
-from rollbook.models.slots import Slots, called_batch
-from rollbook.models.wrapper import Wrapper, flat
 
 _HEADS = ("score", "classifier")
 """What transformers' classifiers call their head."""

@@ -23,7 +23,7 @@ from rollbook.core.checks import check_int
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.ragged import Ragged, offsets_of
 from rollbook.core.rows import concatenated
-from rollbook.models.heads import scoring, text_config
+from rollbook.models.head import scoring, text_config
 from rollbook.models.protocols import Policy, ValueModel
 
 _LOGITS = 1 << 28

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rollbook.models.heads import scoring, unwrapped
+from rollbook.models.head import scoring, unwrapped
 
 if TYPE_CHECKING:
     from rollbook.batch import Batch

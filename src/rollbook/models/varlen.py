@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollbook.models.heads import VARLEN as NAME
-from rollbook.models.heads import text_config, unwrapped
+from rollbook.models.head import VARLEN as NAME
+from rollbook.models.head import text_config, unwrapped
 from rollbook.models.loading import as_dtype, transformers_module
 
 _HALF = (torch.float16, torch.bfloat16)

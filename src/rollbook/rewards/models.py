@@ -18,7 +18,7 @@ import torch
 from rollbook.core.checks import check_choice, check_int
 from rollbook.core.fingerprints import tokenizer_fingerprint
 from rollbook.core.rows import Spans
-from rollbook.models.heads import scoring
+from rollbook.models.head import scoring
 from rollbook.rewards.types import (
     OnError,
     Reward,

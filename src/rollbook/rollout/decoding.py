@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from rollbook.batch.vision import BY_TOKEN, placeholders
+from rollbook.batch.media import BY_TOKEN, placeholders
 from rollbook.core.sampling import FinishReason, LogprobsKind
-from rollbook.models.heads import VARLEN
+from rollbook.models.head import VARLEN
 from rollbook.models.logprobs import from_logits
 from rollbook.rollout.engine import Request
 

@@ -207,7 +207,7 @@ def join_media(media: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """
     import torch
 
-    from rollbook.batch.vision import BY_TOKEN
+    from rollbook.batch.media import BY_TOKEN
 
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for observation in media for key in observation):

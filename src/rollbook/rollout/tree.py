@@ -217,7 +217,7 @@ def place_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[
     """
     import torch
 
-    from rollbook.batch.vision import BY_TOKEN
+    from rollbook.batch.media import BY_TOKEN
 
     before = [len(branch.ids), *(None if pending.ids is None else len(pending.ids) for pending in branch.pending)]
     start = None if None in before else sum(length for length in before if length is not None)
@@ -237,7 +237,7 @@ def place_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[
 
 def drop_token_types(media: Mapping[str, Any]) -> dict[str, Any]:
     """Media without by-token entries."""
-    from rollbook.batch.vision import BY_TOKEN
+    from rollbook.batch.media import BY_TOKEN
 
     return {key: value for key, value in media.items() if key not in BY_TOKEN}
 

@@ -1,16 +1,16 @@
 """Training on experience: a small, real trainer, and the parts it is made of.
 
-| module | what it holds |
+| module | contents |
 |---|---|
 | `algorithm` | `AlgorithmConfig`, `PRESETS`: an estimator, a loss and their settings, by name |
 | `pipeline`, `metrics` | from prompts to training records: `generate`, `score`, `annotate`, `estimate` |
-| `learner`, `train_rows`, `loss`, `optimizing` | from records to new weights: rows, losses, optimizers |
-| `trainer`, `intake`, `saving` | the loop: roll out, append, lease, update, acknowledge; checkpoints |
-| `data`, `rows`, `sources`, `supervised` | prompts from files, with a cursor; records of given answers |
-| `evaluating`, `statistics` | avg@k, pass@k, maj@k with intervals |
-| `tracking`, `display` | metrics to the book, TensorBoard, W&B and a terminal |
-| `config`, `modelling`, `asking`, `building`, `warming`, `running`, `recipes`, `naming` | `rollbook train` |
-| `replaying`, `rebuilding`, `retracing`, `otherwise`, `verdicts` | `rollbook replay` |
+| `learner`, `rows`, `loss`, `optimizer` | from records to new weights |
+| `trainer`, `replay_config`, `checkpoint` | the loop: roll out, append, lease, update, acknowledge |
+| `prompts`, `supervised` | prompts from files, with a cursor; records of given answers |
+| `evaluation`, `statistics` | avg@k, pass@k, maj@k with intervals |
+| `tracker`, `display` | metrics to the book, TensorBoard, W&B and a terminal |
+| `config`, `builders`, `user_code`, `sft_warmup`, `run`, `recipes` | `rollbook train` |
+| `step_replay`, `comparison` | `rollbook replay` |
 
 Names load when they are first used.
 
@@ -28,7 +28,6 @@ from rollbook.core.lazy import lazily
 if TYPE_CHECKING:
     from rollbook.train.algorithm import PRESETS as PRESETS
     from rollbook.train.algorithm import AlgorithmConfig as AlgorithmConfig
-    from rollbook.train.data import Prompts as Prompts
     from rollbook.train.evaluation import Evaluation as Evaluation
     from rollbook.train.evaluation import difference as difference
     from rollbook.train.evaluation import evaluate as evaluate
@@ -37,20 +36,21 @@ if TYPE_CHECKING:
     from rollbook.train.learner import Learner as Learner
     from rollbook.train.learner import NotFinite as NotFinite
     from rollbook.train.learner import UpdateResult as UpdateResult
-    from rollbook.train.naming import resolve as resolve
     from rollbook.train.optimizer import Optimizing as Optimizing
     from rollbook.train.pipeline import Models as Models
+    from rollbook.train.prompts import Prompts as Prompts
     from rollbook.train.replay_config import Intake as Intake
-    from rollbook.train.replaying import Replayed as Replayed
-    from rollbook.train.replaying import replay as replay
     from rollbook.train.sft_warmup import WarmUp as WarmUp
     from rollbook.train.sft_warmup import warm_up as warm_up
     from rollbook.train.statistics import Interval as Interval
+    from rollbook.train.step_replay import Replayed as Replayed
+    from rollbook.train.step_replay import replay as replay
     from rollbook.train.supervised import records_from_answers as records_from_answers
     from rollbook.train.trainer import Exhausted as Exhausted
     from rollbook.train.trainer import Fruitless as Fruitless
     from rollbook.train.trainer import Report as Report
     from rollbook.train.trainer import Trainer as Trainer
+    from rollbook.train.user_code import resolve as resolve
 
 _HOMES = {
     "AlgorithmConfig": "rollbook.train.algorithm",
@@ -65,8 +65,8 @@ _HOMES = {
     "NotFinite": "rollbook.train.learner",
     "Optimizing": "rollbook.train.optimizer",
     "PRESETS": "rollbook.train.algorithm",
-    "Prompts": "rollbook.train.data",
-    "Replayed": "rollbook.train.replaying",
+    "Prompts": "rollbook.train.prompts",
+    "Replayed": "rollbook.train.step_replay",
     "Report": "rollbook.train.trainer",
     "Trainer": "rollbook.train.trainer",
     "UpdateResult": "rollbook.train.learner",
@@ -75,8 +75,8 @@ _HOMES = {
     "evaluate": "rollbook.train.evaluation",
     "evaluated": "rollbook.train.evaluation",
     "records_from_answers": "rollbook.train.supervised",
-    "replay": "rollbook.train.replaying",
-    "resolve": "rollbook.train.naming",
+    "replay": "rollbook.train.step_replay",
+    "resolve": "rollbook.train.user_code",
     "warm_up": "rollbook.train.sft_warmup",
 }
 

@@ -25,7 +25,7 @@ from rollbook.core.checks import check_bool, check_choice, check_int
 from rollbook.core.experiences import as_experiences
 from rollbook.core.metrics import advise
 from rollbook.models.forward import without_adapters
-from rollbook.models.heads import scoring
+from rollbook.models.head import scoring
 from rollbook.models.protocols import Policy, ValueModel
 from rollbook.rollout.engine import derive_seed
 from rollbook.train.algorithm import AlgorithmConfig

@@ -12,10 +12,10 @@ from typing import Any
 
 from rollbook.core.checks import check_float, check_int
 from rollbook.rollout.transformers import TransformersEngine
-from rollbook.train.data import Prompts
 from rollbook.train.evaluation import evaluate
 from rollbook.train.learner import Batching, Learner
 from rollbook.train.optimizer import Optimizing
+from rollbook.train.prompts import Prompts
 from rollbook.train.supervised import records_from_answers
 from rollbook.train.trainer import Fruitless
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rollbook.batch.vision import placeholders
+from rollbook.batch.media import placeholders
 from rollbook.core.checks import check_choice, check_int
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
@@ -19,8 +19,7 @@ from rollbook.core.metrics import StepMetrics
 from rollbook.core.sampling import Overflow, Prompt, Sampling
 from rollbook.rollout.chat import Renderer
 from rollbook.rollout.transformers import PreparedPrompt, PromptPreparer
-from rollbook.train.data import Prompts
-from rollbook.train.prompt_rows import ANSWERS
+from rollbook.train.prompts import ANSWERS, Prompts
 
 log = logging.getLogger("rollbook.train")
 

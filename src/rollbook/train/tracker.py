@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rollbook.book.reports import finite_numbers, json_number
 from rollbook.core.checks import check_int, suggest
 from rollbook.core.files import FILE, make_folder, private_opener
-from rollbook.train.naming import resolve
+from rollbook.train.user_code import resolve
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book as RunBook

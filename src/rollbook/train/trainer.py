@@ -28,7 +28,7 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import StepMetrics, advise
 from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models import Actor
-from rollbook.models.heads import text_config
+from rollbook.models.head import text_config
 from rollbook.rewards.recipes import as_reward
 from rollbook.rollout.engine import BaseEngine
 from rollbook.rollout.environment import EnvironmentConfig
@@ -43,8 +43,8 @@ from rollbook.train.replay_config import Intake
 from rollbook.train.supervised import records_from_answers
 
 if TYPE_CHECKING:
-    from rollbook.train.data import Prompts
     from rollbook.train.evaluation import Evaluation
+    from rollbook.train.prompts import Prompts
 
 
 class Exhausted(RuntimeError):

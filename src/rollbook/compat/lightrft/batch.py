@@ -8,21 +8,420 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from rollbook.batch.device import Movable, assign_rest, constructor_signature, pin_memory, to
-from rollbook.compat.lightrft.buffer_item import BufferItem
-from rollbook.compat.lightrft.info import InfoOrigin
+from rollbook.batch.device import Movable, assign_rest, constructor_signature
+from rollbook.core.equality import same
+from rollbook.core.experience import own
 from rollbook.core.fields import BATCH_FIELDS
-from rollbook.core.rows import Rows
+from rollbook.core.rows import NUMPY, Rows, memory, unbind_copy
 
 if TYPE_CHECKING:
     from rollbook.algorithms.inputs import Inputs
+    from rollbook.compat.lightrft.ragged_batch import Sheet
     from rollbook.core.ids import EID
+
+
+Path = tuple[Any, ...]
+Kind = tuple[torch.dtype, tuple[int, ...]]
+"""What a number was as an entry of a tensor: its type, and its shape there (`(1,)` in a (B, 1) tensor)."""
+
+_MISSING: Any = object()
+_TORCH = {numpy_type: torch_type for torch_type, numpy_type in NUMPY.items()}
+_NUMBERS = (bool, int, float, complex, np.generic)
+_DEFAULTS: dict[type, torch.dtype] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float32,
+    complex: torch.complex64,
+}
+
+
+@dataclass(slots=True)
+class InfoOrigin:
+    """What a collated `info` does not say of the items it came from."""
+
+    missing: dict[Path, frozenset[int]] = field(default_factory=dict)
+    """The rows that lack a key."""
+    given: dict[Path, tuple[list[Any], list[Any]]] = field(default_factory=dict)
+    """What a tensor shows, and what the items had, where a number of the tensor is not what was given."""
+    kinds: dict[Path, tuple[Kind | None, ...]] = field(default_factory=dict)
+    """What each row remembered of a number, where rows differed in that."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, InfoOrigin):
+            return NotImplemented
+        return same([self.missing, self.given, self.kinds], [other.missing, other.given, other.kinds])
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def collate_info(infos: Sequence[Any], kinds: Sequence[Any] | None = None) -> tuple[dict[Any, Any], InfoOrigin]:
+    """One dict of tensors and lists, by key: numbers and tensors of one shape are stacked, dicts are collated by key,
+    anything else is a list with `None` where an item lacks it.
+
+    A number has the type that `kinds` remembers of it (see `split_info`), else int64, float32 or bool.
+
+    >>> infos = [{"reward": 0.5, "tag": "a", "parts": {"x": 1}}, {"reward": 1.0, "parts": {"x": 2}}]
+    >>> info, origin = collate_info(infos)
+    >>> info
+    {'reward': tensor([0.5000, 1.0000]), 'tag': ['a', None], 'parts': {'x': tensor([1, 2])}}
+    >>> split_info(info, 2, origin)[0]
+    [{'reward': 0.5, 'tag': 'a', 'parts': {'x': 1}}, {'reward': 1.0, 'parts': {'x': 2}}]
+    """
+    origin = InfoOrigin()
+    return _collate([{} if info is None else info for info in infos], (), origin, list(kinds or ())), origin
+
+
+def _collate(rows: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) -> dict[Any, Any]:
+    result: dict[Any, Any] = {}
+    keys = rows[0].keys() if rows else ()
+    ragged = any(row.keys() != keys for row in rows)
+    if ragged:
+        keys = dict.fromkeys(key for row in rows for key in row)
+    for key in keys:
+        column = [row.get(key, _MISSING) for row in rows]
+        here = (*path, key)
+        missing = frozenset(i for i, v in enumerate(column) if v is _MISSING) if ragged else frozenset()
+        if missing:
+            origin.missing[here] = missing
+        found = [value for value in column if value is not _MISSING] if missing else column
+        if set(map(type, found)) == {dict}:
+            result[key] = _collate([{} if value is _MISSING else value for value in column], here, origin, kinds)
+            continue
+        stacked = None if missing else _stack(column, here, origin, kinds)
+        result[key] = [None if v is _MISSING else own(v, tensors=True) for v in column] if stacked is None else stacked
+    return result
+
+
+def _stack(column: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) -> torch.Tensor | None:
+    """The values as one tensor, if they can be."""
+    types = set(map(type, column))
+    if len(types) == 1 and not any(kinds) and (dtype := _DEFAULTS.get(type(column[0]))) is not None:
+        try:
+            plain = torch.tensor(column, dtype=dtype)
+        except (RuntimeError, OverflowError, TypeError, ValueError):
+            return None  # an integer beyond 64 bits
+        shown = plain.tolist()
+        if shown != column and not same(shown, column):
+            origin.given[path] = shown, list(column)
+        return plain
+    if all(issubclass(kind, _NUMBERS) for kind in types):
+        made = _number_tensor(column, types, _kind(path, column, kinds, origin))
+        if made is None:
+            return None
+    elif all(issubclass(kind, torch.Tensor) for kind in types):
+        if len({(value.dtype, value.shape, value.device) for value in column}) > 1:
+            return None
+        made = torch.stack([value.detach() for value in column])
+    else:
+        return None
+    if made[0].numel() == 1:
+        shown = made.reshape(-1).tolist()
+        if types != {type(shown[0])} or not (shown == column or same(shown, column)):
+            origin.given[path] = shown, own(column, tensors=True)
+    return made
+
+
+def _kind(path: Path, column: list[Any], kinds: list[Any], origin: InfoOrigin) -> Kind | None:
+    """The type that all rows remember of a number; where they differ, the widest, and each row's is noted."""
+    shared = {id(one): one for one in kinds}  # items of one batch share theirs
+    found = {(one or {}).get(path) for one in shared.values()}
+    if len(found) < 2:
+        return found.pop() if found else None
+    rows = tuple((one or {}).get(path) for one in kinds)
+    origin.kinds[path] = rows
+    if len({kind[1] for kind in rows if kind is not None}) > 1 or any(kind[1] for kind in rows if kind is not None):
+        return None  # of different shapes: as numbers
+    wide = [_DEFAULTS.get(type(v), torch.float32) if k is None else k[0] for k, v in zip(rows, column, strict=True)]
+    return reduce(torch.promote_types, wide), ()
+
+
+def _number_tensor(column: list[Any], types: set[type], kind: Kind | None) -> torch.Tensor | None:
+    dtype, tail = kind or (None, ())
+    if dtype is not None and not all(_holds(dtype, value) for value in column):
+        dtype, tail = None, ()
+    if dtype is None:
+        if len(types) == 1 and all(issubclass(kind, np.generic) for kind in types):
+            dtype = _TORCH.get(np.dtype(next(iter(types))))
+            if dtype is None:
+                return None  # dates, texts, long doubles
+        if dtype is None and types <= {bool}:
+            dtype = torch.bool
+        if dtype is None:
+            whole = all(issubclass(kind, (bool, int, np.integer, np.bool_)) for kind in types)
+            imaginary = any(issubclass(kind, (complex, np.complexfloating)) for kind in types)
+            dtype = torch.int64 if whole else torch.complex64 if imaginary else torch.float32
+    try:
+        return torch.tensor([v.item() if isinstance(v, np.generic) else v for v in column], dtype=dtype).reshape(
+            len(column), *tail
+        )
+    except (RuntimeError, OverflowError, TypeError, ValueError):
+        return None  # an integer beyond 64 bits, a date
+
+
+def _holds(dtype: torch.dtype, value: Any) -> bool:
+    if dtype.is_complex or isinstance(value, (complex, np.complexfloating)):
+        return dtype.is_complex
+    if dtype.is_floating_point:
+        return True
+    if dtype == torch.bool:
+        return isinstance(value, (bool, np.bool_))
+    bounds = torch.iinfo(dtype)
+    return float(value).is_integer() and bounds.min <= value <= bounds.max
+
+
+def split_info(
+    info: Any, count: int, origin: InfoOrigin | None = None
+) -> tuple[list[dict[Any, Any]], dict[Path, Kind] | None]:
+    """The `info` of each of `count` items, and what is to be remembered of its numbers (see `collate_info`).
+
+    Tensors and lists with an entry for each item are split, and one-element entries become Python numbers; dicts are
+    split by key; anything else goes to every item. Nothing is shared between the items or with `info`.
+
+    >>> items, kinds = split_info({"reward": torch.tensor([1.0, 2.0], dtype=torch.float64), "epoch": 3}, 2)
+    >>> items, kinds
+    ([{'reward': 1.0, 'epoch': 3}, {'reward': 2.0, 'epoch': 3}], {('reward',): (torch.float64, ())})
+    """
+    kinds: dict[Path, Kind] = {}
+    if info is None:
+        return [{} for _ in range(count)], None
+    if not isinstance(info, dict):
+        raise ValueError(f"info: got {type(info).__name__}, expected a dict")
+    return _split(info, count, (), origin or InfoOrigin(), kinds), kinds or None
+
+
+def row_kinds(kinds: dict[Path, Kind] | None, origin: InfoOrigin, row: int) -> dict[Path, Kind] | None:
+    """What one row remembers of its numbers."""
+    if not origin.kinds:
+        return kinds
+    own_kinds = dict(kinds or {})
+    for path, rows in origin.kinds.items():
+        own_kinds.pop(path, None)
+        kind = rows[row]
+        if kind is not None:
+            own_kinds[path] = kind
+    return own_kinds or None
+
+
+def _split(info: dict[Any, Any], count: int, path: Path, origin: InfoOrigin, kinds: dict[Path, Kind]) -> list[Any]:
+    rows: list[dict[Any, Any]] = [{} for _ in range(count)]
+    for key, value in info.items():
+        here = (*path, key)
+        entries = _entries(value, count, here, origin, kinds)
+        missing = origin.missing.get(here, ())
+        for i, (row, entry) in enumerate(zip(rows, entries, strict=True)):
+            # A row that has the key by now was given it since the batch was made.
+            empty = entry is None or (isinstance(entry, dict) and not entry)
+            if not (empty and i in missing):
+                row[key] = entry
+    return rows
+
+
+def _entries(value: Any, count: int, path: Path, origin: InfoOrigin, kinds: dict[Path, Kind]) -> list[Any]:
+    if isinstance(value, dict):
+        return _split(value, count, path, origin, kinds)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.ndim:
+        value = torch.from_numpy(np.array(value))
+    if isinstance(value, torch.Tensor):
+        return _tensor_entries(value, count, path, origin, kinds)
+    if isinstance(value, list) and len(value) == count:
+        return [own(item, tensors=True) for item in value]
+    return [own(value, tensors=True) for _ in range(count)]
+
+
+def check_info(info: Any, count: int, path: Path = ()) -> None:
+    """Refuse a tensor that has not an entry for each of `count` samples."""
+    if isinstance(info, dict):
+        for key, value in info.items():
+            check_info(value, count, (*path, key))
+    elif isinstance(info, torch.Tensor) and info.dim() and info.shape[0] != count:
+        name = "".join(f"[{key!r}]" for key in path)
+        raise ValueError(f"info{name}: got {len(info)} entries, expected {count}, one for each sample")
+
+
+def _tensor_entries(
+    value: torch.Tensor, count: int, path: Path, origin: InfoOrigin, kinds: dict[Path, Kind]
+) -> list[Any]:
+    if value.dim() == 0:
+        return [value.item()] * count
+    check_info(value, count, path)
+    tail = tuple(value.shape[1:])
+    if count and value[0].numel() != 1:
+        return unbind_copy(value)
+    shown = value.reshape(-1).tolist()
+    held, given = origin.given.get(path, (None, None))
+    if given is not None and same(held, shown):
+        return [own(item, tensors=True) for item in given]
+    if tail or (shown and _DEFAULTS.get(type(shown[0])) != value.dtype):
+        kinds[path] = value.dtype, tail
+    return shown
+
+
+def info_arrays(info: Any, origin: InfoOrigin) -> dict[Any, Any] | None:
+    """A collated `info` for `pick_info`, if it is all tensors with an entry for each row: their memory and types."""
+    if origin.missing or origin.given or origin.kinds:
+        return None
+    result: dict[Any, Any] = {}
+    for key, value in (info or {}).items():
+        if isinstance(value, dict):
+            result[key] = info_arrays(value, origin)
+        elif isinstance(value, torch.Tensor) and value.dim() and value.device.type == "cpu":
+            result[key] = memory(value), value.dtype if value.dtype not in NUMPY else None
+        else:
+            return None
+        if result[key] is None:
+            return None
+    return result
+
+
+def pick_info(arrays: dict[Any, Any], rows: NDArray[np.int64]) -> dict[Any, Any]:
+    """The collated `info` of some rows (what `collate_info` makes of the rows' own is the same, and takes longer)."""
+    result: dict[Any, Any] = {}
+    for key, value in arrays.items():
+        if isinstance(value, dict):
+            result[key] = pick_info(value, rows)
+        else:
+            # By way of numpy, whose indexing takes a fraction of the time.
+            array, dtype = value
+            picked = torch.from_numpy(array[rows])
+            result[key] = picked if dtype is None else picked.view(dtype)
+    return result
+
+
+@dataclass(eq=False, repr=False)
+class BufferItem(Movable):
+    """One sample of a batch, as LightRFT's buffer keeps it: L tokens, R response slots, on memory of its own.
+
+    `sequences`, `attention_mask` (L,); the other per-token fields (R,). Numbers in `info` are Python's. Media as in
+    `ExperienceBatch`, for this sample alone; `BufferItemVL` takes them in LightRFT's order.
+
+    >>> import torch
+    >>> item = BufferItem(torch.tensor([5, 6, 7]), torch.tensor([-0.5]), *[None] * 6, {"reward": 1.0})
+    >>> item.sequences.tolist(), item.info, item.labels
+    ([5, 6, 7], {'reward': 1.0}, None)
+    """
+
+    sequences: Any
+    action_log_probs: Any
+    base_action_log_probs: Any
+    values: Any
+    returns: Any
+    advantages: Any
+    attention_mask: Any
+    action_mask: Any
+    info: dict[Any, Any] | None
+    action_entropy: Any = None
+    labels: Any = None
+    references: Any = None
+    kl: Any = None
+    eid: EID | None = None
+    pixel_values: Any = None
+    image_grid_thws: Any = None
+    raw_images: Any = None
+    pixel_values_videos: Any = None
+    video_grid_thws: Any = None
+    media: dict[str, Any] | None = None
+    extras: dict[str, Any] | None = None
+    action_start: int = 0
+    """The first response slot that is this sample's own; the ones before are padding."""
+    implied: frozenset[str] = frozenset()
+    """Masks that the sample lacks, and that only tell its padding from the rest; unpadding drops them."""
+    info_kinds: dict[Any, Any] | None = None
+    """The type that numbers of `info` had in the batch, where it is not the usual one."""
+
+    if not TYPE_CHECKING:
+        # Written by hand, as that of ExperienceBatch is; fields that are not given have their default (`peek`).
+        def __init__(
+            self,
+            sequences,
+            action_log_probs,
+            base_action_log_probs,
+            values,
+            returns,
+            advantages,
+            attention_mask,
+            action_mask,
+            info,
+            action_entropy=None,
+            *more,
+            **rest,
+        ):
+            self.sequences = sequences
+            self.action_log_probs = action_log_probs
+            self.base_action_log_probs = base_action_log_probs
+            self.values = values
+            self.returns = returns
+            self.advantages = advantages
+            self.attention_mask = attention_mask
+            self.action_mask = action_mask
+            self.info = info
+            self.action_entropy = action_entropy
+            if more or rest:
+                assign_rest(self, 10, more, rest)
+
+    @classmethod
+    def of(cls, sheet: Sheet, row: int) -> BufferItem:
+        """Row `row` of a sheet, whose fields are copied out of it when they are first asked for."""
+        item = cls.__new__(cls)
+        item.__dict__["_source"] = sheet, row
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ITEM_FIELDS:
+            raise AttributeError(f"'BufferItem' object has no attribute {name!r}")
+        # Threads may read one item: all get the value that came first.
+        value = self.__dict__.setdefault(name, peek(self.__dict__, name))
+        source = self.__dict__.get("_source")
+        if source is not None and name in BATCH_FIELDS and source[0].large.issubset(self.__dict__):
+            self.detach()  # all that is large is copied out by now
+        return value
+
+    def detach(self) -> BufferItem:
+        """Copy out what is still in the sheet this item was made from, and let go of that; gives itself back."""
+        self.__dict__.update(self.__getstate__())
+        self.__dict__.pop("_source", None)
+        return self
+
+    def _change(self, change: Callable[[Any], Any], other: Callable[[Any], Any]) -> BufferItem:
+        return super(BufferItem, self.detach())._change(change, other)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Read, not looked at: processes share tensors as files, which go when a tensor that nobody keeps does.
+        fields = {name: getattr(self, name) for name in ITEM_FIELDS}
+        return {name: value for name, value in self.__dict__.items() if name != "_source"} | fields
+
+    def __repr__(self) -> str:
+        tokens = "no" if self.sequences is None else len(self.sequences)
+        mask = self.action_mask
+        actions = "" if mask is None else f", {int(mask.sum())} actions"
+        name = "" if self.eid is None else f"{self.eid}, "
+        return f"BufferItem({name}{tokens} tokens{actions}, info={sorted(self.info or (), key=str)})"
+
+
+def peek(state: dict[str, Any], name: str) -> Any:
+    """A field of an item with this state: its own, or else what its sheet has, or else the default."""
+    source = state.get("_source")  # first: it goes when the last field has come
+    if name in state:
+        return state[name]
+    return ITEM_DEFAULTS.get(name) if source is None else source[0].value(name, source[1])
+
+
+ITEM_FIELDS = tuple(f.name for f in dataclasses.fields(BufferItem))
+ITEM_DEFAULTS = {f.name: f.default for f in dataclasses.fields(BufferItem) if f.default is not dataclasses.MISSING}
+if not TYPE_CHECKING:
+    BufferItem.__signature__ = constructor_signature(BufferItem)
+for _name in ITEM_FIELDS:
+    # Defaults that stand on the class would be found before what the sheet has.
+    if _name in BufferItem.__dict__:
+        delattr(BufferItem, _name)
 
 
 @dataclass(eq=False, slots=True)
@@ -240,7 +639,7 @@ class ExperienceBatch(Movable):
 
     def pack(self) -> ExperienceBatch:
         """The same samples packed: what is attended, end to end. A packed batch is given back as it is."""
-        from rollbook.compat.lightrft.layouts import packed, sheet_of_batch
+        from rollbook.compat.lightrft.ragged_batch import packed, sheet_of_batch
 
         return self if self.layout == "packed" else packed(sheet_of_batch(self))
 
@@ -250,7 +649,7 @@ class ExperienceBatch(Movable):
         `left`: rows end together, on both axes. `prompt_left_response_right`: prompts end together, and responses
         begin together, as a fresh rollout has them.
         """
-        from rollbook.compat.lightrft.layouts import padded, sheet_of_batch
+        from rollbook.compat.lightrft.ragged_batch import padded, sheet_of_batch
 
         return padded(sheet_of_batch(self), pad_token_id, layout)
 
@@ -322,8 +721,8 @@ class ExperienceBatch(Movable):
             inputs["input_ids"] = self.sequences
             if self.attention_mask is not None:
                 inputs["attention_mask"] = self.attention_mask
-        from rollbook.batch.vision import GRIDS, TYPES, config_of
-        from rollbook.compat.lightrft.batch_media import media_inputs, rope_positions
+        from rollbook.batch.media import GRIDS, TYPES, config_of
+        from rollbook.compat.lightrft.ragged_batch import media_inputs, rope_positions
 
         config = config_of(get_rope_index) if config is None else config
         inputs |= media_inputs(self, config)
@@ -345,7 +744,7 @@ class ExperienceBatch(Movable):
 
     def estimator_inputs(self, keys: Mapping[str, str]) -> Inputs:
         """Return the inputs of advantage estimators; `keys` says which key of `info` holds which input."""
-        from rollbook.compat.lightrft.estimator_inputs import estimator_inputs
+        from rollbook.compat.lightrft.ragged_batch import estimator_inputs
 
         return estimator_inputs(self, keys)
 
@@ -531,8 +930,8 @@ def from_experiences(
     >>> batch.sequences.tolist(), batch.action_mask.tolist(), batch.info["reward"].tolist()
     ([[1, 2, 3], [9, 4, 5]], [[True, True], [False, True]], [1.0, 0.5])
     """
-    from rollbook.compat.lightrft.layouts import packed, padded
-    from rollbook.compat.lightrft.records import sheet_of_experiences
+    from rollbook.compat.lightrft.ragged_batch import packed, padded
+    from rollbook.compat.lightrft.replay_buffer import sheet_of_experiences
 
     sheet = sheet_of_experiences(experiences)
     if device is not None:
@@ -548,7 +947,5 @@ __all__ = [
     "Origin",
     "Samples",
     "from_experiences",
-    "pin_memory",
-    "to",
     "token_fields",
 ]

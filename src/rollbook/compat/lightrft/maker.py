@@ -33,12 +33,10 @@ from rollbook.compat.lightrft import estimation
 from rollbook.compat.lightrft.batch import ExperienceBatch as Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, Samples
 from rollbook.compat.lightrft.config import MakerConfig
-from rollbook.compat.lightrft.padded import padded_experience
-from rollbook.compat.lightrft.passes import Passes
-from rollbook.compat.lightrft.recording import records_of
+from rollbook.compat.lightrft.estimation import Whole, mean_by_row
+from rollbook.compat.lightrft.passes import Passes, padded_experience
 from rollbook.compat.lightrft.rewards import Scorer
-from rollbook.compat.lightrft.rollout_batches import Whole, mean_by_row
-from rollbook.compat.lightrft.samples import batch_of, if_any, maker_sampling, prompts_of, samples_of
+from rollbook.compat.lightrft.samples import batch_of, if_any, maker_sampling, prompts_of, records_of, samples_of
 from rollbook.core.checks import check_float, check_int, suggest
 from rollbook.core.experience import Experience as Record
 from rollbook.core.experiences import Experiences

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from rollbook.batch.vision import BY_TOKEN, placeholders
+from rollbook.batch.media import BY_TOKEN, placeholders
 from rollbook.core.checks import check_int, suggest
 from rollbook.core.rows import Spans
 from rollbook.core.sampling import ALIASES, Prompt, Sample, Sampling
 from rollbook.models.actor import Actor as NativeActor
-from rollbook.models.slots import check_matrix
+from rollbook.models.head import check_matrix
 from rollbook.rollout.transformers import TransformersEngine
 
 # What calls to transformers carry along, with the values that ask for nothing else than is done here.

@@ -6,25 +6,764 @@ field, in every order, whichever items lack which; items own compact memory, and
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from itertools import pairwise, repeat
+from operator import attrgetter
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
+
+from rollbook.batch.columns import custom_columns, mask_unpredicted, token_counts
+from rollbook.compat.lightrft.batch import (
+    ITEM_DEFAULTS,
+    BufferItem,
+    BufferItemVL,
+    ExperienceBatch,
+    InfoOrigin,
+    Origin,
+    collate_info,
+    peek,
+    pick_info,
+)
+from rollbook.compat.lightrft.ragged_batch import (
+    SAMPLE_LISTS,
+    Lengths,
+    Sheet,
+    WideSheet,
+    action_starts,
+    check_layout,
+    checked,
+    constant,
+    edges,
+    on_tokens,
+    own_entry,
+    packed,
+    padded,
+    sheet_of_batch,
+    still_absent,
+    unpadded,
+)
 from rollbook.core.errors import explain_missing
+from rollbook.core.experiences import Experiences, as_experiences
+from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
+from rollbook.core.media import SHARED, Pool, carries_media, count_media
+from rollbook.core.ragged import Ragged, offsets_of, promote
+from rollbook.core.rows import LARGE, Column, Rows, Segments, blank, check_fill, concatenated, empty, memory, segments
+
+
+def sheet_of_items(items: Sequence[Any]) -> Sheet:
+    """The sheet of buffer items, each as it is (padding that an item still has is taken for content)."""
+    for i, item in enumerate(items):
+        if not isinstance(item, BufferItem) or len(item.__dict__) > 1:
+            check_item(i, item)
+    states = [item.__dict__ for item in items]
+    touched = set[str]().union(*states)
+    sheet = _lying(states, touched) or _gathered(states)
+
+    detached = not any("_source" in state for state in states)
+
+    def values(name: str) -> list[Any]:
+        if detached:
+            default = ITEM_DEFAULTS.get(name)
+            return [state.get(name, default) for state in states]
+        return [peek(state, name) for state in states]
+
+    # Rows that nobody touched since their sheet was made are taken from its columns.
+    sources = [state.get("_source") for state in states]
+    first = sources[0]
+    single = first[0] if first is not None and all(one is not None and one[0] is first[0] for one in sources) else None
+    if single is not None and single.info_arrays is not None and not touched & {"info", "info_kinds"}:
+        sheet.info = pick_info(single.info_arrays, np.array([row for _, row in sources]))
+    else:
+        infos = values("info")
+        sheet.info, sheet.origin.info = collate_info(infos, values("info_kinds"))
+        if bare := frozenset(i for i, info in enumerate(infos) if info is None):
+            sheet.origin.absent["info"] = bare
+    for name, item_name in SAMPLE_LISTS.items():
+        if single is None or item_name in touched or single.lists.get(name) is not None:
+            entries = _listed(values(item_name))
+            sheet.lists[name] = entries and [own_entry(name, entry) for entry in entries]
+    for name in BATCH_MEDIA:
+        if single is None or name in touched or single.media.get(name) is not None:
+            sheet.media[name] = _listed(values(name))
+    if single is None or "media" in touched or any(name.startswith("media.") for name in single.media):
+        media = values("media")
+        for key in dict.fromkeys(key for one in media for key in one or ()):
+            sheet.media[f"media.{key}"] = [(one or {}).get(key) for one in media]
+    if sheet.info is not None:
+        count_media(sheet.media, sheet.info, sheet.origin.info)
+    return sheet
+
+
+def check_item(i: int, item: Any) -> None:
+    """Refuse what is no item, or holds what an item cannot."""
+    if not isinstance(item, BufferItem):
+        raise ValueError(f"items[{i}]: got {type(item).__name__}, expected a BufferItem")
+    state = item.__dict__
+    for name in ("info", "extras", "media"):
+        if not isinstance(state.get(name), (dict, type(None))):
+            raise ValueError(f"items[{i}].{name}: got {type(state[name]).__name__}, expected a dict")
+    start = state.get("action_start", 0)
+    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        raise ValueError(f"items[{i}].action_start: got {start!r}, expected a whole number")
+
+
+def _listed(values: list[Any]) -> list[Any] | None:
+    return None if all(value is None for value in values) else values
+
+
+def drawn(items: Sequence[Any], pad_token_id: int, packing_samples: bool = False) -> ExperienceBatch | None:
+    """The left-padded or packed batch of items that nobody touched since they were split, if it is a plain one.
+
+    The same as by way of a sheet, in half the time: a trainer draws thousands of small batches.
+    """
+    states = [item.__dict__ for item in items if type(item) is BufferItem]
+    sources: list[Any] = [state.get("_source") if len(state) == 1 else None for state in states]
+    if len(sources) != len(items) or None in sources:
+        return None
+    sheets = {id(sheet): sheet for sheet, _ in sources}
+    first = sources[0][0]
+    if type(pad_token_id) is not int or not all(one.plain and one.kinds == first.kinds for one in sheets.values()):
+        return None
+    given: dict[str, Any] = {}
+    origin = Origin()
+    if len(sheets) == 1 and first.info_arrays is not None:
+        given["info"] = pick_info(first.info_arrays, np.array([i for _, i in sources]))
+    else:
+        infos = [sheet.infos[0][i] for sheet, i in sources]
+        given["info"], origin.info = collate_info(infos, [sheet.value("info_kinds", i) for sheet, i in sources])
+    if any(sheet.listed for sheet in sheets.values()):
+        for name, item_name in SAMPLE_LISTS.items():
+            given[name] = _listed([sheet.value(item_name, i) for sheet, i in sources])
+    if packing_samples:
+        given |= _drawn_rows(sources, single=len(sheets) == 1)
+        return ExperienceBatch.of(given, origin)
+    places = []
+    for axis in (0, 1):
+        bounds = [(sheet.bounds[axis][i], sheet.bounds[axis][i + 1]) for sheet, i in sources]
+        width = max([stop - start for start, stop in bounds])
+        # Where a row goes in the matrix, laid flat, and where it comes from: made once for all fields of an axis.
+        moves = [
+            (slice(end * width - stop + start, end * width), slice(start, stop))
+            for end, (start, stop) in enumerate(bounds, 1)
+        ]
+        places.append((width, moves))
+    for name, axis, dtype, trailing, array in first.plain_fields:
+        width, moves = places[axis]
+        fill = pad_token_id if name == "sequences" else 0
+        if fill:
+            check_fill(fill, dtype)
+        matrix = blank((len(sources), width, *trailing), dtype, fill)
+        flat = matrix.numpy().reshape(-1, *trailing)
+        if len(sheets) == 1:
+            for into, out_of in moves:
+                flat[into] = array[out_of]
+        else:
+            for (sheet, _), (into, out_of) in zip(sources, moves, strict=True):
+                flat[into] = sheet.arrays[name][out_of]
+        given[name] = matrix
+    width = places[0][0]
+    starts = [width - out_of.stop + out_of.start for _, out_of in places[0][1]]
+    given["action_starts"] = torch.from_numpy(np.array(starts)) if any(starts) else None
+    return ExperienceBatch.of(given, origin)
+
+
+class _Apart(NamedTuple):
+    """Items that hold their own tensors, all of them with the same plain fields."""
+
+    states: list[dict[str, Any]]
+    arrays: dict[str, list[NDArray[Any]]]
+    """By field that they have, each item's."""
+    dtypes: dict[str, torch.dtype]
+    lengths: tuple[list[int], list[int]]
+    """How many response slots and how many tokens each has."""
+
+
+def _apart(items: Sequence[Any]) -> _Apart | None:
+    """The items, if each holds host tensors of its own with one dimension, masks among them, and neither media nor
+    extras: what nearly all items are that somebody has read. Of others `None`; they take the longer way, which also
+    says what is wrong with them."""
+    states = [item.__dict__ for item in items if type(item) is BufferItem]
+    if len(states) != len(items):
+        return None
+    for state in states:
+        if "_source" in state or not isinstance(state["info"], dict) or type(state.get("action_start", 0)) is not int:
+            return None
+        if state.get("implied"):
+            return None
+        for name in _NOT_PLAIN:
+            if name in state and state[name] is not None:
+                return None
+    arrays: dict[str, list[NDArray[Any]]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    lengths: list[list[int] | None] = [None, None]
+    for name in BATCH_FIELDS:
+        rows = [state.get(name) for state in states]
+        model = rows[0]
+        if model is None:
+            if any(row is not None for row in rows):
+                return None
+            continue
+        try:
+            arrays[name] = columns = list(map(torch.Tensor.numpy, rows))  # type: ignore[arg-type]
+        except (RuntimeError, TypeError):  # no tensor, on a device, of a type that numpy lacks, or with a gradient
+            return None
+        kind, axis = columns[0].dtype, on_tokens(name)
+        if {column.ndim for column in columns} != {1} or any(column.dtype is not kind for column in columns):
+            return None
+        sizes = list(map(len, columns))
+        if lengths[axis] is None:
+            lengths[axis] = sizes
+        elif lengths[axis] != sizes:
+            return None
+        dtypes[name] = model.dtype
+    responses, tokens = lengths
+    if (
+        not all(name in arrays for name in ("sequences", "attention_mask", "action_mask"))
+        or not responses
+        or not tokens
+    ):
+        return None
+    if any(slots > size for slots, size in zip(responses, tokens, strict=True)):
+        return None
+    return _Apart(states, arrays, dtypes, (responses, tokens))
+
+
+_NOT_PLAIN = (*BATCH_MEDIA, "raw_images", "media", "extras")
+
+
+def batch_of_apart(items: Sequence[Any], pad_token_id: int, packing_samples: bool = False) -> ExperienceBatch | None:
+    """The left-padded or packed batch of items that hold plain tensors of their own, as `drawn` makes it of others."""
+    apart = _apart(items) if type(pad_token_id) is int else None
+    if apart is None or any(state.get("action_start") for state in apart.states):
+        return None
+    states = apart.states
+    if packing_samples and not all(mask.size and mask[0] and mask[-1] for mask in apart.arrays["attention_mask"]):
+        return None  # padding that is not to be packed
+    given: dict[str, Any] = {**_sample_lists(states)}
+    origin = Origin()
+    given["info"], origin.info = _collated(states)
+    if packing_samples:
+        for name, rows in apart.arrays.items():
+            given[name] = Rows(_joined(rows, apart.dtypes[name]), apart.lengths[on_tokens(name)])
+        return ExperienceBatch.of(given, origin)
+    width = [max(lengths) for lengths in apart.lengths]
+    ends = [
+        [slice(end * size - n, end * size) for end, n in enumerate(lengths, 1)]
+        for size, lengths in zip(width, apart.lengths, strict=True)
+    ]
+    for name, rows in apart.arrays.items():
+        axis, dtype = on_tokens(name), apart.dtypes[name]
+        fill = pad_token_id if name == "sequences" else 0
+        if fill:
+            check_fill(fill, dtype)
+        given[name] = matrix = blank((len(states), width[axis]), dtype, fill)
+        flat = matrix.numpy().reshape(-1)
+        for place, row in zip(ends[axis], rows, strict=True):
+            flat[place] = row
+    starts = [width[0] - n for n in apart.lengths[0]]
+    given["action_starts"] = torch.from_numpy(np.array(starts)) if any(starts) else None
+    return ExperienceBatch.of(given, origin)
+
+
+def _joined(rows: list[NDArray[Any]], dtype: torch.dtype) -> torch.Tensor:
+    """Arrays of one type end to end."""
+    total = sum(map(len, rows))
+    if total * dtype.itemsize < LARGE:
+        return torch.from_numpy(np.concatenate(rows))
+    values = empty((total, *rows[0].shape[1:]), dtype)
+    np.concatenate(rows, out=memory(values))
+    return values
+
+
+def _drawn_rows(sources: list[tuple[Sheet, int]], single: bool) -> dict[str, Rows]:
+    """By field, the rows of plain sheets end to end; `single`: they are all of one sheet."""
+    first = sources[0][0]
+    bounds = [[slice(sheet.bounds[axis][i], sheet.bounds[axis][i + 1]) for sheet, i in sources] for axis in (0, 1)]
+    lengths = [[row.stop - row.start for row in rows] for rows in bounds]
+    columns: dict[str, Rows] = {}
+    # Rows that lie one after the other are copied at once: a draw of a whole buffer in order, as for a forward pass.
+    adjoin = (
+        single
+        and all(a.stop == b.start for a, b in pairwise(bounds[1]))
+        and all(a.stop == b.start for a, b in pairwise(bounds[0]))
+    )
+    for name, axis, dtype, _, array in first.plain_fields:
+        if adjoin:
+            parts = [array[bounds[axis][0].start : bounds[axis][-1].stop]]
+        elif single:
+            parts = [array[row] for row in bounds[axis]]
+        else:
+            parts = [sheet.arrays[name][row] for (sheet, _), row in zip(sources, bounds[axis], strict=True)]
+        columns[name] = Rows(_joined(parts, dtype), lengths[axis])
+    return columns
+
+
+def _lying(states: list[dict[str, Any]], touched: set[str]) -> Sheet | None:
+    """The sheet of rows of other sheets, without making tensors of them; `None` where that cannot be."""
+    sources: list[Any] = [state.get("_source") for state in states]
+    if "extras" in touched or None in sources:
+        return None
+    sheets = {id(one): one for one, _ in sources}
+    first = next(iter(sheets.values()))
+    if not all(one.regular and one.kinds == first.kinds for one in sheets.values()):
+        return None
+    starts = [[one.bounds[axis][i] for one, i in sources] for axis in (0, 1)]
+    stops = [[one.bounds[axis][i + 1] for one, i in sources] for axis in (0, 1)]
+    responses, tokens = (np.array(stops[axis]) - np.array(starts[axis]) for axis in (0, 1))
+    sheet = Sheet(tokens, responses, Origin())
+    for name, (dtype, trailing) in first.kinds.items():
+        if dtype is None and name not in touched:
+            sheet.columns[name] = None
+        elif name not in touched:
+            axis = on_tokens(name)
+            arrays = repeat(first.arrays[name]) if len(sheets) == 1 else [one.arrays[name] for one, _ in sources]
+            sheet.columns[name] = Segments(arrays, starts[axis], stops[axis], dtype, trailing)
+        else:
+            rows = [peek(state, name) for state in states]
+            expected = sheet.lengths(name).tolist()
+            if any(row is not None and len(row) != n for row, n in zip(rows, expected, strict=True)):
+                return None  # assigned anew, with a length of their own
+            for i, row in enumerate(rows):
+                _check_row(name, i, row)
+            sheet.columns[name] = column_of(name, rows, sheet)
+    return sheet
+
+
+def _gathered(states: list[dict[str, Any]]) -> Sheet:
+    """The sheet of items that each hold their own tensors."""
+    if any("_source" in state for state in states):
+        rows = {name: [_own_or_lying(state, name) for state in states] for name in BATCH_FIELDS}
+    else:
+        rows = {name: [state.get(name) for state in states] for name in BATCH_FIELDS}
+    extras = [peek(state, "extras") for state in states]
+    for name in dict.fromkeys(name for one in extras for name in one or ()):
+        rows[f"extras.{name}"] = [(one or {}).get(name) for one in extras]
+    for i, row in enumerate(rows["sequences"]):
+        if row is None:
+            raise ValueError(f"items[{i}].sequences: got None, expected token ids")
+    known: list[list[int] | None] = [None, None]
+    for name, found in rows.items():
+        axis = on_tokens(name)
+        known[axis] = _measured(name, found, known[axis])
+    tokens, responses = (np.array(known[axis] or [-1] * len(states), dtype=np.int64) for axis in (1, 0))
+    sheet = Sheet(tokens, np.maximum(responses, 0), Origin())
+    over = np.flatnonzero(sheet.responses > sheet.tokens)
+    if over.size:
+        i = int(over[0])
+        raise ValueError(f"items[{i}]: got {sheet.responses[i]} response slots, expected at most {sheet.tokens[i]}")
+    device = rows["sequences"][0].device if states else "cpu"
+    sheet.device = device
+    for name, found in rows.items():
+        sheet.columns[name] = column_of(name, found, sheet)
+    for i, state in enumerate(states):
+        for name in peek(state, "implied"):
+            sheet.origin.absent[name] = sheet.origin.absent.get(name, frozenset()) | {i}
+    return sheet
+
+
+def _own_or_lying(state: dict[str, Any], name: str) -> Any:
+    """A per-token field of an item with this state, to be read only."""
+    source = state.get("_source")
+    return state.get(name) if source is None or name in state else source[0].view(name, source[1])
+
+
+def replace_column(
+    items: Sequence[BufferItem], sheets: Sequence[Sheet], name: str, columns: Sequence[torch.Tensor]
+) -> None:
+    """Have other values in a field of items whose sheets `whole_sheets` gave: they move to copies of those."""
+    at = iter(items)
+    for sheet, values in zip(sheets, columns, strict=True):
+        changed = dataclasses.replace(sheet, columns={**sheet.columns, name: values})
+        for i in range(len(sheet)):
+            next(at).__dict__["_source"] = changed, i
+
+
+def whole_sheets(items: Sequence[BufferItem], *names: str) -> list[Sheet] | None:
+    """The sheets that the items are all samples of, in order, if these have tensors for the fields and no item has a
+    value of its own; `None` of other items."""
+    sheets: list[Sheet] = []
+    touched = set(names)
+    at = 0
+    while at < len(items):
+        sheet, _ = items[at].__dict__.get("_source", (None, 0))
+        if sheet is None or not sheet.regular:
+            return None
+        if not all(isinstance(sheet.columns.get(name), torch.Tensor) for name in names):
+            return None
+        states = [item.__dict__ for item in items[at : at + len(sheet)]]
+        sources = [state.get("_source") for state in states]
+        if sources != [(sheet, i) for i in range(len(sheet))] or not all(map(touched.isdisjoint, states)):
+            return None
+        sheets.append(sheet)
+        at += len(sheet)
+    return sheets
+
+
+def _measured(name: str, rows: list[Any], known: list[int] | None) -> list[int] | None:
+    """The rows' lengths (-1 where nothing is known yet), held to those that other fields of the axis have."""
+    try:
+        if set(map(torch.Tensor.dim, rows)) == {1}:
+            lengths = list(map(torch.Tensor.numel, rows))
+            if known is None or lengths == known:
+                return lengths
+    except TypeError:
+        pass  # some are absent, or no tensors
+    known = known or [-1] * len(rows)
+    for i, row in enumerate(rows):
+        if row is None:
+            continue
+        _check_row(name, i, row)
+        if known[i] >= 0 and known[i] != len(row):
+            raise ValueError(
+                f"items[{i}].{name}: got {len(row)} entries, expected {known[i]}, as its other fields have"
+            )
+        known[i] = len(row)
+    return known
+
+
+def _check_row(name: str, i: int, row: Any) -> None:
+    if row is None:
+        return
+    if not isinstance(row, torch.Tensor):
+        raise ValueError(f"items[{i}].{name}: got {type(row).__name__}, expected a tensor")
+    if row.dim() != 1 and not (row.dim() and name.startswith("extras.")):
+        raise ValueError(f"items[{i}].{name}: got shape {list(row.shape)}, expected one dimension")
+
+
+def column_of(name: str, rows: list[Any], sheet: Sheet) -> Column | None:
+    """Rows as one column; what is absent is filled in, and noted."""
+    present = [row for row in rows if row is not None]
+    lengths = sheet.lengths(name)
+    if not present:
+        return None
+    model = present[0]
+    dtype = model.dtype
+    dtypes = set(map(attrgetter("dtype"), present))
+    if len(dtypes) > 1:
+        joined = promote(str(kind).removeprefix("torch.") for kind in dtypes)
+        if joined is None:
+            shown = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"{name}: got items of types {shown}, expected types that one can hold exactly")
+        dtype = getattr(torch, joined)
+        sheet.origin.dtypes[name] = tuple(dtype if row is None else row.dtype for row in rows)
+        rows = [row if row is None else row.to(dtype) for row in rows]
+    if len(present) < len(rows):
+        sheet.origin.absent[name] = frozenset(i for i, row in enumerate(rows) if row is None)
+        fill = BATCH_FIELDS[name].absent if name in BATCH_FIELDS else 0
+        rows = [
+            model.new_full((int(length), *model.shape[1:]), fill, dtype=dtype) if row is None else row
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+    if name not in BATCH_FIELDS and len({row.shape[1:] for row in rows}) > 1:
+        shown = ", ".join(str(list(row.shape)) for row in rows)
+        raise ValueError(f"{name}: got shapes {shown}, expected all but the first size to be the same")
+    try:
+        return segments(rows)
+    except RuntimeError as error:
+        raise ValueError(f"{name}: the items cannot be put into one tensor: {error}") from None
+
+
+# --- items without their padding ----------------------------------------------------------------------------------
+
+
+def without_padding(items: Sequence[Any]) -> list[BufferItem]:
+    """New items: what is attended of the tokens, and the response slots that speak of it."""
+    given, bare = list(items), list[BufferItem]()
+    for i, item in enumerate(given):
+        new = _already_bare(i, item)
+        if new is None:
+            break
+        bare.append(new)
+    else:
+        return bare
+    if not bare and (narrowed := _narrowed_apart(given)) is not None:
+        return narrowed
+    sheet = _narrowed(sheet_of_items(given), [peek(item.__dict__, "action_start") for item in given])
+    sheet.keep_media(SHARED)
+    return [BufferItem.of(sheet, i) for i in range(len(sheet))]
+
+
+def _narrowed_apart(items: list[Any]) -> list[BufferItem] | None:
+    """`without_padding` of items that hold plain tensors of their own: item by item, with no sheet between."""
+    apart = _apart(items)
+    if apart is None:
+        return None
+    masks = apart.arrays["attention_mask"]
+    cuts = []
+    for i, (state, mask) in enumerate(zip(apart.states, masks, strict=True)):
+        start = state.get("action_start", 0)
+        slots, tokens = apart.lengths[0][i], apart.lengths[1][i]
+        if not 0 <= start <= slots:
+            return None
+        first, last = edges((mask != 0).tobytes())
+        begin = max(start, first - (tokens - slots))
+        cuts.append((slice(begin, max(min(slots, last - (tokens - slots)), begin)), slice(first, last)))
+    fields = [(name, on_tokens(name), rows) for name, rows in apart.arrays.items()]
+    size = sum(cut[axis].stop - cut[axis].start for cut in cuts for _, axis, _ in fields)
+    if size > LARGE:
+        return _items_of_cuts(apart, cuts)
+    narrowed = []
+    for i, (state, cut) in enumerate(zip(apart.states, cuts, strict=True)):
+        item = BufferItem.__new__(BufferItem)
+        new = item.__dict__
+        for name, value in state.items():
+            if name not in BATCH_FIELDS and name != "action_start":
+                new[name] = None if value is None else own_entry(name, value)
+        for name in _REQUIRED:
+            new[name] = None
+        for name, axis, rows in fields:
+            new[name] = torch.from_numpy(rows[i][cut[axis]].copy())
+        narrowed.append(item)
+    return narrowed
+
+
+def _items_of_cuts(apart: _Apart, cuts: list[tuple[slice, slice]]) -> list[BufferItem]:
+    """Items of parts of the rows, on one sheet: much memory is sooner had at once than row by row."""
+    responses, tokens = (np.array([cut[axis].stop - cut[axis].start for cut in cuts]) for axis in (0, 1))
+    sheet = Sheet(tokens, responses, Origin(), dict.fromkeys(BATCH_FIELDS))
+    for name, rows in apart.arrays.items():
+        axis = on_tokens(name)
+        sheet.columns[name] = _joined([row[cut[axis]] for row, cut in zip(rows, cuts, strict=True)], apart.dtypes[name])
+    sheet.info, sheet.origin.info = _collated(apart.states)
+    sheet.lists = _sample_lists(apart.states)
+    return [BufferItem.of(sheet, i) for i in range(len(sheet))]
+
+
+def _collated(states: list[dict[str, Any]]) -> tuple[dict[Any, Any], InfoOrigin]:
+    return collate_info([state["info"] for state in states], [state.get("info_kinds") for state in states])
+
+
+def _sample_lists(states: list[dict[str, Any]]) -> dict[str, list[Any] | None]:
+    """The lists of a batch, from items that hold their own entries."""
+    lists: dict[str, list[Any] | None] = {}
+    for name, item_name in SAMPLE_LISTS.items():
+        entries = _listed([state.get(item_name) for state in states])
+        lists[name] = entries and [own_entry(name, entry) for entry in entries]
+    return lists
+
+
+_REQUIRED = tuple(name for name in BATCH_FIELDS if name not in ITEM_DEFAULTS)
+
+
+def _already_bare(i: int, item: Any) -> BufferItem | None:
+    """The item without padding if a sheet has it: that of an item whose per-token fields nobody has read."""
+    state = item.__dict__ if isinstance(item, BufferItem) else {}
+    if "_source" not in state or not _PER_TOKEN.isdisjoint(state):
+        return None
+    if len(state) > 1:
+        check_item(i, item)
+    sheet, row = state["_source"]
+    new = BufferItem.of(sheet.bare if isinstance(sheet, WideSheet) else sheet, row)
+    for name in state.keys() - {"_source"}:
+        value = state[name]
+        if name == "media":
+            new.media = value and {key: SHARED.keep(one) for key, one in value.items()}
+        else:
+            setattr(new, name, SHARED.keep(value) if name in _MEDIA else own_entry(name, value))
+    return new
+
+
+_PER_TOKEN = frozenset((*BATCH_FIELDS, "extras", "action_start", "implied"))
+_MEDIA = (*BATCH_MEDIA, "raw_images")
+
+
+def _narrowed(sheet: Sheet, starts: list[int]) -> Sheet:
+    """A sheet without the padding that its rows still have; each row's own response slots begin at `starts`."""
+    over = np.flatnonzero(np.array(starts, dtype=np.int64) > sheet.responses)
+    if over.size:
+        i = int(over[0])
+        raise ValueError(f"items[{i}].action_start: got {starts[i]}, expected 0 to {sheet.responses[i]}")
+    first, last = _attended(sheet)
+    prompts = sheet.tokens - sheet.responses
+    begin = np.maximum(starts, first - prompts)
+    end = np.maximum(np.minimum(sheet.responses, last - prompts), begin)
+    columns: dict[str, Any] = {}
+    for name, column in sheet.columns.items():
+        low, high = (first, last) if on_tokens(name) else (begin, end)
+        if isinstance(column, torch.Tensor):
+            parts = torch.split(column, sheet.lengths(name).tolist())
+            columns[name] = torch.cat([part[i:j] for part, i, j in zip(parts, low, high, strict=True)])
+        elif isinstance(column, Segments):
+            at = np.array(column.starts, dtype=np.int64)
+            narrow = column._replace(starts=(at + low).tolist(), stops=(at + high).tolist())
+            columns[name] = concatenated(narrow, high - low)
+    rest = {"info": sheet.info, "lists": sheet.lists, "media": sheet.media, "device": sheet.device}
+    narrowed = Sheet(last - first, end - begin, sheet.origin, columns, **rest)
+    still_absent(narrowed)
+    return narrowed
+
+
+def _attended(sheet: Sheet) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[B] Where the attended part of each row begins, and where it ends (both its length if there is none)."""
+    first, last = np.zeros_like(sheet.tokens), sheet.tokens.copy()
+    column = sheet.columns.get("attention_mask")
+    rows: list[Any] = []
+    if isinstance(column, torch.Tensor):
+        rows = [row.cpu().numpy() for row in torch.split(column != 0, sheet.tokens.tolist())]
+    elif isinstance(column, Segments):
+        rows = [array[i:j] for array, i, j in zip(column.arrays, column.starts, column.stops, strict=False)]
+    for i, row in enumerate(rows):
+        first[i], last[i] = edges((row != 0).tobytes())
+    return first, last
+
+
+def padding_removed(items: Sequence[Any]) -> Sequence[Any]:
+    """The items themselves if they have no padding, new ones without it if some have."""
+    return items if all(map(_bare, items)) else without_padding(items)
+
+
+def _bare(item: Any) -> bool:
+    if not isinstance(item, BufferItem):
+        return True  # it is refused later, by name
+    state = item.__dict__
+    if len(state) == 1 and "_source" in state and type(state["_source"][0]) is Sheet:
+        return True
+    wide = isinstance(state.get("_source", (None,))[0], WideSheet)
+    if "_source" in state and not wide and not state.keys() & {"attention_mask", "action_start"}:
+        return True  # a sheet has no padding
+    mask = _own_or_lying(state, "attention_mask")
+    padded_mask = isinstance(mask, torch.Tensor) and bool(mask.numel()) and not (mask[0] and mask[-1])
+    return not (peek(state, "action_start") or padded_mask)
+
+
+# --- to items -----------------------------------------------------------------------------------------------------
+
+
+def items_of_batch(batch: ExperienceBatch, pool: Pool, device: Any = None) -> list[BufferItem]:
+    """The samples of a batch without their padding, on the sheet's memory; media shared through the pool."""
+    sheet = sheet_of_batch(batch, in_one=True)
+    if device is not None and torch.device(device) != torch.device(sheet.device):
+        sheet.move(device)
+    sheet.keep_media(pool)
+    return [BufferItem.of(sheet, i) for i in range(len(sheet))]
+
+
+def let_go(items: Sequence[BufferItem]) -> None:
+    """Free the first items from their sheet if most of its samples are gone, which it would keep alive."""
+    source = items[0].__dict__.get("_source") if items else None
+    if source is None:
+        return
+    left = 0
+    while left < len(items) and items[left].__dict__.get("_source", (None,))[0] is source[0]:
+        left += 1
+    if 2 * left <= len(source[0]):
+        for item in items[:left]:
+            item.detach()
+
+
+def padded_items_of_batch(batch: ExperienceBatch, pool: Pool) -> list[BufferItem]:
+    """The samples of a padded batch as wide as it is; what is attended is copied."""
+    values = checked(batch)
+    bare, spans = unpadded(batch, values, in_one=True)
+    bare.keep_media(pool)
+    starts = action_starts(batch, spans[1].width).tolist()
+    wide = WideSheet.of(values, batch.origin.copy(), bare, spans, starts)
+    return [BufferItem.of(wide, i) for i in range(len(wide))]
+
+
+def sheet_of_experiences(experiences: Any) -> Sheet:
+    """The sheet of records, from their columns."""
+    many = mask_unpredicted(as_experiences(experiences))
+    count = len(many)
+    tokens, responses = token_counts(many)
+    sheet = Sheet(tokens, responses, Origin(), long_tokens=True)
+    used = set()
+    for batch_field in BATCH_FIELDS.values():
+        sources = [name for name in (*batch_field.sources, batch_field.name) if name in FIELDS]
+        source = next((name for name in sources if _everywhere(many, name)), sources[-1] if sources else None)
+        if source is not None:
+            sheet.columns[batch_field.name] = _record_column(many, source, batch_field.name, sheet)
+            used.add(source)
+        else:
+            sheet.columns[batch_field.name] = None
+    for name, one in FIELDS.items():
+        if one.kind == "tensor" and one.axis == "response" and name not in used:
+            column = _record_column(many, name, f"extras.{name}", sheet)
+            if column is not None:
+                sheet.columns[f"extras.{name}"] = column
+    if not count:
+        sheet.columns["sequences"] = torch.empty(0, dtype=getattr(torch, FIELDS["tokens"].dtype))
+    sheet.columns["attention_mask"] = constant(1, int(tokens.sum()), torch.int64)
+    sheet.info, sheet.origin.info = _record_info(many, sheet)
+    sheet.lists["ids"] = list(many.eids()) if count else []
+    media = many.values("multi_modal_inputs")
+    keys = {key: name for name, key in BATCH_MEDIA.items()}
+    for key in dict.fromkeys(key for one in media for key in one or ()):
+        sheet.media[keys.get(key, f"media.{key}")] = [(one or {}).get(key) for one in media]
+    count_media(sheet.media, sheet.info, sheet.origin.info)
+    return sheet
+
+
+def _everywhere(many: Experiences, name: str) -> bool:
+    column = many.column(name)
+    if isinstance(column, Ragged) and column.valid is None:
+        return True
+    return all(value is not None for value in many.values(name))
+
+
+def _record_column(many: Experiences, source: str, name: str, sheet: Sheet) -> Column | None:
+    """A record field's column as it lies, or put together again where rows are absent or of several types."""
+    column = many.column(source)
+    if isinstance(column, Ragged) and column.valid is None and column.codes is None:
+        if not np.array_equal(column.lengths, sheet.lengths(name)):
+            _raise_length(many, source, column.lengths, sheet.lengths(name))
+        return column
+    values = many.values(source)
+    if all(value is None for value in values):
+        return None
+    lengths = sheet.lengths(name)
+    for i, value in enumerate(values):
+        if isinstance(value, int):
+            values[i] = torch.full((int(lengths[i]),), value, dtype=getattr(torch, FIELDS[source].dtype))
+        elif value is not None and (value.dim() != 1 + FIELDS[source].trailing or len(value) != lengths[i]):
+            _raise_length(many, source, [len(v) if v is not None and v.dim() else 0 for v in values], lengths)
+    if name == "sequences":
+        values = [value.long() for value in values]
+    return column_of(name, values, sheet)
+
+
+def _raise_length(many: Experiences, name: str, got: Any, expected: Lengths) -> None:
+    i = next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)
+    raise ValueError(f"record {i} ({many.eids()[i]}): {name}: got {got[i]} entries, expected {expected[i]}")
+
+
+def _record_info(many: Experiences, sheet: Sheet) -> tuple[dict[Any, Any], InfoOrigin]:
+    rewards = [{} if reward is None else {"reward": reward} for reward in many.values("reward")]
+    info, origin = collate_info(rewards)
+    mask = sheet.columns["action_mask"]
+    if mask is None:
+        counts = sheet.responses
+    else:
+        ones = (concatenated(mask, sheet.responses) != 0).numpy()
+        counts = np.zeros(len(sheet), dtype=np.int64)
+        some = sheet.responses > 0  # reduceat gives an entry even for nothing
+        if some.any():
+            counts[some] = np.add.reduceat(ones.view(np.uint8), offsets_of(sheet.responses)[:-1][some], dtype=np.int64)
+    info["response_length"] = torch.from_numpy(counts.astype(np.float32))
+    info["total_length"] = torch.from_numpy(sheet.tokens.astype(np.float32))
+    for name, one in FIELDS.items():
+        if one.kind == "json" and one.always:
+            values = many.values(name)
+            if any(values):
+                held, inner = collate_info(values)
+                info[name] = held
+                origin.missing |= {(name, *path): rows for path, rows in inner.missing.items()}
+                origin.given |= {(name, *path): pair for path, pair in inner.given.items()}
+    info |= custom_columns(many)
+    return info, origin
+
 
 try:
     import torch
 except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
-import numpy as np
-from torch.nn.utils.rnn import pad_sequence
-
-from rollbook.compat.lightrft import items as buffer_items
-from rollbook.compat.lightrft.batch import BufferItem, BufferItemVL, ExperienceBatch
-from rollbook.compat.lightrft.buffer_item import peek
-from rollbook.compat.lightrft.layouts import check_layout, packed, padded
-from rollbook.core.media import SHARED, Pool, carries_media
 
 
 class PaddingSideError(ValueError, AssertionError):
@@ -97,8 +836,8 @@ def split_experience_batch(
         raise ValueError(f"experience: got {type(experience).__name__}, expected an ExperienceBatch")
     pool = SHARED if pool is None else pool
     if unpad or experience.layout == "packed":
-        return buffer_items.items_of_batch(experience, pool)
-    return buffer_items.padded_items_of_batch(experience, pool)
+        return items_of_batch(experience, pool)
+    return padded_items_of_batch(experience, pool)
 
 
 def remove_padding_in_sequences(items: Sequence[BufferItem]) -> list[BufferItem]:
@@ -111,7 +850,7 @@ def remove_padding_in_sequences(items: Sequence[BufferItem]) -> list[BufferItem]
     >>> bare.sequences.tolist(), bare.action_mask.tolist()
     ([1, 2, 3], [1, 0, 1])
     """
-    return buffer_items.without_padding(items)
+    return without_padding(items)
 
 
 def make_experience_batch(
@@ -135,14 +874,14 @@ def make_experience_batch(
         raise ValueError("items: got none, expected at least one")
     check_layout(layout)
     if packing_samples or layout == "left":
-        batch = buffer_items.drawn(given, pad_token_id, packing_samples)
+        batch = drawn(given, pad_token_id, packing_samples)
         if batch is None:
-            batch = buffer_items.batch_of_apart(given, pad_token_id, packing_samples)
+            batch = batch_of_apart(given, pad_token_id, packing_samples)
         if batch is not None:
             return batch
     if packing_samples or layout != "left":
-        given = list(buffer_items.padding_removed(given))
-    sheet = buffer_items.sheet_of_items(given)
+        given = list(padding_removed(given))
+    sheet = sheet_of_items(given)
     if packing_samples:
         return packed(sheet)
     batch = padded(sheet, pad_token_id, layout)
@@ -214,11 +953,11 @@ class NaiveReplayBuffer:
         """Keep the samples of a batch, without its padding; the batch itself is left alone."""
         if not isinstance(experience, ExperienceBatch):
             raise ValueError(f"experience: got {type(experience).__name__}, expected an ExperienceBatch")
-        self.items.extend(buffer_items.items_of_batch(experience, self._pool, "cpu" if self.cpu_offload else None))
+        self.items.extend(items_of_batch(experience, self._pool, "cpu" if self.cpu_offload else None))
         if 0 < self.limit < len(self.items):
             del self.items[: len(self.items) - self.limit]
             self._pool.prune(item.raw_images for item in self.items)
-            buffer_items.let_go(self.items)
+            let_go(self.items)
 
     @torch.no_grad()
     def sample(self) -> ExperienceBatch:
@@ -241,7 +980,7 @@ class NaiveReplayBuffer:
 
         Masked slots do not count, and become 0. `strategy.all_reduce(tensor, "sum")` joins the statistics of all ranks.
         """
-        sheets = buffer_items.whole_sheets(self.items, attribute, "action_mask")
+        sheets = whole_sheets(self.items, attribute, "action_mask")
         values: list[Any] = [sheet.columns[attribute] for sheet in sheets or ()]
         masks: list[Any] = [sheet.columns["action_mask"] for sheet in sheets or ()]
         if sheets is None or any(a.shape != b.shape for a, b in zip(values, masks, strict=True)):
@@ -269,7 +1008,7 @@ class NaiveReplayBuffer:
             parts = every.split_with_sizes([row.shape[0] for row in values]) if values else ()
             changed = [part.to(row.dtype, copy=True) for part, row in zip(parts, values, strict=True)]
         if sheets is not None:
-            buffer_items.replace_column(self.items, sheets, attribute, changed)
+            replace_column(self.items, sheets, attribute, changed)
             return
         for item, row in zip(self.items, changed, strict=True):
             setattr(item, attribute, row)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rollbook.compat.lightrft.batch import ExperienceBatch, Samples
-from rollbook.compat.lightrft.rollout_batches import Whole, batch_device
+from rollbook.compat.lightrft.estimation import Whole, batch_device
 from rollbook.core.metrics import Progress
 from rollbook.core.sampling import Prompt, Sample
 from rollbook.rewards.functions import PARAMETER_NAMES

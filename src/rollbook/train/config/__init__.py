@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING
 from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from rollbook.train.config.kinds import ConfigError as ConfigError
-    from rollbook.train.config.loading import effective as effective
-    from rollbook.train.config.loading import recipes as recipes
+    from rollbook.train.config.files import effective as effective
+    from rollbook.train.config.files import recipes as recipes
+    from rollbook.train.config.files import shown as shown
     from rollbook.train.config.schema import Config as Config
     from rollbook.train.config.schema import Difference as Difference
     from rollbook.train.config.schema import differences as differences
-    from rollbook.train.config.writing import shown as shown
+    from rollbook.train.config.values import ConfigError as ConfigError
 
 _HOMES = {
     "Config": "rollbook.train.config.schema",
-    "ConfigError": "rollbook.train.config.kinds",
+    "ConfigError": "rollbook.train.config.values",
     "Difference": "rollbook.train.config.schema",
     "differences": "rollbook.train.config.schema",
-    "effective": "rollbook.train.config.loading",
-    "recipes": "rollbook.train.config.loading",
-    "shown": "rollbook.train.config.writing",
+    "effective": "rollbook.train.config.files",
+    "recipes": "rollbook.train.config.files",
+    "shown": "rollbook.train.config.files",
 }
 
 __all__ = sorted(_HOMES)

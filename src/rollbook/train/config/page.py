@@ -9,11 +9,9 @@ import sys
 from collections.abc import Iterator
 
 from rollbook.train.algorithm import AlgorithmConfig, presets
-from rollbook.train.config.kinds import Key, Listing, section_in
-from rollbook.train.config.loading import recipes
+from rollbook.train.config.files import flow, recipes, summary
 from rollbook.train.config.schema import Config
-from rollbook.train.config.sections import section_of
-from rollbook.train.config.writing import flow, summary
+from rollbook.train.config.values import Key, Listing, section_in, section_of
 
 BEGINNING = """\
 # Configuration

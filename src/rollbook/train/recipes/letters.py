@@ -109,8 +109,8 @@ def taught(
     48
     """
     from rollbook.models import Actor
-    from rollbook.train.data import Prompts
     from rollbook.train.optimizer import Optimizing
+    from rollbook.train.prompts import Prompts
     from rollbook.train.sft_warmup import WarmUp, warm_up
 
     made, words = model(seed, hidden)
@@ -138,8 +138,8 @@ def pairs(
     """
     from rollbook.models import Actor
     from rollbook.rollout import TransformersEngine
-    from rollbook.train.data import Prompts
     from rollbook.train.evaluation import evaluate
+    from rollbook.train.prompts import Prompts
 
     made, words = taught(seed, until=until, count=count, length=length, skip=skip, hidden=hidden)
     tasks = rows(count, length, seed)
@@ -159,7 +159,7 @@ def expert(folder: Any, count: int = 2000, length: int = 6, seed: int = 0, skip:
     20
     """
     from rollbook.book.book import open as open_book
-    from rollbook.train.data import Prompts
+    from rollbook.train.prompts import Prompts
     from rollbook.train.supervised import records_from_answers
 
     words = tokenizer()

@@ -1,8 +1,6 @@
-"""`run(config)`: a whole training run, from an empty folder, or from where it was when it was killed, to its end.
+"""Checks of a configuration that need no model: what would fail later is reported before weights are loaded.
 
-Invariant: the same command on the same folder goes on; a folder whose run had other settings is refused, key by key,
-and so is one in which another process trains. A run that is at its end is left as it is. What is said at the end was
-measured by this run: on prompts it never learnt from, before and after.
+Invariant: nothing is written, and no weight is loaded.
 """
 
 from __future__ import annotations
@@ -10,17 +8,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import importlib
+import importlib.util
 import json
 import math
 import os
 import shlex
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
@@ -28,18 +30,119 @@ from rollbook.book.failpoints import hit
 from rollbook.core.files import FILE, make_folder, private_opener
 from rollbook.core.metrics import advise
 from rollbook.models.loading import transformers_module
-from rollbook.train import building, checkpoint, preflight
-from rollbook.train.config.kinds import ConfigError
-from rollbook.train.config.loading import effective
+from rollbook.train import builders, checkpoint
+from rollbook.train.builders import check_rewards
+from rollbook.train.config.files import effective, shown
 from rollbook.train.config.schema import Config, Tracking, differences
-from rollbook.train.config.writing import shown
-from rollbook.train.data import Prompts
+from rollbook.train.config.values import ConfigError
 from rollbook.train.display import Display, duration, shell_command
 from rollbook.train.evaluation import Evaluation, difference, evaluate, evaluated
+from rollbook.train.prompts import Prompts
 from rollbook.train.sft_warmup import Warmed, warm_up
 from rollbook.train.tracker import LINES, WandB, trackers_of
 from rollbook.train.trainer import Report, Trainer
-from rollbook.train.trust import foreign_code
+from rollbook.train.user_code import foreign_code, resolve
+
+CONNECT_TIMEOUT = 10.0
+"""Seconds in which a server must accept a connection."""
+
+
+def check(config: Config) -> None:
+    """Check rewards, engine, trackers and tokenizer.
+
+    Raises:
+        ConfigError: A package is missing, a reward cannot be called, the engine's server does not answer, or the
+            tokenizer has tokens that the model does not.
+    """
+    check_rewards(config)
+    _check_engine(config)
+    _check_trackers(config)
+    if config.model.path is not None or config.model.config is not None:
+        _check_model_files(config)
+
+
+def check_vocabulary(tokenizer: Any, model_config: Any, generation_config: Any = None) -> None:
+    """Refuse a tokenizer that is larger than the model's vocabulary; warn if they end a text with different tokens."""
+    if tokenizer is None or model_config is None:
+        return
+    text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    size = getattr(text, "vocab_size", None)
+    try:
+        count = len(tokenizer)
+    except TypeError:
+        return
+    if size is not None and count > size:
+        raise ConfigError("model.tokenizer", f"got one of {count} tokens, expected at most the model's {size}")
+    end = getattr(tokenizer, "eos_token_id", None)
+    for name, holder in (("model's config", text), ("generation config", generation_config)):
+        ids = getattr(holder, "eos_token_id", None)
+        ends = ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
+        if end is not None and ends and end not in ends:
+            advise(
+                f"model.tokenizer: it ends a text with token {end}, and the {name} with {', '.join(map(str, ends))}. "
+                "Responses end at any of them"
+            )
+
+
+def _check_engine(config: Config) -> None:
+    engine = config.engine
+    if engine.kind == "transformers":
+        return
+    if engine.api_key_env is not None and os.environ.get(engine.api_key_env) is None:
+        raise ConfigError("engine.api_key_env", f"got {engine.api_key_env!r}, which is not set in the environment")
+    if importlib.util.find_spec("httpx") is None:
+        raise ConfigError("engine.kind", "got 'openai', which needs httpx: pip install 'rollbook[remote]'")
+    try:
+        address = urlsplit(str(engine.url))
+        host, port = address.hostname or "", address.port or {"http": 80, "https": 443}[address.scheme]
+    except ValueError as error:
+        raise ConfigError("engine.url", f"got one that cannot be read: {error}") from None
+    if any(os.environ.get(name) for name in ("ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "http_proxy",
+                                             "https_proxy")):  # fmt: skip
+        return  # the proxy reaches it, or not
+    try:
+        socket.create_connection((host, port), CONNECT_TIMEOUT).close()
+    except OSError as error:
+        raise ConfigError("engine.url", f"got a server at {host}:{port}, which does not answer: {error}") from None
+
+
+def _check_trackers(config: Config) -> None:
+    tracking = config.tracking
+    for name, module, is_on in (
+        ("tensorboard", "torch.utils.tensorboard", tracking.tensorboard),
+        ("wandb", "wandb", tracking.wandb is not None),
+    ):
+        if is_on:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise ConfigError(
+                    f"tracking.{name}", f"needs the package {name}: pip install {name} ({error})"
+                ) from None
+    for i, name in enumerate(tracking.trackers):
+        resolve(name, name=f"tracking.trackers.{i}")
+
+
+def _check_model_files(config: Config) -> None:
+    """Compare tokenizer and model by their configurations; what cannot be read is left to whoever loads it."""
+    transformers = transformers_module()
+    model = config.model
+    words = model.tokenizer or model.processor or model.path
+    if words is None:
+        return
+    generation = None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(words, trust_remote_code=False)
+        if model.path is not None:
+            model_config = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=False)
+            if Path(model.path, "generation_config.json").is_file() or not Path(model.path).exists():
+                generation = transformers.GenerationConfig.from_pretrained(model.path, trust_remote_code=False)
+        else:
+            model_config = transformers.AutoConfig.for_model(**(model.config or {}))
+    except Exception:  # of the hub, of its libraries
+        return
+    check_vocabulary(tokenizer, model_config, generation)
+
 
 CONFIG = "config.yaml"
 BOOK = "book"
@@ -169,7 +272,7 @@ class Run:
         """Run it to its end."""
         with self._held:
             if self.config.epochs is not None:
-                self._prompts = building.prompts_of(self.config)
+                self._prompts = builders.prompts_of(self.config)
                 count = math.ceil(self.config.epochs * len(self._prompts[0]) / self.config.batch.prompts)
                 self.config = dataclasses.replace(self.config, steps=count)
             try:
@@ -199,26 +302,26 @@ class Run:
 
     def _go(self, *, going_on: bool) -> Outcome:
         transformers_module().utils.logging.disable_progress_bar()  # they would tear the display apart
-        device = building.settle(self.config)
+        device = builders.settle(self.config)
         config = self.config
-        preflight.check(config)
-        actor = building.actor_of(config, device)
+        check(config)
+        actor = builders.actor_of(config, device)
         if config.model.builder is not None:
-            preflight.check_vocabulary(
+            check_vocabulary(
                 actor.tokenizer, getattr(actor.model, "config", None), getattr(actor.model, "generation_config", None)
             )
-        prompts, held = self._prompts or building.prompts_of(config)
-        building.check_readable(actor, prompts)
-        reward = judge = building.reward_of(config.rewards, actor)
+        prompts, held = self._prompts or builders.prompts_of(config)
+        builders.check_readable(actor, prompts)
+        reward = judge = builders.reward_of(config.rewards, actor)
         if config.evaluation.rewards:
-            judge = building.reward_of(config.evaluation.rewards, actor, "evaluation.rewards")
+            judge = builders.reward_of(config.evaluation.rewards, actor, "evaluation.rewards")
         self._check_sources({"rewards": reward, "evaluation.rewards": judge}, going_on)
         self.say(_headline(config, actor, prompts, held, device))
         outcome = Outcome(self.folder, 0, 0.0)
         if config.warmup.steps and not going_on:
             # What counts in the evaluation says when it is over: runs that learn from other rewards begin alike.
             outcome.warmed = self._warm(actor, prompts, judge)
-        models = building.models_of(config, actor, device)
+        models = builders.models_of(config, actor, device)
         with open_book(self.folder / BOOK, tokenizer=actor.tokenizer) as book:
             if not going_on and book.counts().admitted:
                 raise ConfigError(
@@ -226,7 +329,7 @@ class Run:
                     f"got {str(self.folder)!r}, whose book has records of training and which has no checkpoint that "
                     "they go with, expected another, or overwrite: true",
                 )
-            trainer = self._trainer = building.trainer_of(config, models, prompts, reward, book)
+            trainer = self._trainer = builders.trainer_of(config, models, prompts, reward, book)
             if trainer.resumed_from is not None:
                 if (
                     models.reference is not None
@@ -237,7 +340,7 @@ class Run:
                     if first.step:
                         raise ConfigError(
                             "reference",
-                            f"got none, and {first.path.with_name(checkpoint.name_of(0))}, the policy as it began, is gone",
+                            f"missing, and the initial policy {first.path.with_name(checkpoint.name_of(0))} is gone",
                         )
                     checkpoint.load_weights(models.reference, first.model)
                 self.say(f"going on after step {trainer.done}, from {checkpoint.saved(self.folder)[-1].path}")
@@ -279,7 +382,7 @@ class Run:
             prompts,
             how,
             reward=reward,
-            sampling=building.sampling_of(config),
+            sampling=builders.sampling_of(config),
             seed=config.seed,
             precision=config.model.precision,
             token_budget=config.batch.token_budget,
@@ -375,23 +478,23 @@ def evaluate_model(config: Config, step: int = 0) -> Evaluation:
     config.require()
     if config.rewards == () and not config.evaluation.rewards and config.environment.function is None:
         raise ConfigError("evaluation.rewards", "got none, expected what scores the answers")
-    device = building.settle(config)
-    preflight.check(dataclasses.replace(config, tracking=Tracking()))
-    _, held = building.prompts_of(config)
+    device = builders.settle(config)
+    check(dataclasses.replace(config, tracking=Tracking()))
+    _, held = builders.prompts_of(config)
     if held is None:
         raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")
-    actor = building.actor_of(config, device)
-    building.check_readable(actor, held)
-    reward = building.reward_of(config.evaluation.rewards or config.rewards, actor, "rewards")
+    actor = builders.actor_of(config, device)
+    builders.check_readable(actor, held)
+    reward = builders.reward_of(config.evaluation.rewards or config.rewards, actor, "rewards")
     given, sampling = config.evaluation, _evaluation_sampling(config)
     options: dict[str, Any] = {"success": given.success, "confidence": given.confidence}
     return evaluate(
-        building.engine_of(config, actor),
+        builders.engine_of(config, actor),
         held,
         reward,
         k=given.k,
         sampling=sampling,
-        environment=building.environment_of(config, actor),
+        environment=builders.environment_of(config, actor),
         step=step,
         seed=config.seed,
         **options,
@@ -400,7 +503,7 @@ def evaluate_model(config: Config, step: int = 0) -> Evaluation:
 
 def _evaluation_sampling(config: Config) -> dict[str, Any]:
     """Sampling options of an evaluation: those of training, with what `evaluation` changes."""
-    given, sampling = config.evaluation, building.sampling_of(config)
+    given, sampling = config.evaluation, builders.sampling_of(config)
     for name in ("temperature", "top_p", "max_tokens"):
         if getattr(given, name) is not None:
             sampling[name] = getattr(given, name)

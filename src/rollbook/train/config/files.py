@@ -1,0 +1,542 @@
+"""Files as plain values, with the line that each was written in: YAML by the rules of version 1.2, and TOML.
+
+Invariant: nothing in a file is ever executed or built: a document becomes texts, numbers, true, false, null, lists and
+mappings, by rules that stand here, or is refused with its file and line. `1e-5` is a number and `no` is text.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+import os
+import re
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollbook.core.files import check_regular
+from rollbook.train.config.schema import Config
+from rollbook.train.config.values import (
+    ConfigError,
+    Kind,
+    Listing,
+    Nullable,
+    Section,
+    Table,
+    Text,
+    section_in,
+    section_of,
+)
+
+Place = tuple[str, ...]
+MOST = 100_000
+"""Values in one document; aliases of aliases could be billions."""
+DEEPEST = 100
+_INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NAMED = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf"), float("inf")),
+    **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
+}
+
+
+@dataclass
+class Document:
+    """A file's values, and where each key of its mappings was written."""
+
+    values: dict[str, Any]
+    origins: dict[Place, str] = field(default_factory=dict)
+
+
+def scalar(text: str) -> Any:
+    """What a plain word is, by YAML 1.2's core schema.
+
+    >>> [scalar(word) for word in ("1e-5", "no", "12:30", "2026-11-16", "true", "~", "0x1F", "010")]
+    [1e-05, 'no', '12:30', '2026-11-16', True, None, 31, 10]
+    """
+    if text in _NAMED:
+        return _NAMED[text]
+    if _INTEGER.fullmatch(text):
+        if len(text) > 4000:
+            raise ValueError(f"got a number of {len(text)} digits, expected fewer")
+        return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+    return float(text) if _FLOAT.fullmatch(text) else text
+
+
+def yaml_module() -> Any:
+    """PyYAML, or an error that says how to get it."""
+    try:
+        return importlib.import_module("yaml")
+    except ImportError as error:
+        raise ImportError("YAML needs PyYAML: pip install 'rollbook[train]' (TOML files need nothing)") from error
+
+
+@functools.cache
+def _loader() -> Any:
+    """Text to nodes, and no further: there is no constructor to be tricked."""
+    yaml = yaml_module()
+
+    parts: list[Any] = [yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser, yaml.composer.Composer]
+
+    def begin(self: Any, text: str) -> None:
+        parts[0].__init__(self, text)
+        for part in parts[1:]:
+            part.__init__(self)
+
+    def resolve(self: Any, kind: Any, value: Any, implicit: Any) -> str:
+        return "plain" if kind is yaml.ScalarNode and implicit[0] else "untagged"
+
+    nothing = {name: lambda self, *place: None for name in ("descend_resolver", "ascend_resolver")}
+    return type("Loader", tuple(parts), {"__init__": begin, "resolve": resolve, **nothing})
+
+
+def yaml_values(text: str, name: str) -> tuple[Any, dict[Place, str]]:
+    """The one document of a text, and the line of each key; `name` is what errors call it.
+
+    >>> yaml_values("optimizer: {lr: 1e-5}\\nname: no", "my.yaml")
+    ({'optimizer': {'lr': 1e-05}, 'name': 'no'}, {('optimizer',): 'my.yaml, line 1', ('optimizer', 'lr'): 'my.yaml, line 1', ('name',): 'my.yaml, line 2'})
+    >>> yaml_values("a: 1\\na: 2", "my.yaml")
+    Traceback (most recent call last):
+        ...
+    rollbook.train.config.values.ConfigError: a: is there twice, expected once (my.yaml, line 2)
+    """  # noqa: E501
+    yaml = yaml_module()
+    origins: dict[Place, str] = {}
+    try:
+        node = _loader()(text).get_single_node()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        said = getattr(error, "problem", None) or getattr(error, "context", None) or str(error)
+        raise ConfigError(f"{name}{f', line {mark.line + 1}' if mark else ''}", f"is no YAML: {said}") from None
+    except RecursionError:
+        raise ConfigError(name, f"got more than {DEEPEST} mappings and lists in each other, expected fewer") from None
+    left = iter(range(MOST))
+    return (None if node is None else _value(node, (), name, origins, [], left)), origins
+
+
+def _value(node: Any, place: Place, name: str, origins: dict[Place, str], above: list[Any], left: Iterator[int]) -> Any:
+    source = f"{name}, line {node.start_mark.line + 1}"
+    where = ".".join(place) or name
+    if next(left, None) is None or len(above) > DEEPEST:
+        raise ConfigError(where, f"got more than {MOST} values or {DEEPEST} levels, expected fewer", source)
+    if node in above:
+        raise ConfigError(where, "got a value that contains itself, expected one that ends", source)
+    if node.tag not in ("plain", "untagged", "tag:yaml.org,2002:str"):
+        raise ConfigError(where, f"got the tag {node.tag!r}, expected plain values", source)
+    if node.id == "scalar":
+        try:
+            return scalar(node.value) if node.tag == "plain" else node.value
+        except ValueError as error:
+            raise ConfigError(where, str(error), source) from None
+    inside = [*above, node]
+    if node.id == "sequence":
+        return [_value(each, (*place, str(i)), name, origins, inside, left) for i, each in enumerate(node.value)]
+    made: dict[Any, Any] = {}
+    for key, value in node.value:
+        line = f"{name}, line {key.start_mark.line + 1}"
+        if key.id != "scalar":
+            raise ConfigError(where, "got a list or a mapping as a key, expected text", line)
+        word = _value(key, place, name, origins, inside, left)
+        if not isinstance(word, str):
+            raise ConfigError(where, f"got {key.value!r} as a key, expected text (in quotes: '{key.value}')", line)
+        if word in made:
+            raise ConfigError(".".join((*place, word)), "is there twice, expected once", line)
+        origins[*place, word] = line
+        made[word] = _value(value, (*place, word), name, origins, inside, left)
+    return made
+
+
+def read_file(path: Path, name: str | None = None) -> Document:
+    """A YAML or TOML file, by its ending."""
+    called = name or str(path)
+    if path.suffix not in (".yaml", ".yml", ".toml"):
+        raise ConfigError(called, "got a file of no known kind, expected .yaml, .yml or .toml")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(called, f"is no UTF-8 text: {error.reason} at byte {error.start}") from None
+    origins: dict[Place, str] = {}
+    if path.suffix == ".toml":
+        try:
+            values: Any = tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            raise ConfigError(called, f"is no TOML: {error}") from None
+        origins = {(): called}
+    else:
+        values, origins = yaml_values(text, called)
+    if not isinstance(values, dict | None):
+        raise ConfigError(called, f"got a {type(values).__name__}, expected sections and keys")
+    return Document(values or {}, origins)
+
+
+def argument(text: str) -> Any:
+    """A value from the command line: a plain word, or a list, mapping or quoted text as YAML writes them.
+
+    >>> argument("3e-4"), argument("[a, 1]"), argument("cuda:1"), argument('"7"')
+    (0.0003, ['a', 1], 'cuda:1', '7')
+    """
+    if text[:1] not in ("[", "{", '"', "'"):
+        return scalar(text)
+    try:
+        return json.loads(text, object_pairs_hook=_once)  # most such values; needs no PyYAML
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError):
+        return yaml_values(text, "the command line")[0]
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(twice, "is there twice in a mapping, expected once")
+    return made
+
+
+DEFAULT = "letters"
+"""The recipe that is run where none is named."""
+ARGUMENTS = "the command line"
+RECIPES = Path(__file__).parent.parent / "recipes"
+_ENDINGS = (".yaml", ".yml", ".toml")
+_LAYOUT = ("columns", "keep")
+"""Keys of `data` that say what a file looks like: another file from the command line has the same layout."""
+
+
+def recipes() -> dict[str, Path]:
+    """The embedded recipes by name."""
+    found = sorted(RECIPES.iterdir()) if RECIPES.is_dir() else []
+    return {path.stem: path for path in found if path.suffix in _ENDINGS}
+
+
+def effective(config: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The whole configuration of a file, or of a recipe by its name, with `section.key=value` changes.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder, "my.toml")
+    ...     _ = file.write_text('[optimizer]\\nlr = 1e-4')
+    ...     found = effective(file, ["optimizer.warmup=5", "algorithm=rloo"])
+    >>> found.optimizer.lr, found.optimizer.warmup, found.algorithm.estimator
+    (0.0001, 5, 'rloo')
+    """
+    given = _with_bases(_find(DEFAULT if config is None else config, None), [])
+    given = merged(given, overriding(overrides), arguments=True)
+    try:
+        return Config.of(given.values)
+    except ConfigError as error:
+        raise error.at(_origin(error.path, given.origins)) from None
+
+
+def _find(name: str | Path, beside: Path | None) -> Path:
+    """The file that a name stands for: a path (relative to the folder `beside`), else a recipe's name."""
+    path = Path(name).expanduser() if beside is None else beside / Path(name).expanduser()
+    check_regular(path)
+    if path.suffix in _ENDINGS or path.is_file():
+        if not path.is_file():
+            raise ConfigError(str(path), "there is no such file")
+        return path
+    known = recipes()
+    if str(name) not in known:
+        from rollbook.core.checks import suggest
+
+        raise ConfigError(str(name), f"is neither a file nor a recipe{suggest(str(name), list(known))}")
+    return known[str(name)]
+
+
+def _with_bases(path: Path, below: list[Path]) -> Document:
+    """A file over its base, and that over its own."""
+    if path.resolve() in below:
+        raise ConfigError("base", f"goes round in a circle: {' <- '.join(each.name for each in [*below, path])}")
+    document = read_file(path, f"recipe {path.stem}" if path.parent == RECIPES else None)
+    if path.parent != RECIPES:
+        document.values = _beside_file(document.values, section_of(Config), path.parent)
+    base = document.values.pop("base", None)
+    if base is None:
+        return merged(Document({}), document)
+    source = _origin("base", document.origins)
+    if not isinstance(base, str):
+        raise ConfigError("base", f"got {base!r}, expected a file, relative to this one, or a recipe's name", source)
+    try:
+        under = _find(base, path.parent)
+    except ConfigError as error:
+        raise ConfigError("base", f"{error.path} {error.said}", source) from None
+    return merged(_with_bases(under, [*below, path.resolve()]), document)
+
+
+def _beside_file(value: Any, kind: Kind | None, folder: Path) -> Any:
+    """Make the paths of a file's values relative to its folder, if something is there.
+
+    Other paths stay as they are, relative to the working directory: some are names on the hub, and the configuration
+    kept with a run has paths from the command line.
+    """
+    section = section_in(kind) if kind is not None else None
+    if isinstance(value, list):
+        return [_beside_file(each, kind, folder) for each in value]
+    if section is None:
+        return value
+    if isinstance(value, str) and section.short and section.keys[section.short].path:
+        return _existing(value, folder)
+    if not isinstance(value, Mapping):
+        return value
+    anchored = dict(value)
+    for name, each in value.items():
+        key = section.keys.get(name)
+        if key is not None and key.path and isinstance(each, str):
+            anchored[name] = _existing(each, folder)
+        elif key is not None:
+            anchored[name] = _beside_file(each, key.kind, folder)
+    return anchored
+
+
+def _existing(text: str, folder: Path) -> str:
+    """A path, or `file.py:function`, joined to a folder if the file is in it."""
+    file, ending, function = text.partition(".py:")
+    path = Path(file + ending.removesuffix(":"))
+    if path.is_absolute() or not (folder / path).exists():
+        return text
+    return os.path.normpath(folder / path) + (f":{function}" if ending else "")
+
+
+def overriding(arguments: Sequence[str]) -> Document:
+    """`section.key=value` arguments as one layer; of two for the same key the later one counts.
+
+    A key of text takes the value as it stands; others take numbers, true, false, null, [lists] and {mappings}.
+
+    >>> overriding(["algorithm=ppo", "algorithm.n=2"]).values
+    {'algorithm': {'preset': 'ppo', 'n': 2}}
+    >>> overriding(["name=2026", "steps=20", "sampling.stop=[END]", "rewards.0.weight=2"]).values
+    {'name': '2026', 'steps': 20, 'sampling': {'stop': ['END']}, 'rewards': {'0': {'weight': 2}}}
+    """
+    layer = Document({})
+    for each in arguments:
+        path, equals, text = each.partition("=")
+        place = tuple(path.strip().split("."))
+        if not equals or not all(place):
+            raise ConfigError(each, "is no change, expected section.key=value", ARGUMENTS)
+        if place == ("base",):
+            raise ConfigError(path, "got it as a change, expected it in a file", ARGUMENTS)
+        try:
+            value = _typed(_kind_at(place), text)
+        except ConfigError as error:
+            raise ConfigError(path, error.said, ARGUMENTS) from None
+        except ValueError as error:
+            raise ConfigError(path, str(error), ARGUMENTS) from None
+        inner = layer.values
+        for at, part in enumerate(place[:-1]):
+            if not isinstance(inner.get(part), dict):
+                inner[part] = _opened(_kind_at(place[: at + 1]), inner.get(part))
+            inner = inner[part]
+        held, spread = inner.get(place[-1]), _opened(_kind_at(place), value) if isinstance(value, str) else {}
+        # `data=x.jsonl` after `data.limit=5` is a key beside it: it does not matter which of the two is said first.
+        inner[place[-1]] = {**held, **spread} if isinstance(held, dict) and spread else value
+        layer.origins[place] = ARGUMENTS
+    return layer
+
+
+def _opened(kind: Kind | None, value: Any) -> dict[str, Any]:
+    """What stands for a section, or for a list of one, as a mapping that more keys go into."""
+    kind = kind.inner if isinstance(kind, Nullable) else kind
+    if value is None:
+        return {}
+    if isinstance(kind, Listing):
+        return {"0": _opened(kind.item, value)}
+    made = kind.spread(value) if isinstance(kind, Section) else None
+    return dict(made) if isinstance(made, Mapping) else {}
+
+
+def _kind_at(place: Place) -> Kind | None:
+    """The kind of the key at a place; `None` where there is none, or any plain value."""
+    kind: Kind = section_of(Config)
+    for part in place:
+        kind = kind.inner if isinstance(kind, Nullable) else kind
+        if isinstance(kind, Listing) and part.isdecimal():
+            kind = kind.item
+        elif isinstance(kind, Section) and part in kind.keys:
+            kind = kind.keys[part].kind
+        elif isinstance(kind, Table):
+            kind = kind.item
+        else:
+            return None
+    return kind
+
+
+def _typed(kind: Kind | None, text: str) -> Any:
+    inner = kind.inner if isinstance(kind, Nullable) else kind
+    if isinstance(kind, Nullable) and text in ("null", "~", ""):
+        return None
+    words = isinstance(inner.item if isinstance(inner, Listing) else inner, Text)
+    if words and text[:1] not in ("'", '"', "[" if isinstance(inner, Listing) else "'"):
+        return text
+    return argument(text)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def merged(old: Document, new: Document, arguments: bool = False) -> Document:
+    """One layer over another; `arguments`: the new one is from the command line."""
+    try:
+        values = _over(old.values, new.values, section_of(Config), arguments)
+    except ConfigError as error:
+        raise error.at(_origin(error.path, new.origins)) from None
+    return Document(values, {**old.origins, **new.origins})
+
+
+def _over(old: Any, new: Any, kind: Kind | None, arguments: bool = False) -> Any:
+    """A value over another one: mappings key by key, anything else in its place."""
+    section = section_in(kind) if kind is not None else None
+    if section is not None and new is not None:
+        old, new = section.spread(old), section.spread(new)
+    lists = isinstance(kind.inner if isinstance(kind, Nullable) else kind, Listing)
+    if lists and isinstance(new, Mapping) and new and all(str(name).isdecimal() for name in new):
+        return _items(old, new, section)
+    if not isinstance(new, Mapping) or not isinstance(old, Mapping) or lists:
+        return new
+    keys = section.keys if section is not None else {}
+    made = dict(old)
+    for name, value in new.items():
+        key = keys.get(name)
+        whole = key is not None and key.whole and isinstance(value, Mapping) and key.whole in value
+        if whole:
+            made.pop(name, None)
+        if key is not None and value is not None and _is_another(old.get(name), value, bool(whole)):
+            gone = old if "*" in key.anew else [each for each in key.anew if each != name]
+            same_layout = arguments and old.get(name) is not None
+            for each in gone:
+                if not (same_layout and each in _LAYOUT):
+                    made.pop(each, None)
+        try:
+            made[name] = _over(made.get(name), value, key.kind if key is not None else None, arguments)
+        except ConfigError as error:
+            raise error.under(name) from None
+    # What this layer says itself was not dropped by it, in whatever order it says so.
+    return {**made, **{name: made.get(name, new[name]) for name in new}}
+
+
+def _is_another(old: Any, new: Any, whole: bool) -> bool:
+    return whole or (old is None if isinstance(new, Mapping) else old != new)
+
+
+def _items(old: Any, new: Mapping[str, Any], section: Section | None) -> Any:
+    """Single items of a list changed, by their numbers."""
+    items = [] if old is None else list(old) if isinstance(old, (list, tuple)) else [old]
+    for name, value in sorted(new.items(), key=lambda each: int(each[0])):
+        if int(name) > len(items):
+            raise ConfigError(str(name), f"got item {name} of a list of {len(items)}, expected at most {len(items)}")
+        before = items[int(name)] if int(name) < len(items) else None
+        items[int(name) : int(name) + 1] = [_over(before, value, section)]
+    return items
+
+
+def _origin(path: str, origins: Mapping[Place, str]) -> str:
+    """Where the key at a path was written: by an argument for a part of it, itself, or what holds it."""
+    place = tuple(path.replace("[", ".").replace("]", "").split("."))
+    if any(each[: len(place)] == place and source == ARGUMENTS for each, source in origins.items()):
+        return ARGUMENTS
+    found = (origins[place[:n]] for n in range(len(place), -1, -1) if place[:n] in origins)
+    return next(found, "")
+
+
+_BARE = re.compile(r"[A-Za-z_/][\w/.@+-]*(:[\w/.@+-]+)*", re.ASCII)
+_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+"""What some reader takes for more than text."""
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def shown(config: Config) -> str:
+    """The whole configuration, defaults included: what a key is for stands over it, its default beside another value.
+
+    >>> print(shown(Config(name="mine", optimizer={"lr": 1e-5}))[:100])
+    # What the run is called.
+    name: mine  # default: run
+    # The run's folder; null: runs/NAME.
+    out: null
+    """
+    return "\n".join(_section(config.to_dict(), section_of(Config), "")) + "\n"
+
+
+def _section(values: Mapping[str, Any], section: Section, indent: str) -> Iterator[str]:
+    usual = section.usual(values)
+    for name, key in section.keys.items():
+        inner = section_in(key.kind)
+        doc = key.doc or (summary(inner) if inner is not None else "")
+        if inner is not None and not indent:
+            yield ""
+        yield from textwrap.wrap(doc, 118, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        value = values[name]
+        if inner is not None and isinstance(value, Mapping):
+            yield f"{indent}{name}:"
+            yield from _section(value, inner, indent + "  ")
+        elif inner is not None and isinstance(value, list) and value:
+            yield f"{indent}{name}:"
+            for each in value:
+                yield f"{indent}-"
+                yield from _section(each, inner, indent + "  ")
+        else:
+            yield f"{indent}{name}: {flow(value)}{_aside(value, usual[name])}"
+
+
+def _aside(value: Any, usual: Any) -> str:
+    return "" if value == usual or usual in (None, {}, []) else f"  # default: {flow(usual)}"
+
+
+def summary(section: Section) -> str:
+    """What a section is: the first paragraph of its class's documentation."""
+    return " ".join((section.of.__doc__ or "").split("\n\n")[0].split())
+
+
+def flow(value: Any) -> str:
+    """A value in one line.
+
+    >>> print(flow({"lr": 1e-5, "on": ["no", "module:function", "a b", 3, None]}))
+    {lr: 1.0e-05, "on": ["no", module:function, "a b", 3, null]}
+    """
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{text(name)}: {flow(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, float):
+        return number(value)
+    return (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
+
+
+def number(value: float) -> str:
+    """A number that every reader takes for one: 1e-05 is text to some.
+
+    >>> number(1e-5), number(0.1), number(1e22), number(float("inf"))
+    ('1.0e-05', '0.1', '1.0e+22', '.inf')
+    """
+    if math.isinf(value):
+        return ".inf" if value > 0 else "-.inf"
+    digits, mark, power = repr(value).partition("e")
+    return f"{digits if '.' in digits else digits + '.0'}{mark}{power}" if mark else digits
+
+
+def text(value: str) -> str:
+    """A text, in quotes unless it is text to every reader."""
+    if _BARE.fullmatch(value) and value.lower() not in _WORDS and isinstance(scalar(value), str):
+        return value
+    return '"' + "".join(_ESCAPES.get(each) or (each if _is_plain(each) else _escaped(each)) for each in value) + '"'
+
+
+def _is_plain(each: str) -> bool:
+    return each.isprintable() and each != "\ufeff"
+
+
+def _escaped(each: str) -> str:
+    code = ord(each)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

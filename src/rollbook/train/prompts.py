@@ -1,0 +1,905 @@
+"""One row of a task's data as a `Prompt`: columns by our names, all of them checked, and a digest of what it holds.
+
+Invariant: a row is a prompt or an error that names the row and the column; nothing of a row is left out unless it is
+said (`Reader.dropped`), and a digest goes by what the data say (paths as they are written), not by where they lie.
+
+A row's names: `prompt` (text, a chat or token ids) or `messages` (a chat), `reference`, `label`, `images`, `videos`,
+`tools`, `response` (to learn from), `chosen` and `rejected` (a pair), `info`; every other column goes to `info` too.
+Answers travel in the prompt's `info`, under their names.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import inspect
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from rollbook.core.checks import check_bool, check_float, check_int, suggest
+from rollbook.core.files import check_regular
+from rollbook.core.ids import EID
+from rollbook.core.images import source_key
+from rollbook.core.sampling import Prompt, as_media
+from rollbook.io.tables import MAX_ROW_BYTES
+from rollbook.train.user_code import resolve
+
+NAMES = ("prompt", "messages", "reference", "label", "images", "videos", "tools", "response", "chosen", "rejected",
+         "info")  # fmt: skip
+ANSWERS = ("response", "chosen", "rejected")
+_RESERVED = ("error", "errors", "reward_error", "reward_source", "segments", "drift", "branch", "truncated",
+             "prompt_truncated_from")  # fmt: skip
+"""What records say of themselves in `info`: an `error` there means that the sample failed."""
+_ADDRESS = re.compile(r"(data:|https?://)")
+
+
+class Row(NamedTuple):
+    """A row: its number in the data, the prompt (without an id), and digests of what is asked and of all it says."""
+
+    number: int
+    prompt: Prompt
+    content: bytes
+    whole: bytes
+
+
+class Reader:
+    """Makes rows of mappings, one after the other.
+
+    `columns` says where our names are found: {"prompt": "question", "reference": "reward_model.ground_truth"}; a dot
+    leads into a mapping, and `None` leaves the column of that name out. `keep` names the other columns that go to
+    `info` (by default all). Media paths are relative to `folder`. `confined`: the rows come from a file, so that a path
+    outside of `folder`, links followed, is refused, and every path if there is no folder.
+
+    >>> reader = Reader("demo", {"prompt": "question"})
+    >>> row = reader.row("line 1", {"question": "2+2=", "reference": 4, "level": "easy", "blob": b"x"})
+    >>> row.prompt.text, row.prompt.reference, row.prompt.info, reader.dropped
+    ('2+2=', 4, {'level': 'easy'}, {'blob': 'bytes, which is no JSON (first in line 1)'})
+    >>> reader.row("line 2", {"question": 7})
+    Traceback (most recent call last):
+        ...
+    ValueError: demo, line 2: question (prompt): got int, expected text, chat messages or token ids
+    """
+
+    def __init__(
+        self,
+        name: str,
+        columns: Mapping[str, str | None] | None = None,
+        keep: Sequence[str] | None = None,
+        folder: Path | None = None,
+        confined: bool = False,
+    ) -> None:
+        self.name = name
+        self.folder = folder
+        self.confined = confined
+        self.columns: dict[str, str | None] = {each: each for each in NAMES}
+        for ours, theirs in (columns or {}).items():
+            if ours not in NAMES:
+                raise ValueError(f"columns: {ours!r} is none of a row's names{suggest(ours, list(NAMES))}")
+            if theirs is not None and (not isinstance(theirs, str) or not theirs):
+                raise ValueError(f"columns[{ours!r}]: got {theirs!r}, expected a column's name, or None")
+            self.columns[ours] = theirs
+        if isinstance(keep, str):
+            raise ValueError(f"keep: got {keep!r}, expected a list of columns")
+        self.keep = None if keep is None else frozenset(keep)
+        self.dropped: dict[str, str] = {}
+        """What is not kept in `info`, by column, and why."""
+        self._count = 0
+        self._unseen = {theirs for theirs in (columns or {}).values() if theirs is not None}
+        left_out = {ours for ours, theirs in self.columns.items() if theirs is None}
+        self._used = left_out | {theirs for theirs in self.columns.values() if theirs is not None}
+        self._seen: dict[Any, None] = {}
+
+    @property
+    def wanted(self) -> set[str] | None:
+        """The columns that it reads, where others need not be read; `None`: all."""
+        if self.keep is None:
+            return None
+        ours = {theirs for theirs in self.columns.values() if theirs is not None}
+        return ours | {each.partition(".")[0] for each in ours} | self.keep
+
+    def row(self, place: str, given: Any) -> Row:
+        """The next row; `place` says in errors where it stands."""
+        number, self._count = self._count, self._count + 1
+        where = f"{self.name}, {place}"
+        if isinstance(given, Prompt):
+            asked = [given.text, given.messages, given.token_ids, given.images, given.videos, given.tools]
+            return _row(where, number, given.replace(eid=None), asked)
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{where}: got {type(given).__name__}, expected a mapping with a prompt, or a Prompt")
+        found = {ours: self._found(given, theirs) for ours, theirs in self.columns.items() if theirs is not None}
+        found = {ours: value for ours, value in found.items() if value is not None}
+        found["info"] = self._info(where, place, given, found.get("info"))
+        return self._made(where, number, found)
+
+    def finish(self) -> None:
+        """Say whether a column that was named is in no row at all."""
+        if self._unseen and self._count:
+            column = min(self._unseen)
+            ours = next(name for name, theirs in self.columns.items() if theirs == column)
+            known = suggest(column, [str(each) for each in self._seen])
+            raise ValueError(f"{self.name}: columns[{ours!r}]: no row has a column {column!r}{known}")
+
+    # --- columns ------------------------------------------------------------------------------------------------------
+
+    def _found(self, given: Mapping[str, Any], column: str) -> Any:
+        if column in given:
+            self._unseen.discard(column)
+            return given[column]
+        if "." not in column:
+            return None
+        value: Any = given
+        for part in column.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return None
+            value = value[part]
+        self._unseen.discard(column)
+        return value
+
+    def _info(self, where: str, place: str, given: Mapping[str, Any], own: Any) -> dict[str, Any]:
+        """The columns that have no name of ours, beside what is in the row's own `info`."""
+        if own is not None and not isinstance(own, Mapping):
+            raise ValueError(f"{where}: {self._called('info')}: got {type(own).__name__}, expected a mapping")
+        others = {
+            column: value
+            for column, value in given.items()
+            if column not in self._used and (self.keep is None or column in self.keep)
+        }
+        self._seen.update(dict.fromkeys(given))
+        both = next((column for column in others if own is not None and column in own), None)
+        if both is not None:
+            raise ValueError(f"{where}: {both}: got a column and an entry of `info` of this name, expected one of them")
+        info = {}
+        for column, value in {**(own or {}), **others}.items():
+            if value is None:
+                continue
+            try:
+                if column in _RESERVED:
+                    raise TypeError("a name under which records say something of themselves")
+                info[_key(column)] = plain(value)
+            except TypeError as error:
+                self.dropped.setdefault(str(column), f"{error} (first in {place})")
+        return info
+
+    def _called(self, ours: str) -> str:
+        theirs = self.columns[ours]
+        return ours if theirs in (ours, None) else f"{theirs} ({ours})"
+
+    # --- what it asks -------------------------------------------------------------------------------------------------
+
+    def _made(self, where: str, number: int, found: dict[str, Any]) -> Row:
+        asked = self._asked(where, found)
+        answers = {name: self._answer(where, name, found[name], asked) for name in ANSWERS if name in found}
+        if ("chosen" in answers) != ("rejected" in answers):
+            missing = "rejected" if "chosen" in answers else "chosen"
+            raise ValueError(
+                f"{where}: {missing}: got nothing, expected an answer, since the pair's other one is there"
+            )
+        if isinstance(asked, list) and asked and isinstance(asked[-1], dict) and asked[-1]["role"] == "assistant":
+            if answers:
+                raise ValueError(
+                    f"{where}: {self._called('messages')}: got a chat that ends with the assistant's message beside "
+                    f"{' and '.join(answers)}, expected one that ends before the answer"
+                )
+            # What a model is to say is never shown to it: a chat with its answer is a prompt and a response.
+            answers["response"] = self._answer(where, "messages", asked.pop(), asked)
+            if not asked:
+                raise ValueError(
+                    f"{where}: {self._called('messages')}: got an answer alone, expected a prompt before it"
+                )
+        kept: dict[str, Any] = {"tools": self._tools(where, found["tools"]) if "tools" in found else None}
+        for name in ("reference", "label"):
+            try:
+                kept[name] = plain(found.get(name))
+            except TypeError as error:
+                raise ValueError(f"{where}: {self._called(name)}: got {error}") from None
+        media = {name: self._media(where, name, found[name]) for name in ("images", "videos") if name in found}
+        given = [asked, *(media.get(name, ()) for name in ("images", "videos")), kept["tools"]]
+        for name, value in media.items():
+            kept[name] = tuple(self._located(where, name, one) for one in value)
+        if isinstance(asked, list) and isinstance(asked[0], dict):
+            asked = [self._with_places(where, message) for message in asked]
+        clash = next((name for name in answers if name in found["info"]), None)
+        if clash is not None:
+            raise ValueError(
+                f"{where}: info: got an entry {clash!r} beside the answer of this name, expected one of them"
+            )
+        try:
+            form = "text" if isinstance(asked, str) else "messages" if isinstance(asked[0], dict) else "token_ids"
+            prompt = Prompt(info={**found["info"], **answers}, **kept, **{form: asked})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return _row(where, number, prompt, given)
+
+    def _asked(self, where: str, found: Mapping[str, Any]) -> Any:
+        """The prompt's text, messages or token ids, as lists and dicts of its own."""
+        names = [name for name in ("prompt", "messages") if name in found]
+        shared = _shared(found.get("chosen"), found.get("rejected"))
+        if len(names) == 2:
+            raise ValueError(
+                f"{where}: got {self._called('prompt')} and {self._called('messages')}, expected one of them; "
+                "columns={'messages': None} leaves the other out"
+            )
+        if not names:
+            if shared:
+                return shared  # chats of a pair hold their prompt
+            raise ValueError(
+                f"{where}: {self._called('prompt')}: got nothing, expected text in a column of that name, or messages; "
+                f"the row has {', '.join(map(str, self._seen))}"
+            )
+        name, value = names[0], found[names[0]]
+        called = self._called(name)
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        if isinstance(value, str) and name == "prompt":
+            if not value:
+                raise ValueError(f"{where}: {called}: got '', expected text that is not empty")
+            # A pair's chats may repeat the prompt that stands beside them.
+            return shared if any(message.get("content") == value for message in shared) else value
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
+            return [_message(f"{where}: {called}[{i}]", message) for i, message in enumerate(value)]
+        if isinstance(value, (list, tuple)) and value and name == "prompt" and isinstance(value[0], int):
+            return list(value)
+        what = "an empty list" if isinstance(value, (list, tuple)) and not value else type(value).__name__
+        expected = "text, chat messages or token ids" if name == "prompt" else "a list of {'role', 'content'}"
+        raise ValueError(f"{where}: {called}: got {what}, expected {expected}")
+
+    def _answer(self, where: str, name: str, value: Any, asked: Any) -> Any:
+        """An answer's text, or the assistant's message where that has more than text."""
+        called = f"{where}: {self._called(name)}"
+        if isinstance(value, (list, tuple)):
+            chat = [_message(f"{called}[{i}]", message) for i, message in enumerate(value)]
+            if isinstance(asked, list) and chat[: len(asked)] == asked:
+                chat = chat[len(asked) :]
+            if len(chat) != 1:
+                raise ValueError(f"{called}: got {len(chat)} messages after the prompt, expected the assistant's alone")
+            value = chat[0]
+        if isinstance(value, Mapping):
+            message = _message(called, value)
+            if message["role"] != "assistant":
+                raise ValueError(f"{called}: got a message of {message['role']!r}, expected the assistant's")
+            value = message.get("content") if message.keys() <= {"role", "content"} else message
+        if not isinstance(value, (str, dict)) or not value:
+            what = repr(value) if isinstance(value, str) else type(value).__name__
+            raise ValueError(f"{called}: got {what}, expected text that is not empty, or the assistant's message")
+        return self._with_places(where, value) if isinstance(value, dict) else value
+
+    def _tools(self, where: str, value: Any) -> list[dict[str, Any]]:
+        """Tools as a list, or as its JSON: columns of one type cannot hold schemas that differ."""
+        called = self._called("tools")
+        try:
+            made = json.loads(value) if isinstance(value, str) else plain(value)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where}: {called}: {error}") from None
+        if not isinstance(made, list) or not all(isinstance(tool, dict) for tool in made):
+            raise ValueError(f"{where}: {called}: got {type(value).__name__}, expected a list of mappings, or its JSON")
+        return [_without_none(tool) for tool in made]
+
+    # --- media --------------------------------------------------------------------------------------------------------
+
+    def _media(self, where: str, name: str, value: Any) -> tuple[Any, ...]:
+        called = f"{where}: {self._called(name)}"
+        media = as_media(called, value)
+        for i, one in enumerate(media):
+            if not isinstance(one, (str, os.PathLike, bytes, bytearray, memoryview, Mapping)) and not (
+                hasattr(one, "convert") or hasattr(one, "__array__")
+            ):
+                raise ValueError(f"{called}[{i}]: got {type(one).__name__}, expected a path, bytes or a picture")
+        return media
+
+    def _located(self, where: str, name: str, one: Any) -> Any:
+        """A path from where the data lie, of a file that is there: a missing one should not be found at step 900."""
+        if isinstance(one, Mapping):
+            key = source_key(one)
+            return one if key is None else {**one, key: self._located(where, name, one[key])}
+        if not isinstance(one, (str, os.PathLike)) or _ADDRESS.match(os.fspath(one)):
+            return one
+        address = os.fspath(one).startswith("file:")
+        path = Path(one) if self.folder is None else self.folder / one
+        if self.confined:
+            if self.folder is None or address or not path.resolve().is_relative_to(self.folder.resolve()):
+                expected = "the image itself" if self.folder is None else f"a path in the data's folder {self.folder}"
+                raise ValueError(f"{where}: {name}: got {os.fspath(one)!r}, expected {expected}")
+        elif address:
+            return one
+        if not path.is_file():
+            raise ValueError(f"{where}: {name}: got {os.fspath(one)!r}, but there is no file {path}")
+        return str(path)
+
+    def _with_places(self, where: str, message: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(message.get("content"), list):
+            return message
+        return {**message, "content": [self._located(where, "messages", part) for part in message["content"]]}
+
+
+def plain(value: Any) -> Any:
+    """A copy of a value in JSON's types; `TypeError` for what has none.
+
+    >>> plain({"a": (1, np.float32(0.5)), "b": np.arange(2)})
+    {'a': [1, 0.5], 'b': [0, 1]}
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_key(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "biufU":
+        return plain(value.tolist())
+    raise TypeError(f"{type(value).__name__}, which is no JSON")
+
+
+def _key(key: Any) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"a key of {type(key).__name__}, which is no JSON")
+    return key
+
+
+def _without_none(value: Any) -> Any:
+    """Tables give every mapping of a column the keys of all of them, with nothing in most."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _message(called: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str) or not given["role"]:
+        what = f"keys {sorted(map(str, given))}" if isinstance(given, Mapping) else type(given).__name__
+        raise ValueError(f"{called}: got {what}, expected a message with 'role' and 'content'")
+    message: dict[str, Any] = _without_none(given)
+    content = message.get("content")
+    parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
+    if not isinstance(content, str) and not parts and not (content is None and len(message) > 1):
+        raise ValueError(f"{called}.content: got {type(content).__name__}, expected text, or a list of parts")
+    return message
+
+
+def _shared(one: Any, other: Any) -> list[dict[str, Any]]:
+    """The messages that two chats begin with alike."""
+    if not isinstance(one, (list, tuple)) or not isinstance(other, (list, tuple)):
+        return []
+    shared: list[dict[str, Any]] = []
+    for a, b in zip(one[:-1], other[:-1], strict=False):
+        if a != b or not isinstance(a, Mapping) or not isinstance(a.get("role"), str):
+            break
+        shared.append(_without_none(a))
+    return shared
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def _row(where: str, number: int, prompt: Prompt, asked: Any) -> Row:
+    try:
+        content = digest(asked)
+        whole = digest([content, prompt.reference, prompt.label, prompt.info])
+    except TypeError as error:
+        raise ValueError(f"{where}: got {error}, expected text, numbers, lists, mappings or pictures") from None
+    return Row(number, prompt, content, whole)
+
+
+def digest(value: Any) -> bytes:
+    """16 bytes that go by what a value holds: JSON's types, bytes, arrays, tensors and pictures.
+
+    >>> digest({"a": 1, "b": [2]}) == digest({"b": (2,), "a": 1}) != digest({"a": 1, "b": [3]})
+    True
+    """
+    try:
+        data = orjson.dumps(value, default=_mark, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # whole numbers of more than 64 bits, halves of surrogate pairs
+        data = json.dumps(value, default=_mark, sort_keys=True).encode()
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _mark(value: Any) -> Any:
+    """What stands for a value that JSON does not have."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"bytes": hashlib.blake2b(value, digest_size=16).hexdigest()}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "convert") and hasattr(value, "tobytes"):  # a PIL image
+        return [value.mode, list(value.size), _mark(value.tobytes())]
+    if hasattr(value, "detach"):  # a tensor, of a type that numpy may not have
+        value = value.detach().cpu()
+        value = value.float() if value.is_floating_point() else value
+    if hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if array.dtype.kind != "O":
+            return [array.dtype.str, list(array.shape), _mark(array.tobytes())]
+    raise TypeError(type(value).__name__)
+
+
+_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_KINDS = (*_LINES, ".json", ".parquet")
+_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+Placed = Iterator[tuple[str, Any]]
+
+
+def read(
+    path: str | Path, *, split: str | None = None, subset: str | None = None, columns: set[str] | None = None
+) -> Placed:
+    """(place, row) of each row; `split` and `subset` are of Hugging Face datasets, `columns` those that are read of a
+    table, if not all.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = pathlib.Path(folder) / "task.jsonl"
+    ...     _ = file.write_text('{"prompt": "a"}\\n\\n{"prompt": "b"}\\n')
+    ...     list(read(file))
+    [('line 1', {'prompt': 'a'}), ('line 3', {'prompt': 'b'})]
+    """
+    where = Path(path)
+    if where.is_dir() and ((where / "dataset_dict.json").is_file() or (where / "state.json").is_file()):
+        return _of_dataset(_datasets(path).load_from_disk(str(where)), path, split, columns)
+    kind = next((each for each in _KINDS if str(path).endswith(each)), None)
+    if not where.exists() and kind is None and _HUB.fullmatch(str(path)):
+        return _of_dataset(_from_hub(str(path), subset, split), path, split, columns)
+    if not where.exists():
+        raise ValueError(f"data: got {str(path)!r}, but there is no such file, folder or dataset")
+    for name, value in (("split", split), ("subset", subset)):
+        if value is not None:
+            raise ValueError(f"{name}: got {value!r}, expected None: {str(path)!r} is no Hugging Face dataset")
+    files = [where]
+    if where.is_dir():
+        files = sorted(file for file in where.iterdir() if file.name.endswith(_KINDS))
+        if len({file.suffix for file in files}) != 1:
+            found = ", ".join(file.name for file in files) or "none"
+            raise ValueError(
+                f"data: got the folder {str(path)!r}, expected files of one kind in it; there are: {found}"
+            )
+    elif kind is None:
+        raise ValueError(f"data: got {str(path)!r}, expected a file that ends in {', '.join(_KINDS)}, or a dataset")
+    return _of_files(files, columns)
+
+
+def _of_files(files: list[Path], columns: set[str] | None) -> Placed:
+    for file in files:
+        check_regular(file)
+        part = f"{file.name}, " if len(files) > 1 else ""
+        rows = _parquet(file, columns) if file.suffix == ".parquet" else _json(file)
+        for place, row in rows:
+            yield part + place, row
+
+
+def _json(file: Path) -> Placed:
+    if file.suffix == ".json" and (whole := _json_list(file)) is not None:
+        for i, row in enumerate(whole):
+            yield f"row {i}", row
+        return
+    with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
+        try:
+            for number, line in enumerate(iter(lambda: lines.readline(MAX_ROW_BYTES + 1), b""), 1):
+                if len(line) > MAX_ROW_BYTES:
+                    raise ValueError(f"the line is over the limit of {MAX_ROW_BYTES} bytes")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if text.strip():
+                    yield f"line {number}", json.loads(text)
+        except ValueError as error:  # of JSON, and of UTF-8
+            raise ValueError(f"{file}, line {number}: {error}") from None
+        except (OSError, EOFError) as error:
+            raise ValueError(f"{file}: {error}") from None
+
+
+def _json_list(file: Path) -> list[Any] | None:
+    """The list that a file holds; `None` if it has lines of JSON, as many of this ending do."""
+    with file.open("rb") as opened:
+        start = opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not start.startswith(b"["):
+        return None
+    try:
+        made: list[Any] = json.loads(file.read_text("utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    return made
+
+
+def _parquet(file: Path, columns: set[str] | None) -> Placed:
+    from rollbook.io import parquet
+
+    yield from _of_batches(parquet.batches(file, 1024, max_row_bytes=MAX_ROW_BYTES, columns=columns))
+
+
+def _of_batches(batches: Iterable[Any]) -> Placed:
+    count = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            yield f"row {count}", row
+            count += 1
+
+
+# --- Hugging Face datasets --------------------------------------------------------------------------------------------
+
+
+def _datasets(path: str | Path) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"{str(path)!r} is a Hugging Face dataset, which needs: pip install 'rollbook[hf]'"
+        ) from error
+    return datasets
+
+
+def _from_hub(name: str, subset: str | None, split: str | None) -> Any:
+    datasets = _datasets(name)
+    try:
+        return datasets.load_dataset(name, subset, split=split)
+    except Exception as error:  # of the network, of the hub, of its libraries
+        raise ValueError(
+            f"data: got {name!r}, which is no file or folder here, and no dataset that can be loaded: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _of_dataset(found: Any, path: str | Path, split: str | None, columns: set[str] | None) -> Placed:
+    if hasattr(found, "keys"):  # several, by split
+        if split is None and len(found) == 1:
+            split = next(iter(found))
+        if split not in found:
+            raise ValueError(f"split: got {split!r}, expected one that {str(path)!r} has: {', '.join(found)}")
+        found = found[split]
+    elif split is not None and str(found.split or split).partition("[")[0] != split.partition("[")[0]:
+        raise ValueError(f"split: got {split!r}, expected {str(found.split)!r}, which {str(path)!r} is")
+    if columns is not None:
+        found = found.select_columns([name for name in found.column_names if name in columns])
+    # As the table lies: pictures stay the bytes of their files until they are looked at.
+    return _of_batches(found.with_format("arrow").iter(1024))
+
+
+log = logging.getLogger("rollbook.train")
+
+Columns = Mapping[str, str | None]
+
+
+class Prompts:
+    """Rows of a task: mappings or `Prompt`s, or a function that gives them, called when they are first needed.
+
+    A row has `prompt` (text, a chat or token ids) or `messages`; `reference`, `label`, `images`, `videos`, `tools`;
+    `response`, or `chosen` and `rejected`, to learn from; what else it has goes to the prompt's `info`, and so do the
+    answers. A chat that ends with the assistant's message is a prompt and its `response`. `columns` says under which
+    names the data have these, `keep` which other columns are wanted (all, unless it is given).
+
+    `take(n, step)` gives the next rows as prompts whose ids have the step for a batch and the row's number for a task.
+
+    >>> prompts = Prompts([{"prompt": f"{i}+1=", "reference": i + 1} for i in range(3)], seed=1)
+    >>> [(one.text, one.reference, one.eid.tid) for one in prompts.take(2, step=1)]
+    [('2+1=', 3, '1/2'), ('1+1=', 2, '1/1')]
+    >>> kept = prompts.state_dict()
+    >>> [one.eid.tid for one in prompts.take(5, step=2)]  # into the third epoch: some rows come twice
+    ['2/0', '2/1', '2/2', '2/0.1', '2/2.2']
+    >>> prompts.load_state_dict(kept)
+    >>> [one.eid.tid for one in prompts.take(5, step=2)]
+    ['2/0', '2/1', '2/2', '2/0.1', '2/2.2']
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any] | Prompt] | Callable[[], Sequence[Mapping[str, Any] | Prompt]],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        name: str = "",
+        columns: Columns | None = None,
+        keep: Sequence[str] | None = None,
+    ) -> None:
+        reader = Reader(name or "rows", columns, keep)
+
+        def placed() -> Placed:
+            given = rows() if callable(rows) else rows
+            if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__iter__"):
+                raise ValueError(f"{reader.name}: got {type(given).__name__}, expected a list of rows")
+            return ((f"row {i}", row) for i, row in enumerate(given))
+
+        self._set(lambda: _read(reader, placed()), seed, shuffle, name)
+        if not callable(rows):
+            len(self)  # whatever is wrong with them is found out here
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | Path,
+        *,
+        split: str | None = None,
+        subset: str | None = None,
+        columns: Columns | None = None,
+        keep: Sequence[str] | None = None,
+        limit: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        name: str | None = None,
+    ) -> Prompts:
+        """The rows of a file (`.jsonl`, `.ndjson`, both also `.gz`, `.json`, `.parquet`), of a folder of such files of
+        one kind, or of a Hugging Face dataset: a folder that it was saved to, or its name on the hub.
+
+        `split` and `subset` are the dataset's. `limit`: the first so many rows. Paths of images and videos are relative
+        to the file and must lie in its folder, links followed; a dataset of the hub holds its images itself. A `.json`
+        file has a list, or JSON lines.
+        """
+        found = Path(path)
+        folder = (found if found.is_dir() else found.parent) if found.exists() else None
+        called = str(path) if name is None else name
+        reader = Reader(called, columns, keep, folder, confined=True)
+        placed = read(path, split=split, subset=subset, columns=reader.wanted)
+        rows = _read(reader, placed, None if limit is None else check_int("limit", limit, 1))
+        return cls._of(rows, seed, shuffle, called)
+
+    @classmethod
+    def from_function(
+        cls,
+        function: str | Callable[..., Any],
+        options: Mapping[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        name: str | None = None,
+        columns: Columns | None = None,
+        keep: Sequence[str] | None = None,
+        **more: Any,
+    ) -> Prompts:
+        """The rows that a function returns; it is called with the options, when the rows are first needed.
+
+        function: a callable, `"module:function"` or `"path/to/file.py:function"`. An option of the function that has
+        the name of one here (`seed`) goes into `options`; the others can be given by themselves.
+
+        >>> Prompts.from_function(lambda count: [{"prompt": str(i)} for i in range(count)], count=4)
+        Prompts(4 rows of '<lambda>', epoch 0, seed 0)
+        """
+        made = resolve(function) if isinstance(function, str) else function
+        called = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+        if not callable(made):
+            raise ValueError(f"function: got {type(made).__name__} ({called}), expected one that returns rows")
+        given = {**(options or {}), **more}
+        _check_options(called, made, given)
+        return cls(
+            partial(made, **given),
+            seed=seed,
+            shuffle=shuffle,
+            name=called if name is None else name,
+            columns=columns,
+            keep=keep,
+        )
+
+    @classmethod
+    def _of(cls, rows: list[Row], seed: int, shuffle: bool, name: str) -> Prompts:
+        made = cls.__new__(cls)
+        made._set(lambda: rows, seed, shuffle, name)
+        return made
+
+    def _set(self, load: Callable[[], list[Row]], seed: int, shuffle: bool, name: str) -> None:
+        self.name = name
+        self.seed = check_int("seed", seed)
+        self.shuffle = check_bool("shuffle", shuffle)
+        self.cursor = 0
+        """How many rows were given so far."""
+        self._load = load
+        self._step: int | str | None = None
+        self._since = 0
+        """Where the cursor was when this step's first row was taken."""
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    @cached_property
+    def _rows(self) -> list[Row]:
+        return self._load()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        named = f" of {self.name!r}" if self.name else ""
+        return f"Prompts({len(self)} rows{named}, epoch {self.epoch:g}, seed {self.seed})"
+
+    @property
+    def epoch(self) -> float:
+        """How often the rows were gone through so far."""
+        return self.cursor / len(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits that go by what the rows say and by their order. Of a picture's file its path alone counts."""
+        made = hashlib.blake2b(digest_size=16)
+        for row in self._rows:
+            made.update(row.whole)
+        return made.hexdigest()
+
+    # --- what it gives ------------------------------------------------------------------------------------------------
+
+    def order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """[len] The places of the rows in an epoch: a function of seed and epoch, the same on every machine."""
+        if self._order is None or self._order[0] != epoch:
+            count = len(self)
+            made = permutation(count, self.seed, epoch) if self.shuffle else np.arange(count)
+            self._order = epoch, made
+        return self._order[1]
+
+    def take(self, n: int, step: int | str) -> list[Prompt]:
+        """The next n rows, over as many epochs as that takes, with ids of this step; the cursor moves on.
+
+        The task of an id is the row's number in the data; of a row that the step has already, in an earlier call too,
+        it is `row.epoch`.
+        """
+        n = check_int("n", n)
+        if step != self._step:
+            self._step, self._since = step, self.cursor
+        seen = {self._rows[self._at(place)].number for place in self._places(self._since, self.cursor)}
+        taken = []
+        for place in range(self.cursor, self.cursor + n):
+            row = self._rows[self._at(place)]
+            task: int | str = f"{row.number}.{place // len(self)}" if row.number in seen else row.number
+            seen.add(row.number)
+            taken.append(_prompt(row, step, task))
+        self.cursor += n
+        return taken
+
+    def every(self, batch: int | str = "eval") -> list[Prompt]:
+        """All rows, in the order of the data, with ids of this batch; the cursor stays."""
+        return [_prompt(row, batch, row.number) for row in self._rows]
+
+    def _at(self, place: int) -> int:
+        epoch, within = divmod(place, len(self))
+        return int(self.order(epoch)[within])
+
+    def _places(self, start: int, stop: int) -> range:
+        """The places of a stretch that have all rows of it: a whole epoch has every one."""
+        return range(max(start, stop - 2 * len(self)), stop)
+
+    # --- parts of it --------------------------------------------------------------------------------------------------
+
+    def split(self, size: int | float, seed: int = 0) -> tuple[Prompts, Prompts]:
+        """(the rest, held out): `size` rows, or a share of them below 1, are held out.
+
+        Rows that ask the same go to the same side, so that no more than `size` are held out, and sometimes a few less.
+        Which they are goes by what they ask and by `seed`, not by their order, nor by the seed of the training. Both
+        parts keep the rows' numbers.
+
+        >>> rest, held_out = Prompts([{"prompt": str(i % 50)} for i in range(100)]).split(0.1)
+        >>> len(rest), len(held_out), {one.text for one in rest.every()} & {one.text for one in held_out.every()}
+        (90, 10, set())
+        """
+        share = isinstance(size, (float, np.floating))
+        wanted = round(check_float("size", size, 0, 1) * len(self)) if share else check_int("size", size, 1)
+        alike: dict[bytes, list[int]] = {}
+        for i, row in enumerate(self._rows):
+            alike.setdefault(row.content, []).append(i)
+        salt = f"{check_int('seed', seed)}/".encode()
+        held: set[int] = set()
+        for content in sorted(alike, key=lambda each: hashlib.blake2b(salt + each, digest_size=16).digest()):
+            if len(held) + len(alike[content]) <= wanted:
+                held.update(alike[content])
+        if not held or len(held) == len(self):
+            raise ValueError(
+                f"size: got {size!r}, holding out {len(held)} of {len(self)} rows ({len(alike)} different prompts), "
+                "expected some on both sides"
+            )
+        parts = []
+        for side, inside in (("rest", False), ("held out", True)):
+            rows = [row for i, row in enumerate(self._rows) if (i in held) is inside]
+            parts.append(self._of(rows, self.seed, self.shuffle, f"{self.name or 'rows'} ({side})"))
+        return parts[0], parts[1]
+
+    def require(self, *names: str) -> None:
+        """Refuse data in which a row lacks one of these: before a run, rather than in the middle of it.
+
+        >>> Prompts([{"prompt": "2+2=", "reference": 4}, {"prompt": "1+1="}]).require("reference")
+        Traceback (most recent call last):
+            ...
+        ValueError: rows: row 1 has no 'reference', which is needed of every row
+        """
+        known = ("reference", "label", "images", *ANSWERS)
+        for name in names:
+            if name not in known:
+                raise ValueError(f"require: got {name!r}, expected one of {', '.join(known)}")
+            for row in self._rows:
+                found = row.prompt.info.get(name) if name in ANSWERS else getattr(row.prompt, name)
+                if found is None or (name == "images" and not found):
+                    said = f"{self.name or 'rows'}: row {row.number}"
+                    raise ValueError(f"{said} has no {name!r}, which is needed of every row")
+
+    def shared(self, other: Prompts) -> int:
+        """How many of these rows ask what a row of the others asks.
+
+        >>> Prompts([{"prompt": "a"}, {"prompt": "b"}]).shared(Prompts([{"prompt": "b"}, {"prompt": "c"}]))
+        1
+        """
+        known = {row.content for row in other._rows}
+        return sum(row.content in known for row in self._rows)
+
+    # --- going on -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to go on from, in JSON's types: the cursor, and what it is a cursor of."""
+        return {
+            "cursor": self.cursor,
+            "step": self._step,
+            "since": self._since,
+            "rows": len(self),
+            "fingerprint": self.fingerprint,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; other rows, or another order, are refused: prompts would be skipped or come twice."""
+        own = self.state_dict()
+        odd = sorted(state.keys() ^ own.keys())
+        if odd:
+            raise ValueError(f"state: {odd[0]!r} is {'not ' if odd[0] in own else ''}there, expected {', '.join(own)}")
+        if state["fingerprint"] != own["fingerprint"]:
+            got, expected = (f"{each['rows']} rows ({str(each['fingerprint'])[:8]})" for each in (own, state))
+            raise ValueError(
+                f"data: got {got}{f' of {self.name!r}' if self.name else ''}, expected the {expected} that the run "
+                "began with: give it the same data, or begin another run"
+            )
+        for name in ("seed", "shuffle"):
+            if state[name] != own[name]:
+                raise ValueError(
+                    f"{name}: got {own[name]!r}, expected {state[name]!r}, as the run began: the order would be another"
+                )
+        cursor = check_int("state['cursor']", state["cursor"])
+        since = check_int("state['since']", state["since"])
+        if since > cursor:
+            raise ValueError(f"state['since']: got {since}, expected at most the cursor ({cursor})")
+        self.cursor, self._step, self._since = cursor, state["step"], since
+
+
+def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """[count] The numbers below count, in an order of (seed, epoch).
+
+    Each has a key of 64 bits (SplitMix64, from a digest of both on), and they go by their keys: no generator of a
+    library is asked, whose stream could be another in its next version.
+
+    >>> permutation(5, seed=0, epoch=0).tolist(), permutation(5, seed=0, epoch=1).tolist()
+    ([0, 1, 4, 2, 3], [2, 1, 0, 4, 3])
+    """
+    start = int.from_bytes(hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest(), "big")
+    keys = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(keys ^ (keys >> np.uint64(31)), kind="stable")
+
+
+def _prompt(row: Row, batch: int | str, task: int | str) -> Prompt:
+    # `info` is the prompt's own: what a reward writes into it is not there in the next epoch.
+    return row.prompt.replace(eid=EID(batch=batch, task=task, suffix=""), info=dict(row.prompt.info))
+
+
+def _read(reader: Reader, placed: Placed, limit: int | None = None) -> list[Row]:
+    rows = []
+    for place, given in placed:
+        rows.append(reader.row(place, given))
+        if len(rows) == limit:
+            break
+    if not rows:
+        raise ValueError(f"{reader.name}: got no rows, expected at least one")
+    reader.finish()
+    for column, why in reader.dropped.items():
+        log.warning("%s: column %r is not kept: %s", reader.name, column, why)
+    return rows
+
+
+def _check_options(called: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse options that the function does not take, and the lack of one that it needs."""
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return  # some builtins do not say
+    if not any(p.kind is p.VAR_KEYWORD for p in found):
+        known = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        odd = next((name for name in given if name not in known), None)
+        if odd is not None:
+            raise ValueError(f"{called}: option {odd!r} is none of its options{suggest(odd, known)}")
+    needed = [p.name for p in found if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = next((name for name in needed if name not in given), None)
+    if missing is not None:
+        raise ValueError(f"{called}: got no option {missing!r}, which it needs")
