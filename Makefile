@@ -34,8 +34,10 @@ test-vllm: $(STAMP)  ## the engine against real servers: vLLM's CPU build in .vl
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --quiet --preview --select PLC2701 src
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: $(STAMP)  ## side by side with peers and the hardware's bounds; installs the peer into .bench/
 	$(BIN)/python -m benchmarks

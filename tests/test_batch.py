@@ -19,8 +19,9 @@ import torch
 
 from rollbook import EID, CustomField, Experience, Experiences
 from rollbook.algorithms.inputs import inputs_of
+from rollbook.batch.device import pin_memory, to
 from rollbook.batch.plan import plan
-from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences, pin_memory, to
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
 from rollbook.compat.lightrft.maker import Experience as BatchOfTheMaker
 from rollbook.compat.lightrft.maker import ExperienceVL, Samples
 from rollbook.compat.lightrft.replay_buffer import (
@@ -260,7 +261,8 @@ def test_pin_memory_without_an_accelerator_says_so_once() -> None:
     code = """
 import warnings, torch
 torch.accelerator.is_available = lambda: False
-from rollbook.compat.lightrft.batch import ExperienceBatch, pin_memory
+from rollbook.batch.device import pin_memory
+from rollbook.compat.lightrft.batch import ExperienceBatch
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     one, batch = torch.ones(1), ExperienceBatch(torch.ones(1, 2), torch.ones(1, 1), *[None] * 7)
@@ -920,7 +922,7 @@ def test_records_with_a_cut_prompt() -> None:
 
 def test_preference_pairs_are_refused() -> None:
     pair = Experience(tokens=[1, 2], chosen=[3], rejected=[4], prompt_length=2, eid=EID(task="t", suffix="s"))
-    with pytest.raises(ValueError, match="record 1 .*t.*pair.*split_dpo_experience_to_single_turn"):
+    with pytest.raises(ValueError, match="record 1 .*t.*pair.*split_preference_pairs"):
         from_experiences([Experience(tokens=[1, 2]), pair])
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from rollbook.compat.lightrft.batch import BufferItem, BufferItemVL, ExperienceBatch, ExperienceVL, to
+from rollbook.batch.device import to
+from rollbook.compat.lightrft.batch import BufferItem, BufferItemVL, ExperienceBatch, ExperienceVL
 from rollbook.compat.lightrft.replay_buffer import (
     NaiveReplayBuffer,
     make_experience_batch,

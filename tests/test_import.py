@@ -14,7 +14,7 @@ from rollbook import Experience
 from tests.strategies import full_record
 
 HEAVY = ("torch", "pyarrow", "transformers", "datasets", "pandas", "polars", "duckdb", "numpy")
-PUBLIC = {"EID", "CustomField", "Experience", "ExperienceBatch", "Experiences", "WireError"}
+PUBLIC = {"EID", "Batch", "CustomField", "Experience", "Experiences", "RollbookError", "Trainer", "WireError"}
 
 
 def child(script: str, *arguments: str) -> str:

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional
 
 from rollbook.batch import Batch
-from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences, pin_memory
+from rollbook.batch.device import pin_memory
+from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
 from rollbook.compat.lightrft.replay_buffer import NaiveReplayBuffer, make_experience_batch, split_experience_batch
 from rollbook.core.experiences import Experiences
 from tests import test_layout_model as layouts

@@ -97,7 +97,7 @@ def everything(book: rollbook.book.Book) -> Iterator[Callable[[], Any]]:
     yield lambda: book.sql("select * from experiences", seconds=20).rows()
     yield lambda: book.sql(f"select count(*), {', '.join(f'({each})' for each in COUNTED)}", seconds=20).rows()
     yield book.counts
-    yield book.keep_rates
+    yield lambda: rollbook.book.keep_rates(book)
     yield lambda: len(book)
     yield lambda: book.policy_version
     yield book.checkpoints

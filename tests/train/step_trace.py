@@ -30,7 +30,7 @@ MAX_FILES, MAX_FUNCTIONS, MAX_FRAMES, MAX_LAYOUTS = 60, 600, 14, 3
 MODEL_PASSES = ("token_stats",)
 """Functions that run a model over a batch, by name; decoding is not among them."""
 LAYOUTS = {
-    "batches/batch.py": ("from_columns", "pack", "pad"),
+    "batch/batch.py": ("from_columns", "pack", "pad"),
     "layouts.py": ("padded", "packed"),
     "compat/lightrft/models.py": ("laid_out", "end_to_end"),
 }

@@ -13,7 +13,7 @@ from rollbook import Experiences
 from rollbook.algorithms.shaping import RunningNorm
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
 from rollbook.models import Actor, Critic
-from rollbook.rollout import Prompt
+from rollbook.rollout import Prompt, TransformersEngine
 from rollbook.train import pipeline
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.prompts import Prompts
@@ -127,10 +127,12 @@ def rollout(
 ) -> Experiences:
     sampling = algorithm.sampling(max_tokens=5, seed=0, max_prompt_tokens=16, prompt_overflow="right")
     entry = algorithm.estimator_entry
-    records = pipeline.generate(given.policy.engine, prompts, sampling)
+    records = pipeline.generate(TransformersEngine(given.policy), prompts, sampling)
     records = pipeline.score(records, scored)
     if entry is not None and entry.greedy_baseline:
-        greedy = pipeline.generate(given.policy.engine, prompts, type(sampling).of(sampling, n=1, temperature=0.0))
+        greedy = pipeline.generate(
+            TransformersEngine(given.policy), prompts, type(sampling).of(sampling, n=1, temperature=0.0)
+        )
         records = pipeline.add_greedy_baseline(records, pipeline.score(greedy, scored))
     records = pipeline.annotate(records, algorithm, given)
     return pipeline.estimate(records, algorithm, max_tokens=5, reward_norm=norm)

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
-from rollbook.batch.batch import Batch
+from typing import TYPE_CHECKING
 
-__all__ = ["Batch"]
+from rollbook.core.lazy import lazily
+
+if TYPE_CHECKING:
+    from rollbook.batch.batch import Batch as Batch
+    from rollbook.batch.costs import Cost as Cost
+    from rollbook.batch.plan import Plan as Plan
+
+_HOMES = {"Batch": "rollbook.batch.batch", "Cost": "rollbook.batch.costs", "Plan": "rollbook.batch.plan"}
+
+__all__ = sorted(_HOMES)
+
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -33,8 +33,6 @@ from rollbook.core.frame_reader import Reader, Span, Stack, read_rows, read_stac
 from rollbook.core.wire import decode, decode_arrays, read_header
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from rollbook.book.book import Book
     from rollbook.core.experience import Experience
     from rollbook.core.ids import EID

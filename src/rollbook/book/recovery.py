@@ -61,7 +61,6 @@ from rollbook.core.errors import WireError
 from rollbook.core.files import FOLDER, make_private, private_opener
 
 if TYPE_CHECKING:
-    from rollbook.book.book import Book
     from rollbook.core.experiences import Experiences
 
 

@@ -9,7 +9,11 @@ from math import nan
 from numbers import Real
 from typing import Any
 
-import numpy as np
+
+def _is_bool(value: Any) -> bool:
+    """Whether a value is a bool, numpy's included. numpy is not imported: the command line starts without it."""
+    kind = type(value)
+    return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
 
 def suggest(name: str, known: Mapping[str, Any] | list[str]) -> str:
@@ -31,7 +35,7 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 def check_float(name: str, value: Any, low: float = float("-inf"), high: float = float("inf"), what: str = "") -> float:
     """A number within its bounds (infinity too, where they allow it), else an error that says so."""
     try:
-        found = float(value) if isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) else nan
+        found = float(value) if isinstance(value, Real) and not _is_bool(value) else nan
     except OverflowError:
         found = nan
     if not low <= found <= high:
@@ -46,7 +50,7 @@ def check_bool(name: str, value: Any) -> bool:
     >>> check_bool("whiten", True)
     True
     """
-    if not isinstance(value, (bool, np.bool_)):
+    if not _is_bool(value):
         raise ValueError(f"{name}: got {value!r}, expected True or False")
     return bool(value)
 
@@ -57,7 +61,7 @@ def check_int(name: str, value: Any, low: int = 0, high: int | None = None) -> i
         found = operator.index(value)
     except TypeError:
         found = low - 1
-    if isinstance(value, (bool, np.bool_)) or found < low or (high is not None and found > high):
+    if _is_bool(value) or found < low or (high is not None and found > high):
         end = "on" if high is None else f"to {high:,}"
         raise ValueError(f"{name}: got {value!r}, expected a whole number from {low} {end}")
     return found

@@ -141,7 +141,7 @@ def advise(message: str) -> None:
     >>> str(said[0].message)
     'mind the gap'
     """
-    own, frame, level = os.path.dirname(__file__), sys._getframe(1), 2
+    own, frame, level = os.path.dirname(os.path.dirname(__file__)), sys._getframe(1), 2
     # Torch's decorators stand between a method and its caller.
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(own) or frame.f_code.co_filename.endswith("_contextlib.py")

@@ -36,8 +36,6 @@ from rollbook.inspect.trajectory import LENSES
 from rollbook.inspect.workers import QueryTimeoutError
 
 if TYPE_CHECKING:
-    import sqlite3
-
     from rollbook.inspect.index import Index
     from rollbook.inspect.sources import Source
 

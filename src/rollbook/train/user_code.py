@@ -7,7 +7,6 @@ run once in a process, however often it is named; what goes wrong inside a user'
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType

@@ -36,7 +36,6 @@ from rollbook.core.ragged import offsets_of
 from rollbook.core.rows import NUMPY, Column, Rows, Spans, concatenated, memory
 
 if TYPE_CHECKING:
-    from rollbook.compat.lightrft.batch import ExperienceBatch, Origin
     from rollbook.core.media import Pool
 
 

@@ -780,7 +780,7 @@ class Rendezvous:
     def meet(self, ranks: Ranks, prefix: str, step: int) -> tuple[bool, list[int]]:
         """Return whether all processes save together, and which ones came. The answer is the same in all of them."""
         import torch.distributed as dist
-        from torch.distributed.distributed_c10d import _get_default_store
+        from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC2701, RUF100
 
         store, group = _get_default_store(), dist.get_process_group_ranks(ranks.group)
         number = self._calls[prefix, step] = self._calls.get((prefix, step), -1) + 1
