@@ -20,8 +20,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rollbook.core.files import FILE, FOLDER
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -291,6 +289,8 @@ def read_private(fd: int, start: int, stop: int, mapped: bool) -> memoryview:
 
     A map must be asked for only within the file, and of a file that nobody cuts: touching what is not there kills.
     """
+    import numpy as np  # only here: the command line lists books without it
+
     if mapped and stop - start >= _SMALL and len(_live) < _MOST_MAPS:
         try:
             return np.asarray(_Map(fd, start, stop)).data
