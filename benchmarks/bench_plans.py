@@ -157,7 +157,7 @@ def run_large(
 def run_level(
     lengths: Lengths, theirs: Theirs, rounds: int, seed: int
 ) -> tuple[Times, list[Comparison], dict[str, Any]]:
-    """Ranks made level, with as many samples on each."""
+    """ProcessGroup made level, with as many samples on each."""
     n = len(lengths)
     tensor = torch.from_numpy(lengths)
     contenders, comparisons, facts = [], [], {}

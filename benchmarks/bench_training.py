@@ -30,7 +30,7 @@ import rollbook
 from benchmarks.bench_making import GIB, model
 from rollbook.models import Actor
 from rollbook.rollout import TransformersEngine
-from rollbook.train import AlgorithmConfig, Batching, Optimizing, Prompts, Trainer
+from rollbook.train import AlgorithmConfig, MinibatchConfig, OptimizerConfig, Prompts, Trainer
 
 GROUP, LONGEST, ENDS = 8, 512, 200
 
@@ -130,8 +130,8 @@ class Ours:
             sampling={"max_tokens": LONGEST, "stop_token_ids": ends_of(network.config.vocab_size)},
             prompts_per_step=options.prompts,
             reference=reference,
-            optimizer=Optimizing(lr=1e-6),
-            batching=Batching(token_budget=options.budget),
+            optimizer=OptimizerConfig(lr=1e-6),
+            batching=MinibatchConfig(token_budget=options.budget),
             precision="float32" if options.cpu else "bfloat16",
             seed=7,
         )

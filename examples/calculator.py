@@ -27,7 +27,7 @@ import rollbook
 from rollbook import Experience, Experiences
 from rollbook.models import Actor
 from rollbook.rollout import EnvironmentConfig, Episode, Prompt, Reply, Sampling, TransformersEngine
-from rollbook.train import AlgorithmConfig, Batching, Learner, Optimizing, Prompts, Trainer, pipeline
+from rollbook.train import AlgorithmConfig, Learner, MinibatchConfig, OptimizerConfig, Prompts, Trainer, pipeline
 from rollbook.train.recipes import letters
 
 SIGNS = {"sum": ("+", operator.add), "gap": ("-", operator.sub), "mul": ("*", operator.mul)}
@@ -125,7 +125,7 @@ def warmed_up(seed: int = 0, steps: int = 80, tell: Any = print) -> tuple[Actor,
     right = Experiences([demonstration(prompt, tokenizer) for prompt in prompts])
     sloppy = Experiences([demonstration(prompt, tokenizer, str(rng.randint(1, 9999))) for prompt in prompts])
     learner = Learner(
-        actor, "sft", optimizer=Optimizing(lr=3e-3, warmup=30, schedule="linear", floor=0.03, steps=steps)
+        actor, "sft", optimizer=OptimizerConfig(lr=3e-3, warmup=30, schedule="linear", floor=0.03, steps=steps)
     )
     for step in range(1, steps + 51):
         learner.update((right if step <= steps else sloppy).take(rng.sample(range(1024), 128)), step=step)
@@ -154,8 +154,8 @@ def reinforce(
         environment=EnvironmentConfig(factory=Chance if chance else Calculator, max_turns=3),
         sampling=TURN,
         prompts_per_step=groups,
-        optimizer=Optimizing(lr=5e-4, betas=(0.9, 0.99), warmup=5, schedule="linear", floor=0.1, steps=steps),
-        batching=Batching(minibatches=4, drop_zero=True),
+        optimizer=OptimizerConfig(lr=5e-4, betas=(0.9, 0.99), warmup=5, schedule="linear", floor=0.1, steps=steps),
+        batching=MinibatchConfig(minibatches=4, drop_zero=True),
         seed=seed,
     )
     for _ in range(steps):

@@ -42,10 +42,10 @@ from rollbook.models import Actor
 from rollbook.rollout import TransformersEngine
 from rollbook.train import (
     AlgorithmConfig,
-    Batching,
     Evaluation,
     Learner,
-    Optimizing,
+    MinibatchConfig,
+    OptimizerConfig,
     Prompts,
     Report,
     Trainer,
@@ -146,7 +146,7 @@ def warm_up(actor: Actor, checked: Prompts, *, seed: int, until: float, pictures
     """Learn from given answers until *sampled* ones are right so often: who is never right is never rewarded."""
     answered = [{**row, "response": row["reference"]} for row in rows(pictures, seed=30_000 + seed)]
     records = records_from_answers(answered, actor.tokenizer, processor=actor.processor)
-    learner = Learner(actor, "sft", optimizer=Optimizing(lr=2e-3, warmup=30))
+    learner = Learner(actor, "sft", optimizer=OptimizerConfig(lr=2e-3, warmup=30))
     rng, right = np.random.default_rng(seed), 0.0
     for step in range(1, most + 1):
         learner.update(records.take(rng.choice(len(records), 64, replace=False)), step=step)
@@ -174,8 +174,8 @@ def trainer_of(
         reward=score,
         sampling=SAMPLING,
         prompts_per_step=groups,
-        optimizer=Optimizing(lr=lr, betas=(0.9, 0.99), warmup=5, schedule="linear", floor=0.1, steps=steps),
-        batching=Batching(minibatches=4, drop_zero=True),
+        optimizer=OptimizerConfig(lr=lr, betas=(0.9, 0.99), warmup=5, schedule="linear", floor=0.1, steps=steps),
+        batching=MinibatchConfig(minibatches=4, drop_zero=True),
         seed=seed,
         folder=folder,
     )  # fmt: skip

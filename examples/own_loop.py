@@ -11,7 +11,16 @@ import torch
 import rollbook
 from rollbook.models import Actor
 from rollbook.rollout import TransformersEngine
-from rollbook.train import AlgorithmConfig, Batching, Learner, Models, Optimizing, Prompts, evaluate, pipeline
+from rollbook.train import (
+    AlgorithmConfig,
+    Learner,
+    MinibatchConfig,
+    Models,
+    OptimizerConfig,
+    Prompts,
+    evaluate,
+    pipeline,
+)
 from rollbook.train.checkpoint import name_of, save
 from rollbook.train.recipes import letters
 
@@ -24,7 +33,10 @@ def main(out: Path, steps: int = 60, prompts_per_step: int = 64, held: int = 500
     prompts, held_out = Prompts(letters.rows(seed=seed), seed=seed).split(held)
     algorithm = AlgorithmConfig.preset("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
     sampling, models = algorithm.sampling(max_tokens=7, seed=seed), Models(policy=actor)
-    optimizer, batching = Optimizing(lr=5e-4, betas=(0.9, 0.99), warmup=5), Batching(minibatches=4, drop_zero=True)
+    optimizer, batching = (
+        OptimizerConfig(lr=5e-4, betas=(0.9, 0.99), warmup=5),
+        MinibatchConfig(minibatches=4, drop_zero=True),
+    )
     learner = Learner(actor, algorithm, optimizer=optimizer, batching=batching, seed=seed)
     with rollbook.open(out / "book", tokenizer=tokenizer) as book:
         before = evaluate(engine, held_out, letters.reward, sampling=sampling, seed=seed, book=book)

@@ -20,7 +20,7 @@ from rollbook.algorithms import ESTIMATORS
 from rollbook.algorithms.kl import AdaptiveKL
 from rollbook.algorithms.results import Advantages
 from rollbook.compat.lightrft import estimation
-from rollbook.compat.lightrft.estimation import Whole
+from rollbook.compat.lightrft.estimation import RolloutBatches
 from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
 from rollbook.core.metrics import Progress
 from rollbook.core.rows import Rows
@@ -72,7 +72,7 @@ def maker(actor: Any, *, critic: Any = None, reference: Any = None, kl: Any = No
 
 def rows(batches: list[Experience], name: str) -> list[torch.Tensor]:
     """A field of every sample, without padding."""
-    found = Whole(batches).rows(name)
+    found = RolloutBatches(batches).rows(name)
     return [] if found is None else list(found)
 
 
@@ -212,7 +212,7 @@ def test_batch_sizes_change_nothing(size: int, actor: Actor, reference: Actor) -
         for row, other in zip(rows(whole, name), rows(parts, name), strict=True):
             assert torch.equal(row, other), name
     for key in ("reward", "kl", "return"):
-        assert torch.equal(Whole(whole).numbers(key), Whole(parts).numbers(key))
+        assert torch.equal(RolloutBatches(whole).numbers(key), RolloutBatches(parts).numbers(key))
 
 
 @pytest.mark.parametrize("budget", [1, 20, 50, 10_000])
@@ -315,9 +315,9 @@ def test_scores_of_blocks_are_those_of_the_general_path(
     ]
     name, estimator_options = options
     config = MakerConfig(n_samples_per_prompt=size, advantage_estimator=name, estimator_options=estimator_options)
-    short = estimation.score(Whole(experiences), config)
+    short = estimation.score(RolloutBatches(experiences), config)
     with mock.patch.object(estimation, "_block_scores", return_value=None):
-        general = estimation.score(Whole(experiences), config)
+        general = estimation.score(RolloutBatches(experiences), config)
     assert torch.equal(short.rewards.view(torch.int32), general.rewards.view(torch.int32))
     assert repr(short.metrics) == repr(general.metrics)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from rollbook.compat.lightrft.estimation import Whole
+from rollbook.compat.lightrft.estimation import RolloutBatches
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
 from rollbook.rollout import Prompt, ScriptedEngine
 
@@ -38,7 +38,7 @@ def found(tasks: list[list[int]]) -> dict[str, list[torch.Tensor]]:
             config=MakerConfig(advantage_estimator=name, n_samples_per_prompt=3, micro_rollout_batch_size=2, **options),
         )  # fmt: skip
         batches = maker.make_experience_list(tasks)
-        made[name] = [row.clone() for row in Whole(batches).rows("advantages") or ()]
+        made[name] = [row.clone() for row in RolloutBatches(batches).rows("advantages") or ()]
         if not options.get("reward_running_norm"):  # which would take these rewards in twice
             for batch in batches:
                 batch.ids = None  # by place, which two processes must not mistake for one another's

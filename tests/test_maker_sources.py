@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from rollbook.compat.lightrft.estimation import Whole
+from rollbook.compat.lightrft.estimation import RolloutBatches
 from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
 from rollbook.compat.lightrft.replay_buffer import make_experience_batch, split_experience_batch
 from rollbook.models import Actor
@@ -228,7 +228,7 @@ def test_a_row_without_a_reward_counts_for_nothing(estimator: str) -> None:
             engine=ScriptedEngine(script, tokenizer=tiny.bytes_()),
         )
         (batch,) = made.make_experience_list(["ab"])
-        found.append([row.tolist() for row in Whole([batch]).rows("advantages") or ()])
+        found.append([row.tolist() for row in RolloutBatches([batch]).rows("advantages") or ()])
     assert found[0][2] == [0.0, 0.0]
     assert [value for row in found[0][:2] for value in row] == pytest.approx(
         [value for row in found[1] for value in row], abs=1e-6
@@ -311,7 +311,7 @@ def test_of_a_failed_sample_nothing_is_trained_on() -> None:
     for packed in (False, True):
         made = samples_of(rollouts, packed=packed)
         assert made.response_length.tolist() == [2.0, 0.0, 2.0, 2.0]
-        mask = Whole([batch_of(made)]).rows("action_mask")
+        mask = RolloutBatches([batch_of(made)]).rows("action_mask")
         assert [bool(row.any()) for row in mask or ()] == [True, False, True, True]
 
 
@@ -345,7 +345,7 @@ def test_a_subclass_has_the_last_word() -> None:
 
     config = {"advantage_estimator": "reinforce", "micro_rollout_batch_size": 3}
     batches = maker(model=Seen(), cls=Mine, config=config).make_experience_list(["ab", "c"])
-    assert [row[0].item() for row in Whole(batches).rows("advantages") or ()] == [
+    assert [row[0].item() for row in RolloutBatches(batches).rows("advantages") or ()] == [
         100 * (length + 1) for length in LENGTHS
     ]
 
@@ -363,7 +363,7 @@ def test_process_experiences_may_filter_and_change_rewards_before_the_clip() -> 
     config = {"advantage_estimator": "reinforce", "reward_clip_range": (0.0, 12.0), "micro_rollout_batch_size": 3}
     made = maker(model=Seen(), cls=Filtering, config=config)
     (batch,) = made.make_experience_list(["ab", "c"])
-    assert [row[0].item() for row in Whole([batch]).rows("returns") or ()] == [12.0, 9.0, 9.0]
+    assert [row[0].item() for row in RolloutBatches([batch]).rows("returns") or ()] == [12.0, 9.0, 9.0]
     assert batch.info["reward_clip_frac"].tolist() == [1.0, 0.0, 0.0]
     assert batch.info["reward"].tolist() == LENGTHS[1:]
     assert made.metrics["rollout/samples"] == 4 and made.metrics["reward/mean"] == sum(LENGTHS) / 4
@@ -427,7 +427,7 @@ def test_overridden_recursions_are_called_for_each_batch(estimator: str, packing
             engine=ScriptedEngine(TOKENS, tokenizer=tiny.bytes_()),
         )  # fmt: skip
         batches = made.make_experience_list(["ab", "c"], gamma=0.5, lambd=0.25)
-        found[cls] = [torch.cat(list(Whole(batches).rows(name) or ())) for name in ("advantages", "returns")]
+        found[cls] = [torch.cat(list(RolloutBatches(batches).rows(name) or ())) for name in ("advantages", "returns")]
     assert made.calls == 2
     (advantages, returns), (own, own_returns) = found[NaiveExperienceMaker], found[Doubling]
     # ppo whitens: twice the advantages are the same ones then.

@@ -12,7 +12,7 @@ import torch
 from rollbook import Experiences
 from rollbook.algorithms import losses
 from rollbook.compat.lightrft.batch import from_experiences
-from rollbook.compat.lightrft.estimation import Whole
+from rollbook.compat.lightrft.estimation import RolloutBatches
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
 from rollbook.compat.lightrft.passes import native_batch
 from rollbook.core.images import load_image
@@ -134,7 +134,9 @@ def test_packed_or_cut_it_is_the_same(size: int) -> None:
         )
         assert sum(map(len, parts)) == 9
         for name in ("advantages", "action_log_probs", "base_action_log_probs"):
-            for row, other in zip(Whole(whole).rows(name) or (), Whole(parts).rows(name) or (), strict=True):
+            for row, other in zip(
+                RolloutBatches(whole).rows(name) or (), RolloutBatches(parts).rows(name) or (), strict=True
+            ):
                 assert torch.equal(row, other)
         pictures = [item.pixel_values for part in parts for item in _items(part)]
         assert [0 if one is None else len(one) for one in pictures] == [0, 0, 0, 1, 1, 1, 2, 2, 2]

@@ -417,8 +417,8 @@ def test_normalize_refuses() -> None:
     assert buffer[0].advantages.tolist() == [1, 2]
 
 
-class Ranks:
-    """Ranks as threads, whose `all_reduce` adds up."""
+class ProcessGroup:
+    """ProcessGroup as threads, whose `all_reduce` adds up."""
 
     def __init__(self, count: int) -> None:
         self.given: list[torch.Tensor] = []
@@ -440,7 +440,7 @@ def test_normalize_over_ranks_is_that_of_one() -> None:
     whole.normalize("advantages")
     # One rank has a sample without actions only, and takes part all the same.
     shards = [buffer_with(rows[:1], masks[:1]), buffer_with(rows[1:], masks[1:]), buffer_with([[9.0]], [[False]])]
-    ranks = Ranks(len(shards))
+    ranks = ProcessGroup(len(shards))
     threads = [threading.Thread(target=shard.normalize, args=("advantages", ranks)) for shard in shards]
     for thread in threads:
         thread.start()

@@ -17,7 +17,7 @@ from rollbook import Experience, Experiences
 from rollbook.algorithms import ESTIMATORS, estimate
 from rollbook.algorithms.inputs import group_id, group_numbers, inputs_of, run_id
 from rollbook.compat.lightrft.batch import from_experiences
-from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.wire import decode, encode
 
 TEXT = st.sampled_from(["", "a", "b/c", "50%", "1"])
@@ -237,7 +237,7 @@ def across(rows: list[int], ranks: Any) -> dict[str, list[float]]:
 def worker(rank: int, parts: list[list[int]], folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=len(parts))
     try:
-        torch.save(across(parts[rank], Ranks()), f"{folder}/{rank}.pt")
+        torch.save(across(parts[rank], ProcessGroup()), f"{folder}/{rank}.pt")
     finally:
         torch.distributed.destroy_process_group()
 
@@ -246,7 +246,7 @@ def test_groups_that_lie_across_processes_are_still_groups(tmp_path: Path) -> No
     # The second of three processes has no rows at all.
     parts = [[0, 1, 2, 4, 8], [], [3, 5, 6, 7]]
     mp.spawn(worker, args=(parts, str(tmp_path)), nprocs=3, join=True)
-    together = across(list(range(9)), ALONE)
+    together = across(list(range(9)), SINGLE_PROCESS)
     for name, whole in together.items():
         for rank, rows in enumerate(parts):
             found = torch.load(tmp_path / f"{rank}.pt")[name]
@@ -255,7 +255,7 @@ def test_groups_that_lie_across_processes_are_still_groups(tmp_path: Path) -> No
 
 def test_ranks_need_a_process_group() -> None:
     with pytest.raises(ValueError, match=r"ranks: torch.distributed is not initialised"):
-        Ranks()
+        ProcessGroup()
 
 
 def partial(run: int, **more: Any) -> Experience:
@@ -377,4 +377,4 @@ def test_what_is_shown_is_short() -> None:
     found = estimate("grpo", Experiences([record({"task": 0, "run": i}, 1.0, [True]) for i in range(50)]))
     assert len(repr(found)) < 300 and "constant group 50" in repr(found)
     assert "Ragged(50 rows" in repr(found.advantages) and "groups 1" in str(found.report)
-    assert repr(ALONE) == "ALONE" and "grpo" in repr(ESTIMATORS)
+    assert repr(SINGLE_PROCESS) == "SINGLE_PROCESS" and "grpo" in repr(ESTIMATORS)

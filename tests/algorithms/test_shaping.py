@@ -38,7 +38,7 @@ from rollbook.algorithms.shaping import (
     shape_rank,
     shape_repetition,
 )
-from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.rows import Rows
 from tests.algorithms.test_corrections import Ragged, ragged
 
@@ -410,7 +410,7 @@ RANKED += ((["x", "y", "z"], ["w", "x"]),)  # run x of group a has a row in each
 
 def _rank(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    ranks = Ranks()
+    ranks = ProcessGroup()
     norm = RunningNorm()
     shaped = norm(PARTS[rank], ranks=ranks)
     bonus = length_bonus([[10, 20, 30], [5]][rank], [[1, 0, 1], [1]][rank], GROUPS[rank], ranks=ranks)
@@ -429,7 +429,7 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     mp.spawn(_rank, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
     first, second = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
     norm = RunningNorm()
-    shaped = norm(PARTS[0] + PARTS[1], ranks=ALONE)
+    shaped = norm(PARTS[0] + PARTS[1], ranks=SINGLE_PROCESS)
     assert first[0] == second[0]
     assert first[0] == pytest.approx(norm.state_dict())
     assert np.allclose(first[1] + second[1], shaped.rewards.tolist(), equal_nan=True)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rollbook.algorithms.advantages import temporal
 from rollbook.algorithms.registry import ESTIMATORS
-from rollbook.core.process_group import Ranks
+from rollbook.core.process_group import ProcessGroup
 from rollbook.core.rows import Rows
 from tests.algorithms.test_scan import naive_gae, naive_part, naive_returns
 
@@ -420,7 +420,7 @@ def one_process(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     place = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=len(SPLIT))
-    found = estimates(SPLIT[rank], ranks=Ranks())
+    found = estimates(SPLIT[rank], ranks=ProcessGroup())
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.compat.lightrft.saver import TrajectorySaver
-from rollbook.core.process_group import ALONE
+from rollbook.core.process_group import SINGLE_PROCESS
 from tests.saver.making import TOKENIZER, read, rollout
 
 WORLD = 2
@@ -60,7 +60,7 @@ def scenes(rank: int) -> dict[str, dict[str, Any]]:
             "experiences": with_images(part, ["red"] * 6 if not rank else ["blue", "red"] * 3),
             "num_samples": 100,
         },
-        "alone": {"experiences": part if rank == 0 else None, "ranks": ALONE},
+        "alone": {"experiences": part if rank == 0 else None, "ranks": SINGLE_PROCESS},
         "behind": {"experiences": part, "num_samples": 100, "background": True},
     }
 
@@ -96,7 +96,7 @@ def worker(rank: int, folder: str) -> None:
         found: dict[str, Any] = {}
         for name, call in scenes(rank).items():
             options = {key: call.pop(key) for key in ("keep", "ranks", "background") if key in call}
-            if options.get("ranks") is ALONE and rank:
+            if options.get("ranks") is SINGLE_PROCESS and rank:
                 found[name] = None, None  # a saver that one process has for itself
                 continue
             saver = TrajectorySaver(f"{folder}/{name}", TOKENIZER, **options)

@@ -32,10 +32,10 @@ from rollbook.book.book import Book
 from rollbook.models import Actor, Critic
 from rollbook.rollout import EnvironmentConfig, Prompt, Reply
 from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
-from rollbook.train.learner import Batching
-from rollbook.train.optimizer import Optimizing
+from rollbook.train.learner import MinibatchConfig
+from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.prompts import Prompts
-from rollbook.train.replay_config import Intake
+from rollbook.train.replay_config import ReplayConfig
 from rollbook.train.trainer import Trainer
 from tests import tiny
 
@@ -124,10 +124,10 @@ def build_trainer(
         critic=critic,
         reference=reference,
         teacher=teacher,
-        optimizer=Optimizing(lr=0.02, eps=1e-2),
-        critic_optimizer=Optimizing(lr=0.02, eps=1e-2) if critic is not None else None,
-        batching=Batching(**{"minibatches": 2, **(batch or {})}),
-        intake=Intake(**(replay or {})),
+        optimizer=OptimizerConfig(lr=0.02, eps=1e-2),
+        critic_optimizer=OptimizerConfig(lr=0.02, eps=1e-2) if critic is not None else None,
+        batching=MinibatchConfig(**{"minibatches": 2, **(batch or {})}),
+        intake=ReplayConfig(**(replay or {})),
         expert=expert_book(folder, expert) if expert else None,
         seed=SEED,
     )

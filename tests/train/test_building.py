@@ -29,10 +29,10 @@ from rollbook.train.algorithm import PRESET_NAMES
 from rollbook.train.config import ConfigError, effective, shown
 from rollbook.train.config.schema import SAMPLERS
 from rollbook.train.evaluation import difference
-from rollbook.train.learner import NotFinite
+from rollbook.train.learner import NonFiniteLossError
 from rollbook.train.recipes import letters
 from rollbook.train.run import Outcome, run
-from rollbook.train.trainer import Fruitless
+from rollbook.train.trainer import AllSamplesFailedError
 from tests import tiny
 from tests.rewards.server import serve as serve_rewards
 from tests.rollout.server import serve as serve_samples
@@ -347,7 +347,9 @@ def test_prompts_that_are_too_long(go: Go, house: Path, tmp_path: Path) -> None:
     assert {row.prompt_text for row in shown_.records} == {"abc", "aaa"}
     dropped = go(*where, "algorithm=sft", "data.max_prompt_tokens=4", out="dropped")
     assert {row.prompt_text for row in dropped.records} == {"abc>"}
-    with pytest.raises(Fruitless, match=r"step 1: all 8 samples failed.*expected at most 2 \(max_prompt_tokens\)"):
+    with pytest.raises(
+        AllSamplesFailedError, match=r"step 1: all 8 samples failed.*expected at most 2 \(max_prompt_tokens\)"
+    ):
         go(*where, "data.max_prompt_tokens=2", out="all")
     refused(
         go, "data.max_prompt_tokens", *where, "data.max_prompt_tokens=9", f"environment={ME}:Game", out="environment"
@@ -454,7 +456,9 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
 
 
 def test_a_reward_that_never_works_stops_the_run(go: Go) -> None:
-    with pytest.raises(Fruitless, match=r"step 1: all 12 samples failed, or have no reward; the first: broken: KeyErr"):
+    with pytest.raises(
+        AllSamplesFailedError, match=r"step 1: all 12 samples failed, or have no reward; the first: broken: KeyErr"
+    ):
         go(f"rewards={ME}:broken")
 
 
@@ -466,7 +470,7 @@ def test_an_environment_in_training_and_evaluation(go: Go) -> None:
              "environment.max_turns=2", "data.chat=true", "data.held_out=2", "evaluation.k=2")  # fmt: skip
     assert {row.metrics["turns"] for row in ran.records} == {2} and len(ran.evaluated) == 8
     assert ran.moved() > 0 and all(row.reward > 0 for row in ran.records if row.reward is not None)
-    with pytest.raises(Fruitless, match="nope"):
+    with pytest.raises(AllSamplesFailedError, match="nope"):
         go(f"environment={ME}:Game", "environment.options={nope: 3}", "rewards=[]", out="nope")
     refused(go, "environment.function", f"environment={ME}:Gme", out="name")
     refused(go, "evaluation.rewards", f"environment={ME}:Game", "evaluation.rewards=exact_match", out="rewards")
@@ -583,7 +587,7 @@ def test_schedules_end_with_the_run(schedule: str, expected: float, go: Go) -> N
 
 
 def test_updates_that_are_not_finite_change_nothing_and_stop_the_run(go: Go) -> None:
-    with pytest.raises(NotFinite, match=r"step 2.*2 times in a row"):
+    with pytest.raises(NonFiniteLossError, match=r"step 2.*2 times in a row"):
         go(f"rewards={ME}:huge", "algorithm=dr_grpo", "algorithm.n=4", "nonfinite_limit=2", "steps=4")
 
 
@@ -713,7 +717,7 @@ def test_the_command(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_reward_that_always_fails_ends_the_warm_up(go: Go) -> None:
-    with pytest.raises(Fruitless, match="warm-up, step 5: no sample has a reward; the first: .*answer"):
+    with pytest.raises(AllSamplesFailedError, match="warm-up, step 5: no sample has a reward; the first: .*answer"):
         go("warmup.steps=20", "warmup.until=0.5", f"rewards={ME}:broken")
 
 

@@ -37,10 +37,10 @@ from rollbook.train.config.values import (
     section_in,
     section_of,
 )
-from rollbook.train.learner import Batching
-from rollbook.train.optimizer import Optimizing
-from rollbook.train.replay_config import Intake
-from rollbook.train.sft_warmup import WarmUp
+from rollbook.train.learner import MinibatchConfig
+from rollbook.train.optimizer import OptimizerConfig
+from rollbook.train.replay_config import ReplayConfig
+from rollbook.train.sft_warmup import WarmupConfig
 
 TOP = section_of(Config)
 SECTIONS = {name: inner for name, key in TOP.keys.items() if (inner := section_in(key.kind)) is not None}
@@ -206,14 +206,14 @@ def test_every_key_has_one_sentence_and_a_default() -> None:
 
 
 def test_sections_have_the_fields_and_defaults_of_what_they_are_handed_to() -> None:
-    assert Config().batch.batching() == Batching()
-    assert Config().intake.intake() == Intake(sampler_options={})
-    assert Config(warmup={"steps": 100}).warmup.warm_up() == WarmUp()
-    named = {one.name for one in dataclasses.fields(Intake)} - {"consumer"}
+    assert Config().batch.batching() == MinibatchConfig()
+    assert Config().intake.intake() == ReplayConfig(sampler_options={})
+    assert Config(warmup={"steps": 100}).warmup.warm_up() == WarmupConfig()
+    named = {one.name for one in dataclasses.fields(ReplayConfig)} - {"consumer"}
     assert {*SECTIONS["intake"].keys} == named | {"expert"}
-    assert {*SECTIONS["batch"].keys} == {one.name for one in dataclasses.fields(Batching)} | {"prompts"}
+    assert {*SECTIONS["batch"].keys} == {one.name for one in dataclasses.fields(MinibatchConfig)} | {"prompts"}
     assert [*SECTIONS["algorithm"].keys] == ["preset", *(one.name for one in dataclasses.fields(AlgorithmConfig))]
-    assert [*SECTIONS["optimizer"].keys] == [one.name for one in dataclasses.fields(Optimizing)]
+    assert [*SECTIONS["optimizer"].keys] == [one.name for one in dataclasses.fields(OptimizerConfig)]
     assert set(SAMPLERS.values()) == set(KNOWN_SAMPLERS)
 
 
@@ -479,7 +479,7 @@ def test_a_file_changes_its_base_key_by_key(base: Path) -> None:
     child = over(
         base, "optimizer: {lr: 1e-3}\nmodel: {options: {layers: 2}}\nalgorithm: {loss_options: {clip_low: 0.1}}"
     )
-    assert child.optimizer == Optimizing(lr=1e-3, warmup=5)
+    assert child.optimizer == OptimizerConfig(lr=1e-3, warmup=5)
     assert child.model.options == {"hidden": 8, "layers": 2}
     assert child.algorithm == AlgorithmConfig.preset("grpo", n=4, loss_options={"clip_high": 0.28, "clip_low": 0.1})
     write(base.parent, "sub.toml", 'base = "base.yaml"\nname = "middle"\nseed = 3')
@@ -594,7 +594,7 @@ def test_arguments_change_any_key(base: Path) -> None:
     assert [one.weight for one in found.rewards] == [2.0, 1.0, 1.0] and found.rewards[0].options == {"x": 1}
     assert found.rewards[1].options == {"x": {"a": [1, None]}} and found.rewards[2].function == "numeric_match"
     assert found.model.options == {"hidden": 16} and found.model.tokenizer is None
-    assert found.optimizer.betas == (0.9, 0.95) and found.critic_optimizer == Optimizing(lr=1e-3)
+    assert found.optimizer.betas == (0.9, 0.95) and found.critic_optimizer == OptimizerConfig(lr=1e-3)
     assert (found.evaluation.success, found.saving.every, found.intake.expert) == ("right", 10, None)
 
 

@@ -18,14 +18,14 @@ import torch
 from rollbook import Experience, Experiences
 from rollbook.models import Actor, Critic
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.learner import Batching, Learner, NotFinite
-from rollbook.train.optimizer import Optimizing
+from rollbook.train.learner import Learner, MinibatchConfig, NonFiniteLossError
+from rollbook.train.optimizer import OptimizerConfig
 from tests.train.stages import complete
 from tests.train.test_reference import gradients, llama, numbers, records, same, samples, weights
 
 GRPO = AlgorithmConfig.preset("grpo", kl_coef=0.05, entropy_coef=0.01)
-STEP = Optimizing(lr=0.01, eps=1e-5)
-PLAIN = Optimizing(name="sgd", betas=(0.0, 0.999), lr=0.3, grad_clip=0.0)
+STEP = OptimizerConfig(lr=0.01, eps=1e-5)
+PLAIN = OptimizerConfig(name="sgd", betas=(0.0, 0.999), lr=0.3, grad_clip=0.0)
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def made() -> Experiences:
 
 
 def learner(**options: Any) -> Learner:
-    given: dict[str, Any] = {"optimizer": STEP, "batching": Batching(shuffle=False), **options}
+    given: dict[str, Any] = {"optimizer": STEP, "batching": MinibatchConfig(shuffle=False), **options}
     return Learner(Actor(llama()), given.pop("algorithm", GRPO), **given)
 
 
@@ -77,12 +77,12 @@ def poisoned(rows: Experiences, which: Sequence[int], value: float = math.inf, n
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_loss_that_is_not_finite_changes_nothing(value: float) -> None:
     rows = made()
-    mind = learner(batching=Batching(shuffle=False, minibatches=4))
+    mind = learner(batching=MinibatchConfig(shuffle=False, minibatches=4))
     mind.update(rows, step=1)
     before, state = weights(mind.actor), copy.deepcopy(mind.state_dict())
     spoilt = poisoned(rows, [0, 5, 9, 13], value)
     with (
-        pytest.raises(NotFinite, match="step 2, pass 0, minibatch 2: .* 3 times in a row"),
+        pytest.raises(NonFiniteLossError, match="step 2, pass 0, minibatch 2: .* 3 times in a row"),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
@@ -95,7 +95,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(value: float) -> None:
 
 def test_the_other_minibatches_of_a_step_count() -> None:
     rows = made()
-    mind, other = learner(batching=Batching(shuffle=False, minibatches=4)), learner()
+    mind, other = learner(batching=MinibatchConfig(shuffle=False, minibatches=4)), learner()
     with pytest.warns(UserWarning, match="step 1, pass 0, minibatch 1: the loss or its gradient is not finite"):
         learned = mind.update(poisoned(rows, [4]), step=1)
     assert (learned.updates, learned.skipped, mind.failures) == (3, 1, 0)
@@ -140,7 +140,7 @@ def test_the_order_of_records_does_not_matter() -> None:
 
 def test_shuffling_is_by_seed_and_step() -> None:
     rows = made()
-    how = Batching(minibatches=4)
+    how = MinibatchConfig(minibatches=4)
 
     def cut(seed: int, step: int) -> list[int]:
         learned = learner(batching=how, seed=seed).update(rows, step=step)
@@ -153,8 +153,8 @@ def test_shuffling_is_by_seed_and_step() -> None:
 
 def test_two_epochs_are_two_passes() -> None:
     rows = made()
-    one = learner(batching=Batching(shuffle=False, minibatches=2, epochs=2))
-    two = learner(batching=Batching(shuffle=False, minibatches=2))
+    one = learner(batching=MinibatchConfig(shuffle=False, minibatches=2, epochs=2))
+    two = learner(batching=MinibatchConfig(shuffle=False, minibatches=2))
     learned = one.update(rows, step=1)
     parts = [two.update(rows, step=1) for _ in range(2)]
     assert equal(weights(one.actor), weights(two.actor)) and equal(one.state_dict(), two.state_dict())
@@ -168,7 +168,7 @@ def test_two_epochs_are_two_passes() -> None:
 
 
 def test_places_say_what_each_record_weighed() -> None:
-    learned = learner(batching=Batching(minibatches=3, token_budget=30)).update(made(), step=1)
+    learned = learner(batching=MinibatchConfig(minibatches=3, token_budget=30)).update(made(), step=1)
     for k in range(3):
         found = [place["weight"] for place in learned.placements if place["minibatch"] == k]
         assert sum(found) == pytest.approx(1, abs=1e-6)
@@ -176,7 +176,7 @@ def test_places_say_what_each_record_weighed() -> None:
 
 def test_drop_zero_is_training_without_those_records() -> None:
     rows = made()
-    one = learner(batching=Batching(shuffle=False, drop_zero=True))
+    one = learner(batching=MinibatchConfig(shuffle=False, drop_zero=True))
     two = learner()
     learned = one.update(rows, step=1)
     two.update(rows.take([*range(4), *range(8, 16)]), step=1)
@@ -195,7 +195,7 @@ def test_drop_zero_is_training_without_those_records() -> None:
 
 def test_keep_groups() -> None:
     rows = made()
-    learned = learner(batching=Batching(minibatches=2, keep_groups=True)).update(rows, step=1)
+    learned = learner(batching=MinibatchConfig(minibatches=2, keep_groups=True)).update(rows, step=1)
     found: dict[str, set[int]] = {}
     for eid, place in zip(rows.eids(), learned.placements, strict=True):
         found.setdefault(eid.tid, set()).add(place["minibatch"])
@@ -212,7 +212,7 @@ def test_old_log_probs_are_each_records_own() -> None:
     filled = [row if row.policy_logprobs is not None else row.replace(policy_logprobs=row.logprobs) for row in given]
     found = []
     for rows, budget in ((filled, 4096), (given, 4096), (given, 12)):
-        mind = learner(optimizer=PLAIN, batching=Batching(shuffle=False, token_budget=budget))
+        mind = learner(optimizer=PLAIN, batching=MinibatchConfig(shuffle=False, token_budget=budget))
         mind.update(rows, step=1)
         found.append(weights(mind.actor))
     same(found[1], found[0], 1e-6)
@@ -285,7 +285,10 @@ def test_the_critic_learns_alone_at_first() -> None:
 @pytest.mark.parametrize("kind", ["grpo", "ppo", "bfloat16"])
 def test_going_on_is_bit_equal(kind: str) -> None:
     def fresh() -> Learner:
-        how = {"batching": Batching(minibatches=2), "optimizer": Optimizing(lr=0.003, warmup=2, weight_decay=0.1)}
+        how = {
+            "batching": MinibatchConfig(minibatches=2),
+            "optimizer": OptimizerConfig(lr=0.003, warmup=2, weight_decay=0.1),
+        }
         if kind == "ppo":
             return critical(**how)
         if kind == "bfloat16":
@@ -329,7 +332,7 @@ def test_the_state_of_another_model_is_refused() -> None:
 
 def test_bfloat16_moves_by_less_than_its_numbers_are_apart() -> None:
     """By 1e-5 a step, where weights of 0.25 are 1e-3 apart: without float32 copies none would ever move."""
-    mind = Learner(Actor(llama().bfloat16()), GRPO, precision="bfloat16", optimizer=Optimizing(lr=1e-5))
+    mind = Learner(Actor(llama().bfloat16()), GRPO, precision="bfloat16", optimizer=OptimizerConfig(lr=1e-5))
     rows = made()
     before = [one.detach().clone() for one in mind.optimizer.weights]
     copies = [one.clone() for one in mind.optimizer.moved]
@@ -357,7 +360,7 @@ def test_short_numbers_give_nearly_the_same_gradient(
     found = []
     for how in ("float32", precision):
         actor = Actor(copy.deepcopy(model).bfloat16() if how == "bfloat16" else copy.deepcopy(model))
-        mind = Learner(actor, "asymre", optimizer=PLAIN, precision=how, batching=Batching(token_budget=budget))
+        mind = Learner(actor, "asymre", optimizer=PLAIN, precision=how, batching=MinibatchConfig(token_budget=budget))
         seen = gradients(monkeypatch, mind.optimizer)
         mind.update(rows, step=1)
         found.append(torch.cat([one.float().flatten() for one in seen[0].values()]))
@@ -380,7 +383,7 @@ def test_adapters_learn_and_the_base_does_not() -> None:
     rows = complete(made().assign(ref_logprobs=[None] * 16), GRPO, reference=actor.reference())
     for row, one in zip(rows, given, strict=True):
         assert row.ref_logprobs.tolist() == pytest.approx(numbers(llama(), one), abs=1e-5)  # the base's
-    mind = Learner(actor, GRPO, optimizer=Optimizing(lr=0.05))
+    mind = Learner(actor, GRPO, optimizer=OptimizerConfig(lr=0.05))
     assert mind.optimizer.names and all("lora_" in name for name in mind.optimizer.names)
     before = weights(actor)
     first = mind.update(rows, step=1).metrics
@@ -450,7 +453,7 @@ def test_a_first_token_without_a_prompt_is_not_trained_on(packed: bool) -> None:
     texts = [torch.randint(3, 16, (n,), generator=draw).tolist() for n in (6, 4, 5)]
     metrics = []
     for prompt in (0, 1):
-        mind = critical(changes={"kl_coef": 0.05, "entropy_coef": 0.01}, batching=Batching(packed=packed))
+        mind = critical(changes={"kl_coef": 0.05, "entropy_coef": 0.01}, batching=MinibatchConfig(packed=packed))
         rows = [
             Experience(tokens=tokens, prompt_length=prompt, action_mask=[True] * (len(tokens) - prompt),
                        reward=float(i), eid={"task": 0, "run": i})
@@ -467,7 +470,7 @@ def test_a_first_token_without_a_prompt_is_not_trained_on(packed: bool) -> None:
 
 
 def test_nothing_to_learn_from() -> None:
-    mind = learner(batching=Batching(drop_zero=True))
+    mind = learner(batching=MinibatchConfig(drop_zero=True))
     before = weights(mind.actor)
     rows = made()
     learned = mind.update(rows.take([4, 5, 6, 7]), step=1)
@@ -478,7 +481,7 @@ def test_nothing_to_learn_from() -> None:
 
 def test_a_learning_rate_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps of a schedule, as plain descent: what the weights move by is the rate times the gradient."""
-    how = Optimizing(name="sgd", betas=(0.0, 0.999), lr=0.4, warmup=2, schedule="linear", steps=6, grad_clip=0.0)
+    how = OptimizerConfig(name="sgd", betas=(0.0, 0.999), lr=0.4, warmup=2, schedule="linear", steps=6, grad_clip=0.0)
     mind = learner(optimizer=how)
     seen = gradients(monkeypatch, mind.optimizer)
     for step, rate in ((1, 0.2), (4, 0.2), (5, 0.1)):
@@ -493,7 +496,7 @@ def test_a_pair_longer_than_the_budget_goes_alone() -> None:
         Experience(tokens=[3, 4], chosen=[5] * n, rejected=[6] * 3, eid={"batch": 1, "task": n}) for n in (2, 20, 3)
     ]
     mind = Learner(
-        Actor(llama()), "dpo", reference=Actor(llama(101), trainable=False), batching=Batching(token_budget=8)
+        Actor(llama()), "dpo", reference=Actor(llama(101), trainable=False), batching=MinibatchConfig(token_budget=8)
     )
     learned = mind.update(rows, step=1)
     assert len({place["micro_batch"] for place in learned.placements}) >= 2
@@ -510,6 +513,6 @@ def test_rows_without_weights_beside_others_weigh_one() -> None:
     losses = []
     for column in (weights_of, explicit):
         for budget in (24, 4096):
-            mind = learner(batching=Batching(shuffle=False, token_budget=budget))
+            mind = learner(batching=MinibatchConfig(shuffle=False, token_budget=budget))
             losses.append(mind.update(rows.assign(loss_weights=column), step=1).metrics["loss"])
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5) and losses[:2] == losses[2:]

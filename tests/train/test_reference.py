@@ -21,8 +21,8 @@ from rollbook import Experience, Experiences
 from rollbook.algorithms import estimate
 from rollbook.models import Actor, Critic
 from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
-from rollbook.train.learner import Batching, Learner, UpdateResult
-from rollbook.train.optimizer import Optimizing
+from rollbook.train.learner import Learner, MinibatchConfig, UpdateResult
+from rollbook.train.optimizer import OptimizerConfig
 from tests.train import naive
 from tests.train.naive import How, Sample
 from tests.train.stages import complete
@@ -113,8 +113,8 @@ def records(given: Sequence[Sample], **columns: Sequence[Any]) -> Experiences:
     return Experiences(made).assign(**columns)
 
 
-def optimizing(how: How) -> Optimizing:
-    return Optimizing(
+def optimizing(how: How) -> OptimizerConfig:
+    return OptimizerConfig(
         name=how.optimizer,
         lr=how.lr,
         betas=how.betas,
@@ -179,7 +179,7 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
         entropy_coef=how.entropy_coef,
         loss_options={"clip_high": how.clip[1]},
     )
-    batching = Batching(minibatches=3, packed=packed, token_budget=budget)
+    batching = MinibatchConfig(minibatches=3, packed=packed, token_budget=budget)
     learner = Learner(actor, algorithm, optimizer=optimizing(how), batching=batching, seed=7)
     seen = gradients(monkeypatch, learner.optimizer)
     learned = learner.update(complete(records(given), algorithm), step=1)
@@ -257,7 +257,7 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
         critic=critic,
         optimizer=optimizing(how),
         critic_optimizer=optimizing(slow),
-        batching=Batching(minibatches=2, packed=packed, token_budget=budget),
+        batching=MinibatchConfig(minibatches=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer), gradients(monkeypatch, learner.critic_optimizer)
     learned = learner.update(complete(rows, algorithm), step=1)
@@ -345,7 +345,7 @@ def test_preset(monkeypatch: pytest.MonkeyPatch, name: str, packed: bool, budget
         actor,
         name,
         optimizer=optimizing(how),
-        batching=Batching(minibatches=2, packed=packed, token_budget=budget),
+        batching=MinibatchConfig(minibatches=2, packed=packed, token_budget=budget),
         max_tokens=12,
     )
     seen = gradients(monkeypatch, learner.optimizer)
@@ -382,7 +382,7 @@ def test_mix(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
         actor,
         algorithm,
         optimizer=optimizing(how),
-        batching=Batching(minibatches=2, packed=packed, token_budget=budget),
+        batching=MinibatchConfig(minibatches=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer)
     learned = learner.update(rows, step=1, expert=[one.expert for one in given])
@@ -413,7 +413,7 @@ def test_dpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
         "dpo",
         reference=Actor(reference, trainable=False),
         optimizer=optimizing(how),
-        batching=Batching(minibatches=2, epochs=2, packed=packed, token_budget=budget),
+        batching=MinibatchConfig(minibatches=2, epochs=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer)
     learned = learner.update(complete(rows, AlgorithmConfig.preset("dpo")), step=1)
@@ -460,7 +460,10 @@ def test_weights(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
         one.weights = [w * share * min(ratio, 1.2) for w, ratio in zip(mine, ratios, strict=True)]
     assert masked > 3
     learner = Learner(
-        actor, algorithm, optimizer=optimizing(how), batching=Batching(minibatches=2, packed=True, token_budget=24)
+        actor,
+        algorithm,
+        optimizer=optimizing(how),
+        batching=MinibatchConfig(minibatches=2, packed=True, token_budget=24),
     )
     seen = gradients(monkeypatch, learner.optimizer)
     learned = learner.update(rows, step=1, weights=drawn)

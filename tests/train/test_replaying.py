@@ -20,7 +20,7 @@ from rollbook.cli.parser import main
 from rollbook.train import checkpoint, comparison
 from rollbook.train.config import Config, effective, shown
 from rollbook.train.run import run
-from rollbook.train.step_replay import Replayed, choices, trace
+from rollbook.train.step_replay import ReplayResult, choices, trace
 from rollbook.train.step_replay import replay as replay_untrusted
 
 SMALL = (
@@ -89,12 +89,12 @@ def copy(make: Make, tmp_path: Path) -> Path:
     return Path(shutil.copytree(make(steps=4, every=3), tmp_path / "run"))
 
 
-def by_name(found: Replayed) -> dict[str, str]:
+def by_name(found: ReplayResult) -> dict[str, str]:
     """Verdicts by what they are of."""
     return {check.what: check.verdict for check in found.checks}
 
 
-def untouched(found: Replayed, *missing: str) -> None:
+def untouched(found: ReplayResult, *missing: str) -> None:
     """All is the same to the last bit, but what cannot be compared."""
     odd = {what: verdict for what, verdict in by_name(found).items() if verdict != comparison.SAME}
     assert odd == dict.fromkeys(missing, comparison.NOT)

@@ -23,12 +23,12 @@ from rollbook.book.book import Book
 from rollbook.models import Actor, Critic
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.learner import Batching
-from rollbook.train.optimizer import Optimizing
+from rollbook.train.learner import MinibatchConfig
+from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.prompts import Prompts
 from rollbook.train.recipes import letters
-from rollbook.train.replay_config import Intake
-from rollbook.train.trainer import Exhausted, Trainer
+from rollbook.train.replay_config import ReplayConfig
+from rollbook.train.trainer import OutOfDataError, Trainer
 from tests.train.lineage import equal, ledger, misplaced, timeless
 
 ROWS = 10
@@ -133,11 +133,11 @@ def trainer(folder: Path, setting: Setting, weights: int = 0) -> Trainer:
         reward=given["reward"] if how.estimator is not None else None,
         prompts_per_step=3,
         sampling={"max_tokens": 5} if how.estimator is not None else None,
-        optimizer=Optimizing(lr=0.01, warmup=2),
+        optimizer=OptimizerConfig(lr=0.01, warmup=2),
         seed=3,
         folder=folder,
         reference=reference,
-        **{"batching": Batching(minibatches=2), **options},
+        **{"batching": MinibatchConfig(minibatches=2), **options},
     )
 
 
@@ -173,14 +173,14 @@ SETTINGS: dict[str, Setting] = {
     "bfloat16": {"precision": "bfloat16"},
     "bfloat16 critic": {"algorithm": "ppo", "precision": "bfloat16"},
     "autocast": {"precision": "autocast", "dropout": 0.3},
-    "dropout": {"dropout": 0.3, "batching": Batching(minibatches=2, epochs=2)},
+    "dropout": {"dropout": 0.3, "batching": MinibatchConfig(minibatches=2, epochs=2)},
     "random rewards": {"reward": by_chance},
     "running norm": {"changes": {"reward_norm": "mean_std"}},
     "dropped groups": {"reward": rarely, "changes": {"drop_constant_groups": True, "refill": 2, "n": 4}},
-    "replay": {"intake": Intake(**REPLAY)},
-    "newest first": {"intake": Intake(**{**REPLAY, "sampler": "Last", "max_staleness": 1})},
-    "expert": {"algorithm": "mix", "intake": Intake(expert_share=0.4)},
-    "replay and expert": {"algorithm": "mix", "intake": Intake(**REPLAY, expert_share=0.4)},
+    "replay": {"intake": ReplayConfig(**REPLAY)},
+    "newest first": {"intake": ReplayConfig(**{**REPLAY, "sampler": "Last", "max_staleness": 1})},
+    "expert": {"algorithm": "mix", "intake": ReplayConfig(expert_share=0.4)},
+    "replay and expert": {"algorithm": "mix", "intake": ReplayConfig(**REPLAY, expert_share=0.4)},
     "given answers": {"algorithm": "sft"},
     "pairs": {"algorithm": "dpo"},
 }
@@ -246,7 +246,7 @@ def test_where_others_bring_the_records_they_are_kept(tmp_path: Path) -> None:
 
     def opened() -> Trainer:
         book = rollbook.open(tmp_path / "book")
-        options: dict[str, Any] = {"folder": tmp_path, "optimizer": Optimizing(lr=0.01)}
+        options: dict[str, Any] = {"folder": tmp_path, "optimizer": OptimizerConfig(lr=0.01)}
         return Trainer(llama(0), "sft", book, prompts_per_step=2, seed=3, **options)
 
     def bring(book: Book, tasks: range) -> None:
@@ -257,7 +257,7 @@ def test_where_others_bring_the_records_they_are_kept(tmp_path: Path) -> None:
     bring(first.book, range(6))
     first.run(1)
     bring(first.book, range(6, 10))
-    with pytest.raises(Exhausted, match="step 6: .* has nothing more to lease"):
+    with pytest.raises(OutOfDataError, match="step 6: .* has nothing more to lease"):
         first.run(9)
     expected = state(first)
     second = opened()
@@ -351,7 +351,9 @@ def test_weights_of_another_shape_change_nothing(tmp_path: Path) -> None:
     made.actor = Actor(wide)
     before = {name: one.clone() for name, one in made.actor.state_dict().items()}
     drawn = torch.get_rng_state()
-    with pytest.raises(checkpoint.Broken, match=r"step-000001/model: got no weight .* of shape \[60, 32\]"):
+    with pytest.raises(
+        checkpoint.CorruptCheckpointError, match=r"step-000001/model: got no weight .* of shape \[60, 32\]"
+    ):
         made.resume()
     assert equal(before, dict(made.actor.state_dict())) and torch.equal(drawn, torch.get_rng_state())
     assert len(trained_steps(made.book)) == 24

@@ -23,7 +23,7 @@ from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.learner import Learner
 from rollbook.train.prompts import Prompts
 from rollbook.train.step_replay import trace
-from rollbook.train.trainer import Fruitless, Trainer
+from rollbook.train.trainer import AllSamplesFailedError, Trainer
 from tests import tiny
 from tests.train.stages import complete
 from tests.train.test_episodes import Game
@@ -154,7 +154,10 @@ def test_a_step_in_which_everything_failed_is_an_error(broken: str) -> None:
         options = {"engine": ScriptedEngine([RuntimeError("down")])}
     actor, _ = models()
     run = trainer(actor, AlgorithmConfig.preset("grpo", n=2, kl_coef=0.0), **options)
-    with warnings.catch_warnings(), pytest.raises(Fruitless, match="all 4 samples failed, or have no reward"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(AllSamplesFailedError, match="all 4 samples failed, or have no reward"),
+    ):
         warnings.simplefilter("ignore")
         run.step()
     rows = list(run.book)

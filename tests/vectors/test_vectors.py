@@ -45,7 +45,7 @@ LAYOUTS = ("right", "left", "packed")
 # --- running a vector -----------------------------------------------------------------------------------------------
 
 
-class Sheet:
+class RaggedBatch:
     """Rows of tokens laid out one way, and results read back from it."""
 
     def __init__(self, layout: str, dtype: torch.dtype, lengths: list[int]) -> None:
@@ -96,7 +96,7 @@ def ours(vector: dict[str, Any], layout: str, dtype: torch.dtype) -> dict[str, A
         return _plain(room, name, inputs, options, dtype)
     nested = {key: value for key, value in inputs.items() if key in TOKENS and _nested(value)}
     lengths = [len(row) for row in next(iter(nested.values()))] if nested else []
-    sheet = Sheet(layout, dtype, lengths)
+    sheet = RaggedBatch(layout, dtype, lengths)
     if nested and layout != "packed" and "mask" not in inputs:
         inputs["mask"] = [[1] * n for n in lengths]
     given = {key: sheet.lay(key, value) if key in TOKENS and _nested(value) else value for key, value in inputs.items()}

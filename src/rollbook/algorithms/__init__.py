@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from rollbook.algorithms.losses import LOSSES as LOSSES
     from rollbook.algorithms.masks import high_entropy_mask as high_entropy_mask
     from rollbook.algorithms.moments import whiten as whiten
-    from rollbook.core.process_group import Ranks as Ranks
+    from rollbook.core.process_group import ProcessGroup as ProcessGroup
 
 _HOMES = {
     "ESTIMATORS": "rollbook.algorithms.advantages",
     "KL": "rollbook.algorithms.kl",
     "LOSSES": "rollbook.algorithms.losses",
-    "Ranks": "rollbook.core.process_group",
+    "ProcessGroup": "rollbook.core.process_group",
     "clip_filter_like_weight_func": "rollbook.algorithms.filters",
     "estimate": "rollbook.algorithms.advantages",
     "high_entropy_mask": "rollbook.algorithms.masks",
@@ -66,7 +66,7 @@ __all__ = [
     "ESTIMATORS",
     "KL",
     "LOSSES",
-    "Ranks",
+    "ProcessGroup",
     "clip_filter_like_weight_func",
     "estimate",
     "high_entropy_mask",

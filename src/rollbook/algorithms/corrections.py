@@ -20,7 +20,7 @@ from rollbook.algorithms.kl import k3
 from rollbook.algorithms.layout import Layout, PerToken, as_tensor, is_per_row
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float
-from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.rows import Rows
 
 LEVELS = ("token", "sequence", "geometric")
@@ -64,7 +64,7 @@ def importance_weights(
     normalise: bool = False,
     current: int | None = None,
     max_staleness: int | None = None,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Correction:
     """Importance weights from the engine's policy to the trainer's old one: truncated, masked, or both.
 

@@ -18,7 +18,7 @@ from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, numb
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor, state_of
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_choice, check_float, check_int
-from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.rows import NUMPY, memory
 
 SINGLETON = ("drop", "keep")
@@ -91,7 +91,7 @@ def zero_variance(
     threshold: float = 0.0,
     std: str = "population",
     singleton: str = "drop",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Kept:
     """Drop groups whose rewards deviate by at most `threshold`; by default those that are equal, whatever their value.
 
@@ -130,7 +130,7 @@ def dynamic_sampling(
     *,
     correct: float = 0.0,
     singleton: str = "drop",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Kept:
     """Keep groups in which some answers are correct but not all: those with a score above `correct`.
 
@@ -466,7 +466,7 @@ def clip_filter_weights(
     *,
     clip: float = 3.0,
     lam: float = 1.0,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Weights:
     """`clip_filter_like_weight_func` for groups of any sizes, by id.
 

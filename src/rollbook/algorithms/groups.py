@@ -21,7 +21,7 @@ from rollbook.algorithms.moments import STD
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.algorithms.scan import spread_scan
 from rollbook.core.checks import check_choice
-from rollbook.core.process_group import ALONE, Ranks, check_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_ranks
 
 Floats = NDArray[np.float64]
 SINGLETON = ("zero", "raw")
@@ -137,7 +137,7 @@ class Grouped:
     [0.5, -0.5, 0.0, 0.0]
     """
 
-    def __init__(self, rewards: PerRow, groups: Any, runs: Any = None, ranks: Ranks = ALONE) -> None:
+    def __init__(self, rewards: PerRow, groups: Any, runs: Any = None, ranks: ProcessGroup = SINGLE_PROCESS) -> None:
         own = as_rewards("rewards", rewards)
         names = as_ids("groups", groups, len(own))
         labels = as_ids("runs", runs, len(own)) if runs is not None else None
@@ -148,7 +148,7 @@ class Grouped:
         self.dtype = torch.float64 if wide else torch.float32
         self.device = rewards.device if isinstance(rewards, torch.Tensor) else torch.device("cpu")
         first = 0
-        if check_ranks(ranks) is not ALONE:
+        if check_ranks(ranks) is not SINGLE_PROCESS:
             parts = ranks.gather([own, names, labels])
             first = sum(len(part[0]) for part in parts[: ranks.rank])
             own = np.concatenate([part[0] for part in parts])

@@ -18,7 +18,7 @@ from rollbook.batch.columns import mask_unpredicted
 from rollbook.core.checks import check_choice
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.ids import EID
-from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
 
@@ -158,7 +158,7 @@ def group_numbers(many: Experiences) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 
 def group_inputs(
-    inputs: Mapping[str, Any], many: Experiences | None, *, required: bool = False, ranks: Ranks = ALONE
+    inputs: Mapping[str, Any], many: Experiences | None, *, required: bool = False, ranks: ProcessGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
     """Return the groups and runs of rows: by number where no other process must understand them, else by id.
 
@@ -168,7 +168,7 @@ def group_inputs(
         required: Whether the runs must be there also where each has a single row.
         ranks: The processes that compare their rows.
     """
-    if many is not None and ranks is ALONE:
+    if many is not None and ranks is SINGLE_PROCESS:
         groups, runs = group_numbers(many)
         if runs is None and required:
             runs = np.arange(len(groups))

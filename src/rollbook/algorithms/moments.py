@@ -14,7 +14,7 @@ import torch
 
 from rollbook.algorithms.layout import Layout, PerToken
 from rollbook.core.checks import check_choice, check_float
-from rollbook.core.process_group import ALONE, Ranks, check_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_ranks
 
 STD = ("sample", "population")
 
@@ -37,7 +37,7 @@ class Moments:
         return float((self.squares / (self.count - (kind == "sample"))) ** 0.5)
 
 
-def moments(tokens: torch.Tensor, mask: torch.Tensor, ranks: Ranks = ALONE) -> Moments:
+def moments(tokens: torch.Tensor, mask: torch.Tensor, ranks: ProcessGroup = SINGLE_PROCESS) -> Moments:
     """The moments of `tokens` where `mask`, over all `ranks`; two passes, so that nothing cancels.
 
     >>> found = moments(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
@@ -66,7 +66,7 @@ def whiten(
     eps_in: str = "variance",
     shift_mean: bool = True,
     scale: bool = True,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Any:
     """Tokens that count with mean 0 and deviation 1, over the whole batch of all `ranks`; others 0.
 

@@ -23,7 +23,7 @@ from rollbook.algorithms.layout import Layout, PerRow, PerToken, state_of
 from rollbook.algorithms.moments import whiten
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
-from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 
 
 def overlong_penalty(
@@ -69,7 +69,9 @@ def over_target(lengths: Floats, target: int, per_token: float, max_penalty: flo
     return 0.0 - np.minimum(np.maximum(lengths - target, 0.0) * per_token, max_penalty)
 
 
-def length_bonus(lengths: PerRow, correct: PerRow, groups: Any, *, ranks: Ranks = ALONE) -> torch.Tensor:
+def length_bonus(
+    lengths: PerRow, correct: PerRow, groups: Any, *, ranks: ProcessGroup = SINGLE_PROCESS
+) -> torch.Tensor:
     """[B] A bonus for being short among the answers to one prompt.
 
     Kimi k1.5 (2025, arXiv 2501.12599), section 2.3.3: b = 0.5 - (length - shortest) / (longest - shortest), over all
@@ -170,7 +172,7 @@ def rank_penalty(
     runs: Any = None,
     *,
     penalty: float = 0.25,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> torch.Tensor:
     """[B] What a response loses for being among the likelier ones of its group: `-penalty * reward * rank / n`.
 
@@ -191,7 +193,7 @@ def rank_penalty(
 
 
 def likely_lost(
-    rewards: PerRow, groups: Any, log_probs: PerRow, runs: Any, penalty: float, ranks: Ranks = ALONE
+    rewards: PerRow, groups: Any, log_probs: PerRow, runs: Any, penalty: float, ranks: ProcessGroup = SINGLE_PROCESS
 ) -> Floats:
     """[B] `rank_penalty` in float64."""
     check_float("penalty", penalty, 0, 1)
@@ -392,7 +394,7 @@ def shape_rank(
     ids: Sequence[Hashable] | None = None,
     *,
     penalty: float = 0.25,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Shaped:
     """Rewards with the `rank_penalty` of their log-probs added; those that it changed are under "likely".
 
@@ -418,7 +420,7 @@ def shape_rewards(
     overlong_penalty: float = 1.0,
     max_tokens: int | None = None,
     norm: RunningNorm | None = None,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Shape the rewards of a rollout: overlong penalty, then running norm.
 
@@ -477,7 +479,7 @@ def normalize_advantages(
     *,
     normalize: str | None = None,
     clip: float = 0.0,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[Any, dict[str, float]]:
     """Normalize advantages over all rows with a reward, then clip them, so that the bound holds at the loss.
 
@@ -656,7 +658,7 @@ class RunningNorm:
         """What rewards are divided by: the deviation where it is above the floor, else 1."""
         return self.std if self.std > self.floor else 1.0
 
-    def update(self, rewards: PerRow, ranks: Ranks = ALONE) -> None:
+    def update(self, rewards: PerRow, ranks: ProcessGroup = SINGLE_PROCESS) -> None:
         """Take in the rewards (B,) of one rollout, of every process."""
         values = as_rewards("rewards", rewards)
         own = np.sort(values[np.isfinite(values)])  # sorted: the same sum in any order
@@ -674,7 +676,12 @@ class RunningNorm:
         return _shaped(rewards, before, shaped, {}, ids, {"running_mean": self.mean, "running_std": self.std})
 
     def __call__(
-        self, rewards: PerRow, ids: Sequence[Hashable] | None = None, *, update: bool = True, ranks: Ranks = ALONE
+        self,
+        rewards: PerRow,
+        ids: Sequence[Hashable] | None = None,
+        *,
+        update: bool = True,
+        ranks: ProcessGroup = SINGLE_PROCESS,
     ) -> Shaped:
         """`update` and `apply`."""
         if check_bool("update", update):

@@ -39,13 +39,13 @@ def train(options: argparse.Namespace) -> int:
         print(json.dumps(config.to_dict()) if options.json else shown(config), end="\n" if options.json else "")
         return OK
     from rollbook.rewards.types import RewardError
-    from rollbook.train.learner import NotFinite
+    from rollbook.train.learner import NonFiniteLossError
     from rollbook.train.run import run
-    from rollbook.train.trainer import Exhausted, Fruitless
+    from rollbook.train.trainer import AllSamplesFailedError, OutOfDataError
 
     try:
         outcome = run(config)
-    except (Exhausted, Fruitless, NotFinite, RewardError) as error:
+    except (OutOfDataError, AllSamplesFailedError, NonFiniteLossError, RewardError) as error:
         raise ValueError(f"{error} (the same command continues from the last checkpoint)") from error
     if options.json:
         summary: dict[str, Any] = {"folder": str(outcome.folder), "steps": outcome.steps, "seconds": outcome.seconds}

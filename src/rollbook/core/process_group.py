@@ -1,7 +1,7 @@
 """What several processes must agree on: sums over all of them, and every process's list.
 
 Invariant: with the same samples in all, one process and k processes compute the same statistics; no function here
-talks to other processes unless it was given `Ranks`.
+talks to other processes unless it was given `ProcessGroup`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 
-class Ranks:
+class ProcessGroup:
     """A group of processes, as `torch.distributed` has them: the one that this process belongs to by default.
 
     Give it to an estimator or to `whiten` to have statistics over the samples of all processes; every process must
-    then make the same call. `ALONE`, the default, is this process only.
+    then make the same call. `SINGLE_PROCESS`, the default, is this process only.
 
-    >>> ALONE.sum(torch.tensor([1.0, 2.0])).tolist(), ALONE.gather(["a"])
+    >>> SINGLE_PROCESS.sum(torch.tensor([1.0, 2.0])).tolist(), SINGLE_PROCESS.gather(["a"])
     ([1.0, 2.0], [['a']])
     """
 
@@ -54,12 +54,12 @@ class Ranks:
         return found
 
 
-class _Alone(Ranks):
+class _Alone(ProcessGroup):
     def __init__(self) -> None:
         self.group = None
 
     def __repr__(self) -> str:
-        return "ALONE"
+        return "SINGLE_PROCESS"
 
     @property
     def rank(self) -> int:
@@ -72,25 +72,25 @@ class _Alone(Ranks):
         return [items]
 
 
-ALONE = _Alone()
+SINGLE_PROCESS = _Alone()
 """This process alone."""
 
 
-def check_ranks(ranks: Any) -> Ranks:
-    """Refuse what is no `Ranks`, before anything is asked of it.
+def check_ranks(ranks: Any) -> ProcessGroup:
+    """Refuse what is no `ProcessGroup`, before anything is asked of it.
 
     >>> check_ranks(True)
     Traceback (most recent call last):
         ...
-    ValueError: ranks: got True, expected Ranks(), or nothing for this process alone
+    ValueError: ranks: got True, expected ProcessGroup(), or nothing for this process alone
     """
-    if not isinstance(ranks, Ranks):
-        raise ValueError(f"ranks: got {ranks!r}, expected Ranks(), or nothing for this process alone")
+    if not isinstance(ranks, ProcessGroup):
+        raise ValueError(f"ranks: got {ranks!r}, expected ProcessGroup(), or nothing for this process alone")
     return ranks
 
 
-def current_ranks() -> Ranks:
-    """Return the group of all processes of a distributed run, or `ALONE`."""
+def current_ranks() -> ProcessGroup:
+    """Return the group of all processes of a distributed run, or `SINGLE_PROCESS`."""
     import torch.distributed as dist
 
-    return Ranks() if dist.is_available() and dist.is_initialized() else ALONE
+    return ProcessGroup() if dist.is_available() and dist.is_initialized() else SINGLE_PROCESS

@@ -32,45 +32,45 @@ if TYPE_CHECKING:
     from rollbook.train.evaluation import difference as difference
     from rollbook.train.evaluation import evaluate as evaluate
     from rollbook.train.evaluation import evaluated as evaluated
-    from rollbook.train.learner import Batching as Batching
     from rollbook.train.learner import Learner as Learner
-    from rollbook.train.learner import NotFinite as NotFinite
+    from rollbook.train.learner import MinibatchConfig as MinibatchConfig
+    from rollbook.train.learner import NonFiniteLossError as NonFiniteLossError
     from rollbook.train.learner import UpdateResult as UpdateResult
-    from rollbook.train.optimizer import Optimizing as Optimizing
+    from rollbook.train.optimizer import OptimizerConfig as OptimizerConfig
     from rollbook.train.pipeline import Models as Models
     from rollbook.train.prompts import Prompts as Prompts
-    from rollbook.train.replay_config import Intake as Intake
-    from rollbook.train.sft_warmup import WarmUp as WarmUp
+    from rollbook.train.replay_config import ReplayConfig as ReplayConfig
+    from rollbook.train.sft_warmup import WarmupConfig as WarmupConfig
     from rollbook.train.sft_warmup import warm_up as warm_up
     from rollbook.train.statistics import Interval as Interval
-    from rollbook.train.step_replay import Replayed as Replayed
+    from rollbook.train.step_replay import ReplayResult as ReplayResult
     from rollbook.train.step_replay import replay as replay
     from rollbook.train.supervised import records_from_answers as records_from_answers
-    from rollbook.train.trainer import Exhausted as Exhausted
-    from rollbook.train.trainer import Fruitless as Fruitless
+    from rollbook.train.trainer import AllSamplesFailedError as AllSamplesFailedError
+    from rollbook.train.trainer import OutOfDataError as OutOfDataError
     from rollbook.train.trainer import Report as Report
     from rollbook.train.trainer import Trainer as Trainer
     from rollbook.train.user_code import resolve as resolve
 
 _HOMES = {
     "AlgorithmConfig": "rollbook.train.algorithm",
-    "Batching": "rollbook.train.learner",
+    "MinibatchConfig": "rollbook.train.learner",
     "Evaluation": "rollbook.train.evaluation",
-    "Exhausted": "rollbook.train.trainer",
-    "Fruitless": "rollbook.train.trainer",
-    "Intake": "rollbook.train.replay_config",
+    "OutOfDataError": "rollbook.train.trainer",
+    "AllSamplesFailedError": "rollbook.train.trainer",
+    "ReplayConfig": "rollbook.train.replay_config",
     "Interval": "rollbook.train.statistics",
     "Learner": "rollbook.train.learner",
     "Models": "rollbook.train.pipeline",
-    "NotFinite": "rollbook.train.learner",
-    "Optimizing": "rollbook.train.optimizer",
+    "NonFiniteLossError": "rollbook.train.learner",
+    "OptimizerConfig": "rollbook.train.optimizer",
     "PRESETS": "rollbook.train.algorithm",
     "Prompts": "rollbook.train.prompts",
-    "Replayed": "rollbook.train.step_replay",
+    "ReplayResult": "rollbook.train.step_replay",
     "Report": "rollbook.train.trainer",
     "Trainer": "rollbook.train.trainer",
     "UpdateResult": "rollbook.train.learner",
-    "WarmUp": "rollbook.train.sft_warmup",
+    "WarmupConfig": "rollbook.train.sft_warmup",
     "difference": "rollbook.train.evaluation",
     "evaluate": "rollbook.train.evaluation",
     "evaluated": "rollbook.train.evaluation",

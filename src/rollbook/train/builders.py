@@ -31,7 +31,7 @@ from rollbook.rollout.environment import EnvironmentConfig
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train.config.schema import Config, Data, Model, Reward, Teacher
 from rollbook.train.config.values import ConfigError, expanded
-from rollbook.train.optimizer import Optimizing
+from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.pipeline import Models
 from rollbook.train.prompts import Prompts
 from rollbook.train.trainer import Trainer
@@ -495,7 +495,7 @@ def trainer_of(config: Config, models: Models, prompts: Prompts, reward: Any, bo
     )
 
 
-def _ending(given: Optimizing, last: Mapping[str, Any]) -> Optimizing:
+def _ending(given: OptimizerConfig, last: Mapping[str, Any]) -> OptimizerConfig:
     """A schedule that does not say when it ends, ends with the run."""
     return dataclasses.replace(given, **last) if given.steps is None and last else given
 

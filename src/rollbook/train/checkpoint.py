@@ -27,6 +27,7 @@ import torch
 
 from rollbook.book.failpoints import hit
 from rollbook.core.checks import check_int
+from rollbook.core.errors import RollbookError
 from rollbook.core.files import make_folder, make_private
 from rollbook.models.loading import quietly
 
@@ -36,7 +37,7 @@ _PARTIAL = ".partial-"
 _OLD = ".old-"
 
 
-class Broken(ValueError):
+class CorruptCheckpointError(RollbookError, ValueError):
     """A checkpoint that is not whole, or was changed: an older one is not taken in its place without being told to."""
 
     def __init__(self, path: Path, why: str) -> None:
@@ -87,13 +88,13 @@ class Saved:
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise Broken(path, f"cannot be read ({error})") from None
+            raise CorruptCheckpointError(path, f"cannot be read ({error})") from None
         if not isinstance(found, dict) or found.get("step") != self.step:
             got = found.get("step") if isinstance(found, dict) else found
-            raise Broken(path, f"got {str(got)[:60]!r} as the step, expected {self.step}")
+            raise CorruptCheckpointError(path, f"got {str(got)[:60]!r} as the step, expected {self.step}")
         lacking = next((name for name in ("seed", "book", "prompts") if name not in found), None)
         if lacking is not None:
-            raise Broken(path, f"got no {lacking!r}, expected it")
+            raise CorruptCheckpointError(path, f"got no {lacking!r}, expected it")
         return found
 
 
@@ -161,9 +162,9 @@ def load_state(found: Saved) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a damaged file: of many kinds, from zip, pickle and torch
         said = str(error).partition(chr(10))[0].rstrip(".")
-        raise Broken(path, f"cannot be read ({type(error).__name__}: {said})") from None
+        raise CorruptCheckpointError(path, f"cannot be read ({type(error).__name__}: {said})") from None
     if not isinstance(state, dict) or not {"learner", "random"} <= state.keys():
-        raise Broken(path, "got something else, expected 'learner' and 'random'")
+        raise CorruptCheckpointError(path, "got something else, expected 'learner' and 'random'")
     return state
 
 
@@ -176,7 +177,7 @@ def loading(folder: Path) -> Iterator[None]:
             yield
     except Exception as error:  # of transformers, safetensors, peft
         said = str(error).partition(chr(10))[0].rstrip(".")
-        raise Broken(folder, f"cannot be loaded ({type(error).__name__}: {said})") from error
+        raise CorruptCheckpointError(folder, f"cannot be loaded ({type(error).__name__}: {said})") from error
     finally:
         put_random_state(before)
 
@@ -189,7 +190,7 @@ def load_weights(model: Any, folder: Path) -> None:
     theirs, mine = kept.state_dict(), model.state_dict()
     for name, one in mine.items():
         if name not in theirs or theirs[name].shape != one.shape:
-            raise Broken(folder, f"got no weight {name} of shape {list(one.shape)}, expected it")
+            raise CorruptCheckpointError(folder, f"got no weight {name} of shape {list(one.shape)}, expected it")
     with torch.no_grad():
         for name, one in mine.items():
             one.copy_(theirs[name])

@@ -22,6 +22,7 @@ from rollbook.batch import Batch
 from rollbook.batch.device import to
 from rollbook.batch.plan import MicroBatch, plan
 from rollbook.core.checks import check_bool, check_choice, check_int
+from rollbook.core.errors import RollbookError
 from rollbook.core.experiences import as_experiences
 from rollbook.core.metrics import advise
 from rollbook.models.forward import without_adapters
@@ -30,19 +31,19 @@ from rollbook.models.protocols import Policy, ValueModel
 from rollbook.rollout.engine import derive_seed
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.loss import LossNormalizers, critic_loss, loss_columns, policy_loss
-from rollbook.train.optimizer import PRECISIONS, Optimizer, Optimizing
+from rollbook.train.optimizer import PRECISIONS, Optimizer, OptimizerConfig
 from rollbook.train.rows import TrainRows
 
 
-class NotFinite(RuntimeError):
+class NonFiniteLossError(RollbookError, RuntimeError):
     """Too many updates in a row had a loss or a gradient that is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batching:
+class MinibatchConfig:
     """How the records of a step become updates.
 
-    >>> Batching(minibatches=4, token_budget=8192).epochs
+    >>> MinibatchConfig(minibatches=4, token_budget=8192).epochs
     1
     """
 
@@ -111,7 +112,7 @@ class Learner:
     `actor`, `critic`: `rollbook.models.Actor` and `Critic`. `reference`: for pairs of answers alone, whose records have
     no room for its log-probs. `max_tokens`: the longest response, which Dr. GRPO's loss is divided by. `precision`:
     `float32`; `bfloat16`, weights of that type with float32 copies in the optimizer; `autocast`, float32 weights and
-    products in bfloat16. After `nonfinite_limit` updates in a row that are not finite, `NotFinite` is raised.
+    products in bfloat16. After `nonfinite_limit` updates in a row that are not finite, `NonFiniteLossError` is raised.
 
     >>> from rollbook import Experience
     >>> from rollbook.models import Actor
@@ -119,7 +120,7 @@ class Learner:
     >>> _ = torch.manual_seed(0)
     >>> actor = Actor(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...                           num_attention_heads=2, max_position_embeddings=16))
-    >>> learner = Learner(actor, "sft", optimizer=Optimizing(lr=0.01))
+    >>> learner = Learner(actor, "sft", optimizer=OptimizerConfig(lr=0.01))
     >>> records = [Experience(tokens=[1, 2, 3, 4], prompt_length=2, eid={"task": 0})]
     >>> losses = [learner.update(records, step=step).metrics["loss"] for step in range(1, 30)]
     >>> losses[-1] < losses[0] / 4
@@ -133,9 +134,9 @@ class Learner:
         *,
         critic: ValueModel | None = None,
         reference: Policy | None = None,
-        optimizer: Optimizing | None = None,
-        critic_optimizer: Optimizing | None = None,
-        batching: Batching | None = None,
+        optimizer: OptimizerConfig | None = None,
+        critic_optimizer: OptimizerConfig | None = None,
+        batching: MinibatchConfig | None = None,
         precision: str = "float32",
         seed: int = 0,
         max_tokens: int | None = None,
@@ -143,7 +144,7 @@ class Learner:
     ) -> None:
         self.actor, self.critic, self.reference = actor, critic, reference
         self.algorithm = AlgorithmConfig.preset(algorithm)
-        self.batching = Batching() if batching is None else batching
+        self.batching = MinibatchConfig() if batching is None else batching
         self.precision = precision
         check_choice("precision", precision, PRECISIONS)
         self.seed = check_int("seed", seed)
@@ -156,7 +157,7 @@ class Learner:
         if (precision == "bfloat16") != (actor.dtype == torch.bfloat16):
             expected = "bfloat16" if precision == "bfloat16" else "float32"
             raise ValueError(f"actor: got weights of {actor.dtype}, expected {expected} for precision={precision!r}")
-        config = Optimizing() if optimizer is None else optimizer
+        config = OptimizerConfig() if optimizer is None else optimizer
         # Weights have names in checkpoints, which a module knows.
         self.optimizer = Optimizer(cast("nn.Module", actor), config, masters=precision == "bfloat16")
         self.critic_optimizer: Optimizer | None = None
@@ -188,7 +189,7 @@ class Learner:
             Metrics, and where each record was.
 
         Raises:
-            NotFinite: If `nonfinite_limit` updates in a row were not finite.
+            NonFiniteLossError: If `nonfinite_limit` updates in a row were not finite.
         """
         step = check_int("step", step, 1)
         rows = TrainRows.from_records(
@@ -351,7 +352,7 @@ class Learner:
         self.failures += 1
         where = f"step {step}, pass {epoch}, minibatch {number}"
         if self.failures >= self.nonfinite_limit:
-            raise NotFinite(
+            raise NonFiniteLossError(
                 f"{where}: the loss or its gradient is not finite, {self.failures} times in a row; nothing was changed "
                 "by any of them. A smaller optimizer.lr, float32, or a look at the rewards may help"
             )

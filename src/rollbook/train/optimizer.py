@@ -22,13 +22,13 @@ NAMES = ("adamw", "sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizing:
+class OptimizerConfig:
     """How weights move.
 
     The rate rises in a line over the first `warmup` steps, then stays (`constant`), or falls to `floor` times itself at
     step `steps` in a line or by half a cosine.
 
-    >>> how = Optimizing(lr=1.0, warmup=2, schedule="linear", floor=0.1, steps=12)
+    >>> how = OptimizerConfig(lr=1.0, warmup=2, schedule="linear", floor=0.1, steps=12)
     >>> [round(how.rate(step), 2) for step in (1, 2, 3, 7, 12, 20)]
     [0.5, 1.0, 0.91, 0.55, 0.1, 0.1]
     """
@@ -90,7 +90,7 @@ class Optimizer:
     those, rounded. The next bfloat16 number is 0.4 % away: small steps would all be lost otherwise.
 
     >>> layer = nn.Linear(2, 1)
-    >>> mover = Optimizer(layer, Optimizing(name="sgd", betas=(0.0, 0.0), lr=0.1, grad_clip=0.0))
+    >>> mover = Optimizer(layer, OptimizerConfig(name="sgd", betas=(0.0, 0.0), lr=0.1, grad_clip=0.0))
     >>> before = layer.weight.detach().clone()
     >>> layer(torch.ones(1, 2)).sum().backward()
     >>> round(mover.update(step=1), 4), torch.allclose(layer.weight, before - 0.1)
@@ -99,7 +99,7 @@ class Optimizer:
     True
     """
 
-    def __init__(self, model: nn.Module, how: Optimizing, *, masters: bool = False) -> None:
+    def __init__(self, model: nn.Module, how: OptimizerConfig, *, masters: bool = False) -> None:
         self.how = how
         self.names = [name for name, one in model.named_parameters() if one.requires_grad]
         self.weights = [one for one in model.parameters() if one.requires_grad]

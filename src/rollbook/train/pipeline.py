@@ -28,7 +28,7 @@ from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.images import as_path
 from rollbook.core.metrics import StepMetrics, advise
-from rollbook.core.process_group import ALONE, Ranks, current_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_ranks
 from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models.forward import forward, without_adapters
 from rollbook.rewards.recipes import as_reward
@@ -290,7 +290,7 @@ def estimate(
     *,
     max_tokens: int | None = None,
     reward_norm: RunningNorm | None = None,
-    ranks: Ranks | None = None,
+    ranks: ProcessGroup | None = None,
     recompute: bool = False,
     expert: Sequence[bool] | None = None,
     metrics: StepMetrics | None = None,
@@ -346,7 +346,7 @@ class _Estimation:
         records: Experiences,
         algorithm: AlgorithmConfig,
         entry: Estimator,
-        ranks: Ranks,
+        ranks: ProcessGroup,
         metrics: StepMetrics,
     ) -> None:
         self.records, self.algorithm, self.entry = records, algorithm, entry
@@ -433,7 +433,11 @@ class _Estimation:
     def _row_scores(self, rewards: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
         """[B] The estimator's scores, NaN where the reward is missing."""
         groups = self._groups()
-        if self.ranks is ALONE and len(groups["groups"]) > 1 and len(np.unique(groups["groups"])) == len(rewards):
+        if (
+            self.ranks is SINGLE_PROCESS
+            and len(groups["groups"]) > 1
+            and len(np.unique(groups["groups"])) == len(rewards)
+        ):
             advise(f"{self.entry.name}: every prompt has one run, and there is nothing to compare it with")
         arguments = {"rewards": rewards, **groups}
         arguments |= {name: self.inputs[name] for name in ("ids", "steps") if name in self.entry.inputs}

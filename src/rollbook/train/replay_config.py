@@ -23,15 +23,15 @@ KINDS = ("on_policy", "replay")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Intake:
+class ReplayConfig:
     """Which records a step learns from.
 
     `on_policy`: the groups that were made for it, each once. `replay`: groups by `sampler`, each up to `reuse` times,
     of those no staler than `max_staleness`.
 
-    >>> Intake(kind="replay", reuse=4, max_staleness=8).settings()["max_staleness"]
+    >>> ReplayConfig(kind="replay", reuse=4, max_staleness=8).settings()["max_staleness"]
     8
-    >>> Intake(reuse=2)
+    >>> ReplayConfig(reuse=2)
     Traceback (most recent call last):
         ...
     ValueError: intake.reuse: got 2, expected 1, since kind is 'on_policy'

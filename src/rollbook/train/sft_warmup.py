@@ -13,21 +13,21 @@ from typing import Any
 from rollbook.core.checks import check_float, check_int
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train.evaluation import evaluate
-from rollbook.train.learner import Batching, Learner
-from rollbook.train.optimizer import Optimizing
+from rollbook.train.learner import Learner, MinibatchConfig
+from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.prompts import Prompts
 from rollbook.train.supervised import records_from_answers
-from rollbook.train.trainer import Fruitless
+from rollbook.train.trainer import AllSamplesFailedError
 
 _ERRORS = ("error", "reward_error")
 """Keys of a record's `info` that say why it has no reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmUp:
+class WarmupConfig:
     """How long to learn from given answers first.
 
-    >>> WarmUp(until=0.2).steps
+    >>> WarmupConfig(until=0.2).steps
     100
     """
 
@@ -41,7 +41,7 @@ class WarmUp:
     """Rows of each supervised step."""
     checked: int = 256
     """Rows that are sampled at each look."""
-    optimizer: Optimizing = field(default_factory=lambda: Optimizing(lr=3e-3, warmup=30))
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-3, warmup=30))
     """How weights move meanwhile."""
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Warmed:
 def warm_up(
     actor: Any,
     prompts: Prompts,
-    how: WarmUp,
+    how: WarmupConfig,
     *,
     reward: Any = None,
     sampling: Any = None,
@@ -78,7 +78,7 @@ def warm_up(
     >>> from rollbook.models import Actor
     >>> from rollbook.train.recipes import letters
     >>> model, words = letters.model(hidden=32, heads=1, layers=1)
-    >>> done = warm_up(Actor(model, tokenizer=words), Prompts(letters.rows(500)), WarmUp(steps=3, rows=16))
+    >>> done = warm_up(Actor(model, tokenizer=words), Prompts(letters.rows(500)), WarmupConfig(steps=3, rows=16))
     >>> done.steps, done.success
     (3, None)
     """
@@ -91,7 +91,7 @@ def warm_up(
         actor,
         "sft",
         optimizer=how.optimizer,
-        batching=Batching(token_budget=token_budget),
+        batching=MinibatchConfig(token_budget=token_budget),
         precision=precision,
         seed=seed,
     )
@@ -105,7 +105,9 @@ def warm_up(
             evaluation = evaluate(TransformersEngine(actor), check, reward, sampling=sampling, step=step, seed=seed)
             if evaluation.failed + evaluation.unscored == len(evaluation.records):
                 errors = (info[key] for info in evaluation.records.values("info") for key in _ERRORS if key in info)
-                raise Fruitless(f"warm-up, step {step}: no sample has a reward; the first: {next(errors, None)}")
+                raise AllSamplesFailedError(
+                    f"warm-up, step {step}: no sample has a reward; the first: {next(errors, None)}"
+                )
             success = evaluation.success
         if on_step is not None:
             on_step(step, loss, success if look else None)

@@ -33,7 +33,7 @@ from rollbook.train.comparison import Check, Tolerance, counted, rank
 from rollbook.train.config.files import effective
 from rollbook.train.config.schema import Config, differences
 from rollbook.train.learner import Learner, UpdateResult
-from rollbook.train.optimizer import Optimizing
+from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.pipeline import Models, annotate, estimate, with_reward
 from rollbook.train.run import BOOK, CONFIG
 from rollbook.train.user_code import check_trusted
@@ -374,7 +374,7 @@ class Rebuilt:
         return made
 
 
-def _ending(given: Optimizing, config: Config) -> Optimizing:
+def _ending(given: OptimizerConfig, config: Config) -> OptimizerConfig:
     """A schedule that does not say when it ends, ends with the run."""
     return given if given.steps is not None or not config.steps else dataclasses.replace(given, steps=config.steps)
 
@@ -568,7 +568,7 @@ def _correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
 
 
 @dataclass
-class Replayed:
+class ReplayResult:
     """What came of a replay."""
 
     folder: Path
@@ -591,7 +591,7 @@ class Replayed:
         return {**dataclasses.asdict(self), "folder": str(self.folder), "agrees": self.agrees}
 
 
-def replay(run: Any, step: int, changes: Sequence[str] = (), *, trust: bool = False) -> Replayed:
+def replay(run: Any, step: int, changes: Sequence[str] = (), *, trust: bool = False) -> ReplayResult:
     """Compute a step of the run in a folder again, and compare it with what was trained.
 
     Args:
@@ -649,13 +649,13 @@ class _Replay:
     def __init__(self, run: Rebuilt, config: Config) -> None:
         self.run = run
         tolerance = comparison.HERE if run.exact else comparison.ELSEWHERE
-        self.out = Replayed(run.folder, run.step, len(run.own), saving.name_of(run.begun.step), tolerance)
+        self.out = ReplayResult(run.folder, run.step, len(run.own), saving.name_of(run.begun.step), tolerance)
         self.checks, self.notes = self.out.checks, self.out.notes
         if not run.exact:
             where = "on a GPU" if run.on_gpu else f"in {config.model.precision}"
             self.notes.append(f"trained {where}, replayed in float32 on the CPU: small differences are rounding")
 
-    def go(self, other: Config | None) -> Replayed:
+    def go(self, other: Config | None) -> ReplayResult:
         """All of it."""
         run = self.run
         run.load(other)

@@ -24,6 +24,7 @@ from rollbook.book.errors import ConnectionLostError, OutcomeUnknownError
 from rollbook.book.failpoints import hit
 from rollbook.book.lease import Lease
 from rollbook.core.checks import check_float, check_int
+from rollbook.core.errors import RollbookError
 from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import StepMetrics, advise
 from rollbook.core.sampling import Prompt, Sampling
@@ -35,11 +36,11 @@ from rollbook.rollout.environment import EnvironmentConfig
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.learner import Batching, Learner, UpdateResult
+from rollbook.train.learner import Learner, MinibatchConfig, UpdateResult
 from rollbook.train.metrics import mean_divergence, record_metrics, rollout_metrics
-from rollbook.train.optimizer import Optimizing
+from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.pipeline import Models, add_greedy_baseline, annotate, estimate, generate, score
-from rollbook.train.replay_config import Intake
+from rollbook.train.replay_config import ReplayConfig
 from rollbook.train.supervised import records_from_answers
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ if TYPE_CHECKING:
     from rollbook.train.prompts import Prompts
 
 
-class Exhausted(RuntimeError):
+class OutOfDataError(RollbookError, RuntimeError):
     """There is nothing more to learn from."""
 
 
-class Fruitless(RuntimeError):
+class AllSamplesFailedError(RollbookError, RuntimeError):
     """Raised when every sample of a step failed or could not be scored."""
 
 
@@ -145,12 +146,12 @@ class Trainer:
         critic: Any = None,
         reference: Any = None,
         teacher: Any = None,
-        optimizer: Optimizing | None = None,
-        critic_optimizer: Optimizing | None = None,
-        batching: Batching | None = None,
+        optimizer: OptimizerConfig | None = None,
+        critic_optimizer: OptimizerConfig | None = None,
+        batching: MinibatchConfig | None = None,
         precision: str = "float32",
         nonfinite_limit: int = 3,
-        intake: Intake | None = None,
+        intake: ReplayConfig | None = None,
         expert: Book | None = None,
         seed: int = 0,
         trackers: Iterable[Any] = (),
@@ -170,7 +171,7 @@ class Trainer:
         self.models = Models(actor, actor.reference() if self._own_reference else reference, critic, teacher)
         norm = self.algorithm.reward_norm
         self.reward_norm = None if norm is None else RunningNorm(minus_mean=norm == "mean_std")
-        self.intake = Intake() if intake is None else intake
+        self.intake = ReplayConfig() if intake is None else intake
         self.expert, self._experts = expert, list[str]()
         self.trackers = list(trackers)
         self.folder = None if folder is None else Path(folder)
@@ -343,7 +344,9 @@ class Trainer:
             if not missing:
                 break
         if all(failures):
-            raise Fruitless(f"step {step}: all {collected} samples failed, or have no reward; the first: {failures[0]}")
+            raise AllSamplesFailedError(
+                f"step {step}: all {collected} samples failed, or have no reward; the first: {failures[0]}"
+            )
         metrics.add({"made": float(collected), "dropped_groups": float(dropped)})
         return appended
 
@@ -523,11 +526,11 @@ class Trainer:
 
     def advance(self) -> Report:
         """A step of a run, which is counted whatever comes of it: where every group was dropped, the prompts are spent
-        and the weights stay as they are. `Exhausted` where nobody makes records and the book has none to lease."""
+        and the weights stay as they are. `OutOfDataError` where nobody makes records and the book has none to lease."""
         report = self.step()
         if not report["records"]:
             if self.prompts is None:
-                raise Exhausted(f"step {report.step}: {self.book.url} has nothing more to lease")
+                raise OutOfDataError(f"step {report.step}: {self.book.url} has nothing more to lease")
             self.done = report.step
             self._announce()
             self.track(report.step, report.metrics)
@@ -587,7 +590,7 @@ class Trainer:
 
         The constructor calls it. Records that came later are dropped from the book, and made again by the same ids;
         without prompts, others appended them, and they wait. A checkpoint that cannot be read is refused
-        (`saving.Broken`): older weights are not taken in its place.
+        (`checkpoint.CorruptCheckpointError`): older weights are not taken in its place.
         """
         if self.folder is None:
             return False

@@ -39,7 +39,7 @@ from rollbook.algorithms.inputs import Inputs, Uids, group_inputs, inputs_of
 from rollbook.algorithms.registry import ESTIMATORS, Estimator
 from rollbook.algorithms.results import Advantages, Report
 from rollbook.core.experiences import as_experiences
-from rollbook.core.process_group import ALONE
+from rollbook.core.process_group import SINGLE_PROCESS
 
 
 def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None, **options: Any) -> Advantages:
@@ -80,7 +80,9 @@ def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None
     given |= _rewards(entry, inputs)
     grouped = many is not None or (data.ids is not None and None not in data.ids)
     if "groups" in entry.inputs and (grouped or entry.inputs["groups"] or entry.compares_runs):
-        given |= group_inputs(inputs, many, required=entry.inputs.get("runs", False), ranks=options.get("ranks", ALONE))
+        given |= group_inputs(
+            inputs, many, required=entry.inputs.get("runs", False), ranks=options.get("ranks", SINGLE_PROCESS)
+        )
     found = entry.call(given, options)
     if not isinstance(found, Advantages):
         raise ValueError(

@@ -20,7 +20,7 @@ from rollbook.algorithms.moments import STD
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
-from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 
 LEVELS = ("group", "batch")
 
@@ -43,7 +43,7 @@ def grpo(
     eps: float = 1e-6,
     level: str = "group",
     singleton: str = "zero",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
     """Reward minus the group's mean, over the group's deviation.
 
@@ -74,7 +74,7 @@ def dr_grpo(
     runs: Any = None,
     *,
     singleton: str = "zero",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
     """Reward minus the group's mean, not divided by anything.
 
@@ -98,7 +98,7 @@ def rloo(
     runs: Any = None,
     *,
     singleton: str = "zero",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
     """Reward minus the mean of the group's other rewards.
 
@@ -135,7 +135,7 @@ def opmd(
     baseline: str = "mean",
     tau: float = 1.0,
     singleton: str = "zero",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
     """Reward minus the group's mean, or minus its log-average-exp at temperature `tau`.
 
@@ -179,7 +179,7 @@ def asymre(
     *,
     shift: float = -0.1,
     singleton: str = "zero",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
     """Reward minus a baseline that lies `shift` above the group's mean; below it for a negative shift.
 
@@ -210,7 +210,7 @@ def rec(
     drop: str | None = None,
     seed: int = 0,
     singleton: str = "zero",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
     """Reward minus the group's mean; by choice over its deviation, and with surplus negatives left out.
 
@@ -283,7 +283,7 @@ def cpgd(
     std: str = "population",
     eps: float = 1e-6,
     singleton: str = "zero",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
     """Reward minus the group's mean, weighted by the group.
 
@@ -319,7 +319,7 @@ def pass_at_k_advantage(
     *,
     k: int = 4,
     correct: float = 0.0,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
     """What a sample adds to the chance that at least one of `k` is right, over that chance's deviation.
 

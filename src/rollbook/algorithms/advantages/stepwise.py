@@ -19,13 +19,13 @@ from rollbook.algorithms.moments import STD
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float
-from rollbook.core.process_group import ALONE, Ranks, check_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_ranks
 
 
 class _Episodes:
     """The rows of all ranks with the run and the step of each."""
 
-    def __init__(self, rewards: Any, groups: Any, runs: Any, steps: Any, states: Any, ranks: Ranks) -> None:
+    def __init__(self, rewards: Any, groups: Any, runs: Any, steps: Any, states: Any, ranks: ProcessGroup) -> None:
         self.own_rewards = as_rewards("rewards", rewards)
         rows = len(self.own_rewards)
         names, labels = as_ids("groups", groups, rows), as_ids("runs", runs, rows)
@@ -72,7 +72,7 @@ def step_wise_grpo(
     eps: float = 1e-6,
     level: str = "group",
     singleton: str = "zero",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
     """The GRPO score of a run's last step, given to all its steps.
 
@@ -133,7 +133,7 @@ def gigpo(
     std: str = "sample",
     eps: float = 1e-6,
     singleton: str = "zero",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
     """A run's score among the runs of its task, plus `omega` times a step's among steps from the same state.
 

@@ -38,7 +38,7 @@ from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.algorithms.scan import Places, gae_scan, return_scan, survey, taking_part
 from rollbook.core.checks import check_bool, check_choice, check_float
-from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 
 OFF_ACTION = ("drop", "carry")
 Flags = NDArray[np.bool_]
@@ -67,7 +67,7 @@ class _Placed:
         whiten: bool,
         std: str,
         eps: float,
-        ranks: Ranks,
+        ranks: ProcessGroup,
         clip: float | None,
         unknown: torch.Tensor | None = None,
     ) -> Advantages:
@@ -210,7 +210,7 @@ def gae(
     whiten: bool = False,
     std: str = "sample",
     eps: float = 1e-8,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
     clip: float | None = None,
 ) -> Advantages:
     """Generalised advantage estimation: the decayed sum of temporal differences.
@@ -260,7 +260,7 @@ def ppo(
     whiten: bool = True,
     std: str = "sample",
     eps: float = 1e-8,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
     clip: float | None = None,
 ) -> Advantages:
     """`gae`, with advantages whitened over the batch unless told otherwise; returns stay as they are (verl, Trinity).
@@ -327,7 +327,7 @@ def reinforce(
     whiten: bool = False,
     std: str = "sample",
     eps: float = 1e-8,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
     clip: float | None = None,
 ) -> Advantages:
     """The return-to-go of each token: the discounted sum of its own and all later rewards.
@@ -368,7 +368,7 @@ def reinforce_plus_plus(
     whiten: bool = True,
     std: str = "sample",
     eps: float = 1e-8,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
     clip: float | None = None,
 ) -> Advantages:
     """Returns-to-go, whitened once over all tokens that count of the global batch; `returns` are not whitened.
@@ -405,7 +405,7 @@ def reinforce_plus_plus_baseline(
     whiten: bool = True,
     std: str = "sample",
     eps: float = 1e-8,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
     clip: float | None = None,
 ) -> Advantages:
     """Reward minus the group's mean on every token, plus the token rewards still to come, whitened over the batch.
@@ -459,7 +459,7 @@ def remax(
     whiten: bool = False,
     std: str = "sample",
     eps: float = 1e-8,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
     clip: float | None = None,
 ) -> Advantages:
     """The return-to-go minus the reward of the greedy response to the same prompt; `returns` are without baseline.

@@ -18,7 +18,7 @@ from rollbook.algorithms.moments import moments
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float
-from rollbook.core.process_group import ALONE, Ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 
 
 @ESTIMATORS.register(
@@ -122,7 +122,7 @@ def clip_b(
     std: str = "sample",
     eps: float = 1e-6,
     singleton: str = "zero",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
     """GRPO that spares tokens with a negative advantage whose push would cost the most entropy.
 
@@ -177,7 +177,7 @@ def clip_v(
     std: str = "sample",
     eps: float = 1e-6,
     singleton: str = "zero",
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
     """GRPO that spares at most a share of tokens with a negative advantage: those farthest above what is expected.
 
@@ -213,7 +213,7 @@ def clip_v(
     return _narrowed(found, layout, out, advantages, {"std_d": stats.std("population")})
 
 
-def _largest(values: torch.Tensor, among: torch.Tensor, limit: int, ranks: Ranks) -> torch.Tensor:
+def _largest(values: torch.Tensor, among: torch.Tensor, limit: int, ranks: ProcessGroup) -> torch.Tensor:
     """Which candidates are the `limit` largest of all ranks; of several equal ones at the edge none, so that the order
     of rows plays no part."""
     own = values[among].flatten().tolist()

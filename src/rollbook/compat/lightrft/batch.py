@@ -25,7 +25,7 @@ from rollbook.core.rows import NUMPY, Rows, memory, unbind_copy
 
 if TYPE_CHECKING:
     from rollbook.algorithms.inputs import Inputs
-    from rollbook.compat.lightrft.ragged_batch import Sheet
+    from rollbook.compat.lightrft.ragged_batch import RaggedBatch
     from rollbook.core.ids import EID
 
 
@@ -368,7 +368,7 @@ class BufferItem(Movable):
                 assign_rest(self, 10, more, rest)
 
     @classmethod
-    def of(cls, sheet: Sheet, row: int) -> BufferItem:
+    def of(cls, sheet: RaggedBatch, row: int) -> BufferItem:
         """Row `row` of a sheet, whose fields are copied out of it when they are first asked for."""
         item = cls.__new__(cls)
         item.__dict__["_source"] = sheet, row

@@ -38,18 +38,18 @@ from rollbook.compat.lightrft.ragged_batch import action_starts, spans_of_rows
 from rollbook.core.checks import check_float
 from rollbook.core.ids import EID
 from rollbook.core.metrics import advise
-from rollbook.core.process_group import ALONE, Ranks, current_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_ranks
 from rollbook.core.rows import Rows, Spans
 
 
-class Whole:
+class RolloutBatches:
     """Several batches, row by row.
 
     >>> def batch(rewards):
     ...     ones = torch.ones(len(rewards), 2)
     ...     return ExperienceBatch(ones.long(), ones, *[None] * 4, ones.long(), ones.bool(),
     ...                            {"reward": torch.tensor(rewards)})
-    >>> whole = Whole([batch([1.0, 0.0]), batch([2.0])])
+    >>> whole = RolloutBatches([batch([1.0, 0.0]), batch([2.0])])
     >>> whole.numbers("reward").tolist(), whole.groups(per_group=3).tolist(), len(whole.rows("action_log_probs"))
     ([1.0, 0.0, 2.0], [0, 0, 0], 3)
     >>> whole.put("advantages", Rows(torch.arange(6.0), [2, 2, 2]))
@@ -193,7 +193,7 @@ class Whole:
         found = [eid for batch in self.batches for eid in batch.ids or ()]
         return None if any(eid is None for eid in found) else found  # type: ignore[return-value]
 
-    def groups(self, per_group: int, ranks: Ranks = ALONE) -> Sequence[Any] | NDArray[np.int64]:
+    def groups(self, per_group: int, ranks: ProcessGroup = SINGLE_PROCESS) -> Sequence[Any] | NDArray[np.int64]:
         """[N] Which task each row is of: by id; rows without ids by place, `per_group` after one another, in each
         process apart."""
         ids = self.ids()
@@ -205,7 +205,7 @@ class Whole:
                 f"({per_group}), to group them by place"
             )
         places = np.arange(len(self) // per_group).repeat(per_group)
-        return places if ranks is ALONE else [f"process {ranks.rank}, group {place}" for place in places]
+        return places if ranks is SINGLE_PROCESS else [f"process {ranks.rank}, group {place}" for place in places]
 
     def runs(self) -> list[Any] | None:
         """[N] Which run each row is of; `None` without ids, where each row is one."""
@@ -365,11 +365,11 @@ def takes_token_rewards(name: str) -> bool:
 
 
 def score(
-    whole: Whole, config: MakerConfig, norm: RunningNorm | None = None, max_new_tokens: int | None = None
+    whole: RolloutBatches, config: MakerConfig, norm: RunningNorm | None = None, max_new_tokens: int | None = None
 ) -> Scored:
     """The rewards of a rollout, shaped, and scored within their groups if that is what the estimator does."""
     ranks = current_ranks()
-    if ranks is ALONE and norm is None and not config.overlong_buffer:
+    if ranks is SINGLE_PROCESS and norm is None and not config.overlong_buffer:
         scored = _block_scores(whole, config)
         if scored is not None:
             return scored
@@ -400,7 +400,7 @@ def score(
     return Scored(rewards, steps, scale)
 
 
-def _block_scores(whole: Whole, config: MakerConfig) -> Scored | None:
+def _block_scores(whole: RolloutBatches, config: MakerConfig) -> Scored | None:
     """Score rewards whose groups are blocks of `n_samples_per_prompt` rows, in about ten numpy operations.
 
     Returns:
@@ -440,7 +440,7 @@ def _block_scores(whole: Whole, config: MakerConfig) -> Scored | None:
         shaped = torch.from_numpy(scores.reshape(-1).astype(np.float32))
 
     def report() -> Report:
-        return _row_scores(whole, torch.from_numpy(rewards.astype(np.float32)), config, ALONE).report
+        return _row_scores(whole, torch.from_numpy(rewards.astype(np.float32)), config, SINGLE_PROCESS).report
 
     return Scored(shaped, {entry.name: Advantages(shaped, None, shaped, None, report)})
 
@@ -467,7 +467,7 @@ def _bounds(config: MakerConfig) -> list[tuple[float, float]]:
     return [*found, (-config.reward_clip, config.reward_clip)] if config.reward_clip > 0 else found
 
 
-def _row_scores(whole: Whole, rewards: torch.Tensor, config: MakerConfig, ranks: Ranks) -> Advantages:
+def _row_scores(whole: RolloutBatches, rewards: torch.Tensor, config: MakerConfig, ranks: ProcessGroup) -> Advantages:
     entry = ESTIMATORS[config.advantage_estimator]
     if entry.name == "reinforce_plus_plus_baseline":
         # Its baseline is that of dr_grpo; what it does besides (returns, whitening) comes later here.
@@ -478,7 +478,7 @@ def _row_scores(whole: Whole, rewards: torch.Tensor, config: MakerConfig, ranks:
     ids = whole.ids()
     groups = whole.groups(config.n_samples_per_prompt, ranks)
     alone = config.n_samples_per_prompt == 1 if ids is None else len(set(groups)) == len(groups)
-    if ranks is ALONE and alone and len(groups) > 1:
+    if ranks is SINGLE_PROCESS and alone and len(groups) > 1:
         advise(
             f"{entry.name}: every group has one sample, and nothing to compare it with; n_samples_per_prompt is "
             f"{config.n_samples_per_prompt}"
@@ -517,7 +517,7 @@ def check(config: MakerConfig, given: Mapping[str, Any]) -> None:
 
 
 def finish(
-    whole: Whole,
+    whole: RolloutBatches,
     scored: Scored,
     config: MakerConfig,
     *,
@@ -606,7 +606,9 @@ def _where(mask: Rows, keep: torch.Tensor) -> Rows:
     return Rows(mask.values & torch.repeat_interleave(keep, lengths), mask.lengths)
 
 
-def _returns_to_go(whole: Whole, token_rewards: Rows, mask: Rows, gamma: float, recursions: Recursions) -> Rows:
+def _returns_to_go(
+    whole: RolloutBatches, token_rewards: Rows, mask: Rows, gamma: float, recursions: Recursions
+) -> Rows:
     if recursions.returns is None:
         returns: Rows = cumulative_returns(token_rewards, mask, gamma=gamma)
         return returns
@@ -615,7 +617,7 @@ def _returns_to_go(whole: Whole, token_rewards: Rows, mask: Rows, gamma: float, 
 
 
 def _replaced(
-    whole: Whole,
+    whole: RolloutBatches,
     rewards: torch.Tensor,
     token_rewards: Rows,
     values: Rows | None,
@@ -645,7 +647,7 @@ def _replaced(
 
 
 def _over_tokens(
-    whole: Whole,
+    whole: RolloutBatches,
     rewards: torch.Tensor,
     token_rewards: Rows,
     mask: Rows,
@@ -653,7 +655,7 @@ def _over_tokens(
     coef: float,
     gamma: float,
     lambd: float,
-    ranks: Ranks,
+    ranks: ProcessGroup,
     recursions: Recursions,
 ) -> tuple[Advantages, bool]:
     """The estimators that look at tokens, and whether they whitened."""

@@ -33,7 +33,7 @@ from rollbook.compat.lightrft import estimation
 from rollbook.compat.lightrft.batch import ExperienceBatch as Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, Samples
 from rollbook.compat.lightrft.config import MakerConfig
-from rollbook.compat.lightrft.estimation import Whole, mean_by_row
+from rollbook.compat.lightrft.estimation import RolloutBatches, mean_by_row
 from rollbook.compat.lightrft.passes import Passes, padded_experience
 from rollbook.compat.lightrft.rewards import Scorer
 from rollbook.compat.lightrft.samples import batch_of, if_any, maker_sampling, prompts_of, records_of, samples_of
@@ -42,7 +42,7 @@ from rollbook.core.experience import Experience as Record
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.metrics import Progress, Stages, advise
-from rollbook.core.process_group import ALONE, current_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, current_ranks
 from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 from rollbook.rollout.engine import BaseEngine
@@ -225,7 +225,7 @@ class NaiveExperienceMaker:
     def _batch_id(self) -> int | str:
         """The rollout's number; with several processes also this one's, since each has prompts of its own."""
         ranks, name = current_ranks(), self.config.batch_name
-        number: int | str = self.rollouts_made if ranks is ALONE else f"{self.rollouts_made}.{ranks.rank}"
+        number: int | str = self.rollouts_made if ranks is SINGLE_PROCESS else f"{self.rollouts_made}.{ranks.rank}"
         return number if name is None else f"{name}-{number}"
 
     def _sampling(self, options: Mapping[str, Any], n: int, **defaults: Any) -> Sampling:
@@ -390,7 +390,7 @@ class NaiveExperienceMaker:
             if _trains(model):
                 model.train()
 
-    def _measure_kl(self, whole: Whole, columns: Mapping[str, torch.Tensor], lengths: list[int]) -> None:
+    def _measure_kl(self, whole: RolloutBatches, columns: Mapping[str, torch.Tensor], lengths: list[int]) -> None:
         """The KL of each token, 0 on what does not count, and its mean over each row's actions."""
         mask, ours, base = map(columns.get, ("action_mask", "action_log_probs", "base_action_log_probs"))
         if mask is None:
@@ -422,7 +422,7 @@ class NaiveExperienceMaker:
         for i, one in enumerate(experiences):
             if not isinstance(one, Experience):
                 raise ValueError(f"experiences[{i}]: got {type(one).__name__}, expected an Experience")
-        whole = Whole(experiences)
+        whole = RolloutBatches(experiences)
         longest = max_new_tokens if max_new_tokens is not None else self._max_new_tokens
         scored = self._scored = estimation.score(whole, self.config, self.reward_norm, longest)
         rewards = whole.split(scored.rewards)
@@ -478,7 +478,7 @@ class NaiveExperienceMaker:
             self._rows = None
             experiences = [self.make_experience(part) for part in samples]
         if greedy is not None:
-            whole = Whole(experiences)
+            whole = RolloutBatches(experiences)
             baselines = dict(enumerate(greedy.values())) if whole.ids() is None else greedy
             groups = whole.groups(len(whole) // len(greedy))
             whole.put_numbers("reward_baseline", torch.tensor([baselines[group] for group in groups]))
@@ -492,11 +492,11 @@ class NaiveExperienceMaker:
         gamma = generate_kwargs.get("gamma", self.config.gamma)
         lambd = generate_kwargs.get("lambd", self.config.lambd)
         self._scored = None
-        rollout = Whole(experiences)
+        rollout = RolloutBatches(experiences)
         kept, rewards = self.process_experiences(experiences)
         experiences = list(kept)
         with self._stages("advantages"):
-            whole = Whole(experiences)
+            whole = RolloutBatches(experiences)
             found = estimation.finish(
                 whole,
                 self._shaped(whole, list(rewards)),
@@ -537,7 +537,7 @@ class NaiveExperienceMaker:
         if self.engine is None:
             raise ValueError("engine: got None, expected one: an actor with LightRFT's generate keeps no records")
         self._rows = None
-        whole = Whole(self.make_experience_list(all_prompts, **generate_kwargs))
+        whole = RolloutBatches(self.make_experience_list(all_prompts, **generate_kwargs))
         made, self._rows = self._rows, None
         rows = None if made is None else [row for part in made for row in part]
         return records_of([one for part in self._samples for one in part.rollouts or ()], whole, rows)
@@ -551,10 +551,10 @@ class NaiveExperienceMaker:
         greedy = self._rollout(all_prompts, {**generate_kwargs, "do_sample": False}, 1)
         batches = [batch_of(samples) for samples in greedy]
         self.scorer.score(greedy, batches)
-        whole = Whole(batches)
+        whole = RolloutBatches(batches)
         return dict(zip(whole.groups(1), whole.numbers("reward").tolist(), strict=True))
 
-    def _shaped(self, whole: Whole, rewards: Sequence[Any]) -> estimation.Scored:
+    def _shaped(self, whole: RolloutBatches, rewards: Sequence[Any]) -> estimation.Scored:
         """What `process_experiences` returned, checked; `whole` are its experiences."""
         parts = [torch.as_tensor(part, dtype=torch.float32).detach().cpu().reshape(-1) for part in rewards]
         if [len(part) for part in parts] != whole.sizes:
@@ -577,7 +577,7 @@ class NaiveExperienceMaker:
             raise ValueError(f"kl_controller: got {coef:g}, expected None, or config.kl_coef, {self.config.kl_coef:g}")
         return self.config.kl_coef or coef or 0.0
 
-    def _summary(self, whole: Whole, failed: int, found: Mapping[str, float]) -> dict[str, float]:
+    def _summary(self, whole: RolloutBatches, failed: int, found: Mapping[str, float]) -> dict[str, float]:
         rewards = whole.numbers("reward")
         known = rewards[~rewards.isnan()]
         lengths = whole.numbers("response_length")

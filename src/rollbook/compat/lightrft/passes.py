@@ -20,9 +20,9 @@ from rollbook.algorithms.layout import as_column
 from rollbook.batch import Batch
 from rollbook.batch.columns import BatchColumns, Lengths
 from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, Samples, token_fields
-from rollbook.compat.lightrft.estimation import Whole, mean_by_row
+from rollbook.compat.lightrft.estimation import RolloutBatches, mean_by_row
 from rollbook.compat.lightrft.ragged_batch import (
-    Sheet,
+    RaggedBatch,
     action_starts,
     checked,
     media_inputs,
@@ -92,7 +92,7 @@ class Passes:
         entropy: bool = False,
         stages: Stages | None = None,
         bar: Progress | None = None,
-    ) -> tuple[Whole, dict[str, torch.Tensor], list[int]]:
+    ) -> tuple[RolloutBatches, dict[str, torch.Tensor], list[int]]:
         """Fill in `action_log_probs` (and `action_entropy`), `base_action_log_probs`, `values` and
         `extras["teacher_logprobs"]` of all batches. Without a policy, log-probs are the engine's.
 
@@ -100,7 +100,7 @@ class Passes:
             The batches; by field, what was filled in, and the action mask, on the CPU, end to end; and the rows'
             lengths there.
         """
-        whole = Whole(batches)
+        whole = RolloutBatches(batches)
         stages = stages if stages is not None else Stages()
         column = whole.column("action_mask")
         if column is None:
@@ -143,7 +143,7 @@ class Passes:
             stage[key] = stats[key]
         return tuple((columns[output].values, columns[output].lengths) for output in outputs)
 
-    def _asked(self, model: Any, whole: Whole, entropy: bool) -> tuple[_Column | None, ...]:
+    def _asked(self, model: Any, whole: RolloutBatches, entropy: bool) -> tuple[_Column | None, ...]:
         if entropy:
             raise ValueError(
                 "entropy: this actor does not give it, expected a rollbook.models.Actor, since entropies are asked for"
@@ -433,7 +433,7 @@ class BatchRows:
         """The rows of a batch."""
         slimmed = slim(batch)
         spans = _spans(slimmed)[1] if batch.layout == "padded" else None
-        sheet: Sheet = sheet_of_batch(slimmed)
+        sheet: RaggedBatch = sheet_of_batch(slimmed)
         column = sheet.columns["sequences"]
         device = column.device if isinstance(column, torch.Tensor) else torch.device("cpu")
         flat = concatenated(column, sheet.tokens) if column is not None else torch.empty(0)

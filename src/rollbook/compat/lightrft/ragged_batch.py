@@ -1,4 +1,4 @@
-"""`Sheet`: samples without padding, column by column: what every batch and item is made from, and turned into.
+"""`RaggedBatch`: samples without padding, column by column: what every batch and item is made from, and turned into.
 
 Invariant: a sheet owns its columns; row i of a per-token column lies between the offsets of its axis, and what an item
 gets of it is a copy. An item made from a sheet reads as if it held its fields from the start.
@@ -60,7 +60,7 @@ _ON_TOKENS = frozenset(name for name, one in BATCH_FIELDS.items() if one.axis ==
 
 
 @dataclass(eq=False)
-class Sheet:
+class RaggedBatch:
     """B samples without padding: T tokens and U response slots in all."""
 
     tokens: Lengths
@@ -226,14 +226,14 @@ class Sheet:
         self.device = target
 
 
-class WideSheet(Sheet):
+class PaddedRaggedBatch(RaggedBatch):
     """The samples of a padded batch as wide as it is: what a split without unpadding gives.
 
     What is attended is copied at once, into `bare`. Padding is read from the batch (`columns` are its own tensors, (B,
     width, ...)) unless somebody has written into it; then a row is padded with what its first and last entries were.
     """
 
-    bare: Sheet
+    bare: RaggedBatch
     """The same samples without padding."""
     spans: tuple[Spans, Spans]
     """Where in its rows the samples' tokens lie, and their response slots."""
@@ -254,8 +254,8 @@ class WideSheet(Sheet):
 
     @classmethod
     def of(
-        cls, values: dict[str, Any], origin: Origin, bare: Sheet, spans: tuple[Spans, Spans], starts: list[int]
-    ) -> WideSheet:
+        cls, values: dict[str, Any], origin: Origin, bare: RaggedBatch, spans: tuple[Spans, Spans], starts: list[int]
+    ) -> PaddedRaggedBatch:
         """The rows of padded fields, (B, width, ...), which `bare` has without padding: `spans` say where, as those of
         `spans_of_rows` do."""
         tokens, responses = (np.full(len(bare), one.width, dtype=np.int64) for one in spans)
@@ -324,7 +324,7 @@ _LARGE_MASK = 1 << 17
 # --- from batches -------------------------------------------------------------------------------------------------
 
 
-def sheet_of_batch(batch: ExperienceBatch, in_one: bool = False) -> Sheet:
+def sheet_of_batch(batch: ExperienceBatch, in_one: bool = False) -> RaggedBatch:
     """The sheet of a batch: of a padded one, what is attended. Media are views of the batch's.
 
     `in_one` puts the columns into one block of memory: one is sooner had than many.
@@ -344,7 +344,7 @@ def sheet_of_batch(batch: ExperienceBatch, in_one: bool = False) -> Sheet:
     return unpadded(batch, values, in_one)[0]
 
 
-def unpadded(batch: ExperienceBatch, values: dict[str, Any], in_one: bool) -> tuple[Sheet, tuple[Spans, Spans]]:
+def unpadded(batch: ExperienceBatch, values: dict[str, Any], in_one: bool) -> tuple[RaggedBatch, tuple[Spans, Spans]]:
     """The sheet of a padded batch with the fields `values`, and where its tokens and response slots lie there."""
     width = int(values["sequences"].shape[1])
     slots = next((int(one.shape[1]) for name, one in values.items() if one is not None and not on_tokens(name)), 0)
@@ -369,7 +369,7 @@ def unpadded(batch: ExperienceBatch, values: dict[str, Any], in_one: bool) -> tu
     return sheet, (lying, acting)
 
 
-def still_absent(sheet: Sheet) -> None:
+def still_absent(sheet: RaggedBatch) -> None:
     """Of the rows that lack a field, forget those that were written to since; a mask that every row lacks, and that
     only told padding from the rest, goes."""
     for name, rows in list(sheet.origin.absent.items()):
@@ -387,10 +387,10 @@ def still_absent(sheet: Sheet) -> None:
             del sheet.origin.absent[name]
 
 
-def whole_sheet(batch: ExperienceBatch, tokens: Lengths, responses: Lengths) -> Sheet:
+def whole_sheet(batch: ExperienceBatch, tokens: Lengths, responses: Lengths) -> RaggedBatch:
     """A sheet with everything of a batch but its per-token columns."""
     count = len(batch)
-    sheet = Sheet(tokens, responses, batch.origin.copy())
+    sheet = RaggedBatch(tokens, responses, batch.origin.copy())
     check_info(batch.info, count)
     sheet.info = own(batch.info, tensors=True)
     for name in SAMPLE_LISTS:
@@ -631,7 +631,7 @@ def _row_edges(mask: torch.Tensor, look_solid: bool) -> tuple[Lengths, Lengths, 
 # --- to batches ---------------------------------------------------------------------------------------------------
 
 
-def packed(sheet: Sheet) -> ExperienceBatch:
+def packed(sheet: RaggedBatch) -> ExperienceBatch:
     """The packed batch of a sheet."""
     tokens, responses = sheet.tokens.tolist(), sheet.responses.tolist()
 
@@ -644,7 +644,7 @@ def packed(sheet: Sheet) -> ExperienceBatch:
     return _batch(sheet, rows, None)
 
 
-def padded(sheet: Sheet, pad_token_id: int = 0, layout: str = "left") -> ExperienceBatch:
+def padded(sheet: RaggedBatch, pad_token_id: int = 0, layout: str = "left") -> ExperienceBatch:
     """The padded batch of a sheet."""
     if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, (int, np.integer)):
         raise ValueError(f"pad_token_id: got {pad_token_id!r}, expected a token id")
@@ -686,7 +686,7 @@ def check_layout(layout: str) -> None:
         raise ValueError(f"layout: got {layout!r}, expected one of {', '.join(map(repr, LAYOUTS))}")
 
 
-def _batch(sheet: Sheet, lay_out: Callable[[str, Column], Any], starts: torch.Tensor | None) -> ExperienceBatch:
+def _batch(sheet: RaggedBatch, lay_out: Callable[[str, Column], Any], starts: torch.Tensor | None) -> ExperienceBatch:
     given: dict[str, Any] = {}
     extras: dict[str, Any] = {}
     for name, column in sheet.columns.items():

@@ -34,8 +34,8 @@ from rollbook.compat.lightrft.batch import (
 from rollbook.compat.lightrft.ragged_batch import (
     SAMPLE_LISTS,
     Lengths,
-    Sheet,
-    WideSheet,
+    PaddedRaggedBatch,
+    RaggedBatch,
     action_starts,
     check_layout,
     checked,
@@ -49,7 +49,7 @@ from rollbook.compat.lightrft.ragged_batch import (
     still_absent,
     unpadded,
 )
-from rollbook.core.errors import explain_missing
+from rollbook.core.errors import RollbookError, explain_missing
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
 from rollbook.core.media import SHARED, Pool, carries_media, count_media
@@ -57,7 +57,7 @@ from rollbook.core.ragged import Ragged, offsets_of, promote
 from rollbook.core.rows import LARGE, Column, Rows, Segments, blank, check_fill, concatenated, empty, memory, segments
 
 
-def sheet_of_items(items: Sequence[Any]) -> Sheet:
+def sheet_of_items(items: Sequence[Any]) -> RaggedBatch:
     """The sheet of buffer items, each as it is (padding that an item still has is taken for content)."""
     for i, item in enumerate(items):
         if not isinstance(item, BufferItem) or len(item.__dict__) > 1:
@@ -282,7 +282,7 @@ def _joined(rows: list[NDArray[Any]], dtype: torch.dtype) -> torch.Tensor:
     return values
 
 
-def _drawn_rows(sources: list[tuple[Sheet, int]], single: bool) -> dict[str, Rows]:
+def _drawn_rows(sources: list[tuple[RaggedBatch, int]], single: bool) -> dict[str, Rows]:
     """By field, the rows of plain sheets end to end; `single`: they are all of one sheet."""
     first = sources[0][0]
     bounds = [[slice(sheet.bounds[axis][i], sheet.bounds[axis][i + 1]) for sheet, i in sources] for axis in (0, 1)]
@@ -305,7 +305,7 @@ def _drawn_rows(sources: list[tuple[Sheet, int]], single: bool) -> dict[str, Row
     return columns
 
 
-def _lying(states: list[dict[str, Any]], touched: set[str]) -> Sheet | None:
+def _lying(states: list[dict[str, Any]], touched: set[str]) -> RaggedBatch | None:
     """The sheet of rows of other sheets, without making tensors of them; `None` where that cannot be."""
     sources: list[Any] = [state.get("_source") for state in states]
     if "extras" in touched or None in sources:
@@ -317,7 +317,7 @@ def _lying(states: list[dict[str, Any]], touched: set[str]) -> Sheet | None:
     starts = [[one.bounds[axis][i] for one, i in sources] for axis in (0, 1)]
     stops = [[one.bounds[axis][i + 1] for one, i in sources] for axis in (0, 1)]
     responses, tokens = (np.array(stops[axis]) - np.array(starts[axis]) for axis in (0, 1))
-    sheet = Sheet(tokens, responses, Origin())
+    sheet = RaggedBatch(tokens, responses, Origin())
     for name, (dtype, trailing) in first.kinds.items():
         if dtype is None and name not in touched:
             sheet.columns[name] = None
@@ -336,7 +336,7 @@ def _lying(states: list[dict[str, Any]], touched: set[str]) -> Sheet | None:
     return sheet
 
 
-def _gathered(states: list[dict[str, Any]]) -> Sheet:
+def _gathered(states: list[dict[str, Any]]) -> RaggedBatch:
     """The sheet of items that each hold their own tensors."""
     if any("_source" in state for state in states):
         rows = {name: [_own_or_lying(state, name) for state in states] for name in BATCH_FIELDS}
@@ -353,7 +353,7 @@ def _gathered(states: list[dict[str, Any]]) -> Sheet:
         axis = on_tokens(name)
         known[axis] = _measured(name, found, known[axis])
     tokens, responses = (np.array(known[axis] or [-1] * len(states), dtype=np.int64) for axis in (1, 0))
-    sheet = Sheet(tokens, np.maximum(responses, 0), Origin())
+    sheet = RaggedBatch(tokens, np.maximum(responses, 0), Origin())
     over = np.flatnonzero(sheet.responses > sheet.tokens)
     if over.size:
         i = int(over[0])
@@ -375,7 +375,7 @@ def _own_or_lying(state: dict[str, Any], name: str) -> Any:
 
 
 def replace_column(
-    items: Sequence[BufferItem], sheets: Sequence[Sheet], name: str, columns: Sequence[torch.Tensor]
+    items: Sequence[BufferItem], sheets: Sequence[RaggedBatch], name: str, columns: Sequence[torch.Tensor]
 ) -> None:
     """Have other values in a field of items whose sheets `whole_sheets` gave: they move to copies of those."""
     at = iter(items)
@@ -385,10 +385,10 @@ def replace_column(
             next(at).__dict__["_source"] = changed, i
 
 
-def whole_sheets(items: Sequence[BufferItem], *names: str) -> list[Sheet] | None:
+def whole_sheets(items: Sequence[BufferItem], *names: str) -> list[RaggedBatch] | None:
     """The sheets that the items are all samples of, in order, if these have tensors for the fields and no item has a
     value of its own; `None` of other items."""
-    sheets: list[Sheet] = []
+    sheets: list[RaggedBatch] = []
     touched = set(names)
     at = 0
     while at < len(items):
@@ -437,7 +437,7 @@ def _check_row(name: str, i: int, row: Any) -> None:
         raise ValueError(f"items[{i}].{name}: got shape {list(row.shape)}, expected one dimension")
 
 
-def column_of(name: str, rows: list[Any], sheet: Sheet) -> Column | None:
+def column_of(name: str, rows: list[Any], sheet: RaggedBatch) -> Column | None:
     """Rows as one column; what is absent is filled in, and noted."""
     present = [row for row in rows if row is not None]
     lengths = sheet.lengths(name)
@@ -527,7 +527,7 @@ def _narrowed_apart(items: list[Any]) -> list[BufferItem] | None:
 def _items_of_cuts(apart: _Apart, cuts: list[tuple[slice, slice]]) -> list[BufferItem]:
     """Items of parts of the rows, on one sheet: much memory is sooner had at once than row by row."""
     responses, tokens = (np.array([cut[axis].stop - cut[axis].start for cut in cuts]) for axis in (0, 1))
-    sheet = Sheet(tokens, responses, Origin(), dict.fromkeys(BATCH_FIELDS))
+    sheet = RaggedBatch(tokens, responses, Origin(), dict.fromkeys(BATCH_FIELDS))
     for name, rows in apart.arrays.items():
         axis = on_tokens(name)
         sheet.columns[name] = _joined([row[cut[axis]] for row, cut in zip(rows, cuts, strict=True)], apart.dtypes[name])
@@ -560,7 +560,7 @@ def _already_bare(i: int, item: Any) -> BufferItem | None:
     if len(state) > 1:
         check_item(i, item)
     sheet, row = state["_source"]
-    new = BufferItem.of(sheet.bare if isinstance(sheet, WideSheet) else sheet, row)
+    new = BufferItem.of(sheet.bare if isinstance(sheet, PaddedRaggedBatch) else sheet, row)
     for name in state.keys() - {"_source"}:
         value = state[name]
         if name == "media":
@@ -574,7 +574,7 @@ _PER_TOKEN = frozenset((*BATCH_FIELDS, "extras", "action_start", "implied"))
 _MEDIA = (*BATCH_MEDIA, "raw_images")
 
 
-def _narrowed(sheet: Sheet, starts: list[int]) -> Sheet:
+def _narrowed(sheet: RaggedBatch, starts: list[int]) -> RaggedBatch:
     """A sheet without the padding that its rows still have; each row's own response slots begin at `starts`."""
     over = np.flatnonzero(np.array(starts, dtype=np.int64) > sheet.responses)
     if over.size:
@@ -595,12 +595,12 @@ def _narrowed(sheet: Sheet, starts: list[int]) -> Sheet:
             narrow = column._replace(starts=(at + low).tolist(), stops=(at + high).tolist())
             columns[name] = concatenated(narrow, high - low)
     rest = {"info": sheet.info, "lists": sheet.lists, "media": sheet.media, "device": sheet.device}
-    narrowed = Sheet(last - first, end - begin, sheet.origin, columns, **rest)
+    narrowed = RaggedBatch(last - first, end - begin, sheet.origin, columns, **rest)
     still_absent(narrowed)
     return narrowed
 
 
-def _attended(sheet: Sheet) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _attended(sheet: RaggedBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """[B] Where the attended part of each row begins, and where it ends (both its length if there is none)."""
     first, last = np.zeros_like(sheet.tokens), sheet.tokens.copy()
     column = sheet.columns.get("attention_mask")
@@ -623,9 +623,9 @@ def _bare(item: Any) -> bool:
     if not isinstance(item, BufferItem):
         return True  # it is refused later, by name
     state = item.__dict__
-    if len(state) == 1 and "_source" in state and type(state["_source"][0]) is Sheet:
+    if len(state) == 1 and "_source" in state and type(state["_source"][0]) is RaggedBatch:
         return True
-    wide = isinstance(state.get("_source", (None,))[0], WideSheet)
+    wide = isinstance(state.get("_source", (None,))[0], PaddedRaggedBatch)
     if "_source" in state and not wide and not state.keys() & {"attention_mask", "action_start"}:
         return True  # a sheet has no padding
     mask = _own_or_lying(state, "attention_mask")
@@ -664,16 +664,16 @@ def padded_items_of_batch(batch: ExperienceBatch, pool: Pool) -> list[BufferItem
     bare, spans = unpadded(batch, values, in_one=True)
     bare.keep_media(pool)
     starts = action_starts(batch, spans[1].width).tolist()
-    wide = WideSheet.of(values, batch.origin.copy(), bare, spans, starts)
+    wide = PaddedRaggedBatch.of(values, batch.origin.copy(), bare, spans, starts)
     return [BufferItem.of(wide, i) for i in range(len(wide))]
 
 
-def sheet_of_experiences(experiences: Any) -> Sheet:
+def sheet_of_experiences(experiences: Any) -> RaggedBatch:
     """The sheet of records, from their columns."""
     many = mask_unpredicted(as_experiences(experiences))
     count = len(many)
     tokens, responses = token_counts(many)
-    sheet = Sheet(tokens, responses, Origin(), long_tokens=True)
+    sheet = RaggedBatch(tokens, responses, Origin(), long_tokens=True)
     used = set()
     for batch_field in BATCH_FIELDS.values():
         sources = [name for name in (*batch_field.sources, batch_field.name) if name in FIELDS]
@@ -708,7 +708,7 @@ def _everywhere(many: Experiences, name: str) -> bool:
     return all(value is not None for value in many.values(name))
 
 
-def _record_column(many: Experiences, source: str, name: str, sheet: Sheet) -> Column | None:
+def _record_column(many: Experiences, source: str, name: str, sheet: RaggedBatch) -> Column | None:
     """A record field's column as it lies, or put together again where rows are absent or of several types."""
     column = many.column(source)
     if isinstance(column, Ragged) and column.valid is None and column.codes is None:
@@ -734,7 +734,7 @@ def _raise_length(many: Experiences, name: str, got: Any, expected: Lengths) -> 
     raise ValueError(f"record {i} ({many.eids()[i]}): {name}: got {got[i]} entries, expected {expected[i]}")
 
 
-def _record_info(many: Experiences, sheet: Sheet) -> tuple[dict[Any, Any], InfoOrigin]:
+def _record_info(many: Experiences, sheet: RaggedBatch) -> tuple[dict[Any, Any], InfoOrigin]:
     rewards = [{} if reward is None else {"reward": reward} for reward in many.values("reward")]
     info, origin = collate_info(rewards)
     mask = sheet.columns["action_mask"]
@@ -766,7 +766,7 @@ except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
 
 
-class PaddingSideError(ValueError, AssertionError):
+class PaddingSideError(RollbookError, ValueError, AssertionError):
     """The padding side is neither left nor right."""
 
 

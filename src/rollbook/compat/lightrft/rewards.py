@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rollbook.compat.lightrft.batch import ExperienceBatch, Samples
-from rollbook.compat.lightrft.estimation import Whole, batch_device
+from rollbook.compat.lightrft.estimation import RolloutBatches, batch_device
 from rollbook.core.metrics import Progress
 from rollbook.core.sampling import Prompt, Sample
 from rollbook.rewards.functions import PARAMETER_NAMES
@@ -143,7 +143,7 @@ class Scorer:
         for model in self._called:
             model.look(batches, inputs)
         found = self._scored(inputs, failed)
-        whole = Whole(batches)
+        whole = RolloutBatches(batches)
         rewards, metrics = found.to_tensors()
         whole.put_numbers("reward", rewards)
         at = 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rollbook.compat.lightrft.batch import ExperienceBatch, Samples, from_experiences
-from rollbook.compat.lightrft.estimation import Whole
+from rollbook.compat.lightrft.estimation import RolloutBatches
 from rollbook.compat.lightrft.models import end_to_end, sampling_of
 from rollbook.compat.lightrft.ragged_batch import predicted_mask
 from rollbook.core.experience import Experience
@@ -271,7 +271,9 @@ _FIELDS = {
 """A record's fields, and those of a batch that they come from."""
 
 
-def records_of(rollouts: Sequence[Sample], whole: Whole, made: Sequence[Experience] | None = None) -> Experiences:
+def records_of(
+    rollouts: Sequence[Sample], whole: RolloutBatches, made: Sequence[Experience] | None = None
+) -> Experiences:
     """The records of those of an engine's samples that `whole` still has, in its order. `made`: the samples' records as
     `to_experience` gives them, if somebody has made them already; what was found out is put into these.
 
@@ -280,13 +282,13 @@ def records_of(rollouts: Sequence[Sample], whole: Whole, made: Sequence[Experien
     >>> rollouts = ScriptedEngine([[7, 2]]).generate([[5], [6]])
     >>> batch = batch_of(samples_of(rollouts))
     >>> batch.info["reward"], batch.advantages = torch.tensor([1.0, 0.0]), torch.ones(2, 2)
-    >>> [(row.reward, row.advantages.tolist()) for row in records_of(rollouts, Whole([batch]))]
+    >>> [(row.reward, row.advantages.tolist()) for row in records_of(rollouts, RolloutBatches([batch]))]
     [(1.0, [1.0, 1.0]), (0.0, [1.0, 1.0])]
     """
     return finished([one.to_experience() for one in rollouts] if made is None else made, whole)
 
 
-def finished(rows: Sequence[Experience], whole: Whole) -> Experiences:
+def finished(rows: Sequence[Experience], whole: RolloutBatches) -> Experiences:
     """Records with what was found out about them: masks, rewards, log-probs, values, advantages.
 
     `whole` has a row for each record, matched by id: a record without a row (filtered out) is left out, and the result
@@ -296,7 +298,7 @@ def finished(rows: Sequence[Experience], whole: Whole) -> Experiences:
     >>> record = Experience(tokens=[5, 7, 2], prompt_length=1)
     >>> batch = from_experiences([record])
     >>> batch.info["reward"], batch.values = torch.tensor([1.0]), torch.ones(1, 2)
-    >>> finished([record], Whole([batch]))[0].values.tolist()
+    >>> finished([record], RolloutBatches([batch]))[0].values.tolist()
     [1.0, 1.0]
     """
     rows = _matched(rows, whole)
@@ -324,7 +326,7 @@ def finished(rows: Sequence[Experience], whole: Whole) -> Experiences:
     return Experiences(rows).assign(**found)
 
 
-def _matched(records: Sequence[Experience], whole: Whole) -> list[Experience]:
+def _matched(records: Sequence[Experience], whole: RolloutBatches) -> list[Experience]:
     """[N] The record of each row."""
     ids = whole.ids()
     by_uid = {record.eid.uid: record for record in records}

@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.masks import high_entropy_mask
 from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, peek
-from rollbook.compat.lightrft.ragged_batch import SAMPLE_LISTS, Sheet, sheet_of_batch
+from rollbook.compat.lightrft.ragged_batch import SAMPLE_LISTS, RaggedBatch, sheet_of_batch
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.errors import explain_missing
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.core.metrics import advise
-from rollbook.core.process_group import ALONE, Ranks, check_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_ranks
 from rollbook.core.sampling import Sample
 from rollbook.io.response_text import REFLECTIONS, Decoder, reflections, repeat_score
 from rollbook.io.trajectories import (
@@ -223,7 +223,7 @@ class ItemSource(TrajectorySource):
 class CoercedBatch:
     """The readable part of a batch."""
 
-    sheet: Sheet
+    sheet: RaggedBatch
     numbers: dict[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
     """[B] Per-token fields that came as one number per sample."""
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -297,7 +297,7 @@ def _one_per_sample(content: Any, count: int, width: int | None) -> NDArray[Any]
     return to_numpy(content).reshape(-1) if tuple(content.shape) in ((count,), (count, 1)) else None
 
 
-def _coerce_layout(name: str, content: Any, accepted: ExperienceBatch, sheet: Sheet) -> Any:
+def _coerce_layout(name: str, content: Any, accepted: ExperienceBatch, sheet: RaggedBatch) -> Any:
     """Convert a field to the layout of a batch, if it has another unambiguous one."""
     count = len(accepted)
     if name in SAMPLE_LISTS:
@@ -402,7 +402,7 @@ class TrajectorySaver:
             function, or `"auto"`: groups if samples have ids, else the first (see `rollbook.io.trajectories.select`).
         background: Write in a thread. A save that finds two others waiting is dropped and counted.
         ranks: The processes that call together: by default those of `torch.distributed`, once it is initialized;
-            `rollbook.core.process_group.ALONE` for a saver that only this process calls.
+            `rollbook.core.process_group.SINGLE_PROCESS` for a saver that only this process calls.
         wait_seconds: How long a save waits for all of them. After that, the first process saves its own samples, and
             the next save of that prefix does not wait: code that calls the saver on rank 0 only works.
 
@@ -445,7 +445,7 @@ class TrajectorySaver:
         *,
         keep: str | Callable[[list[Candidate], int], Sequence[Any]] = "auto",
         background: bool = False,
-        ranks: Ranks | None = None,
+        ranks: ProcessGroup | None = None,
         wait_seconds: float = 10.0,
     ) -> None:
         self.save_dir = Path(save_dir)
@@ -474,7 +474,7 @@ class TrajectorySaver:
             _ = self._files  # created now: a folder that cannot be created is an error of the constructor
 
     @property
-    def _ranks(self) -> Ranks:
+    def _ranks(self) -> ProcessGroup:
         return current_process_group() if self._fixed_ranks is None else self._fixed_ranks
 
     @cached_property
@@ -539,10 +539,10 @@ class TrajectorySaver:
         """Gather a few numbers of every sample in the first process, which selects; then the selected samples."""
         ranks = self._ranks
         problems: list[str] = []
-        if ranks is not ALONE and not self._meet(ranks, prefix, step, problems):
+        if ranks is not SINGLE_PROCESS and not self._meet(ranks, prefix, step, problems):
             if ranks.rank:
                 return None, None
-            ranks = ALONE
+            ranks = SINGLE_PROCESS
         samples = attempt(problems, _read_samples, experiences, step, ranks.rank)
         if samples is not None:
             problems += samples.problems
@@ -576,7 +576,7 @@ class TrajectorySaver:
         done, stats = write()
         return str(self._files.path(prefix, step)) if done else None, self._report(stats, problems)
 
-    def _meet(self, ranks: Ranks, prefix: str, step: int, problems: list[str]) -> bool:
+    def _meet(self, ranks: ProcessGroup, prefix: str, step: int, problems: list[str]) -> bool:
         """Whether every process takes part. If only some others do, their samples are missing: a problem."""
         together, present = self._rendezvous.meet(ranks, prefix, step)
         if not together and len(present) > 1:
@@ -756,11 +756,11 @@ def create_trajectory_saver(args: Any, tokenizer: Any) -> TrajectorySaver | None
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-def current_process_group() -> Ranks:
-    """Return the processes of `torch.distributed` if it is initialized, else `ALONE`."""
+def current_process_group() -> ProcessGroup:
+    """Return the processes of `torch.distributed` if it is initialized, else `SINGLE_PROCESS`."""
     import torch.distributed as dist
 
-    return Ranks() if dist.is_available() and dist.is_initialized() else ALONE
+    return ProcessGroup() if dist.is_available() and dist.is_initialized() else SINGLE_PROCESS
 
 
 class Rendezvous:
@@ -777,7 +777,7 @@ class Rendezvous:
         self._alone: dict[str, str] = {}
         """By prefix, the key of its last save, if that was without the others."""
 
-    def meet(self, ranks: Ranks, prefix: str, step: int) -> tuple[bool, list[int]]:
+    def meet(self, ranks: ProcessGroup, prefix: str, step: int) -> tuple[bool, list[int]]:
         """Return whether all processes save together, and which ones came. The answer is the same in all of them."""
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC2701, RUF100
@@ -828,12 +828,12 @@ def attempt(problems: list[str], function: Callable[..., T], *arguments: Any) ->
         return None
 
 
-def gather_to_first(ranks: Ranks, payload: Any, problems: list[str]) -> list[tuple[Any, list[str]]] | None:
+def gather_to_first(ranks: ProcessGroup, payload: Any, problems: list[str]) -> list[tuple[Any, list[str]]] | None:
     """Gather every process's payload and problems in the first process, by rank; `None` elsewhere.
 
     A payload that cannot be pickled is sent as `None`, with a problem.
     """
-    if ranks is ALONE:
+    if ranks is SINGLE_PROCESS:
         return [(payload, problems)]
     import torch.distributed as dist
 
@@ -843,9 +843,9 @@ def gather_to_first(ranks: Ranks, payload: Any, problems: list[str]) -> list[tup
     return None if parts is None else [(pickle.loads(pickled), faults) for pickled, faults in parts]
 
 
-def broadcast_from_first(ranks: Ranks, payload: Any) -> Any:
+def broadcast_from_first(ranks: ProcessGroup, payload: Any) -> Any:
     """Return the first process's payload in every process."""
-    if ranks is ALONE:
+    if ranks is SINGLE_PROCESS:
         return payload
     import torch.distributed as dist
 

@@ -1,8 +1,7 @@
 """Every key of `rollbook train`: sections as dataclasses, each key with its type, default, bounds and one sentence.
 
-Invariant: a `Config` that exists is checked as a whole; what its keys are called, hold and mean stands here, in `parts`
-and (`algorithm`, `optimizer`, `critic_optimizer`) in `AlgorithmConfig` and `Optimizing`, and nowhere else. The string
-under a field is what the reference page and `--show-config` say of it.
+Invariant: keys are declared here and, for `algorithm`, `optimizer` and `critic_optimizer`, in `AlgorithmConfig` and
+`OptimizerConfig`. The string under a field is its description on the reference page and in `--show-config`.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from rollbook.train.config.values import (
 
 if TYPE_CHECKING:
     from rollbook.train.algorithm import AlgorithmConfig
-    from rollbook.train.learner import Batching
-    from rollbook.train.optimizer import Optimizing
-    from rollbook.train.replay_config import Intake as Taken
-    from rollbook.train.sft_warmup import WarmUp
+    from rollbook.train.learner import MinibatchConfig
+    from rollbook.train.optimizer import OptimizerConfig
+    from rollbook.train.replay_config import ReplayConfig as Taken
+    from rollbook.train.sft_warmup import WarmupConfig
 
 
 FUNCTION: dict[str, Any] = {
@@ -248,18 +247,18 @@ class Warmup:
     def __post_init__(self) -> None:
         checked(self)
 
-    def warm_up(self) -> WarmUp:
+    def warm_up(self) -> WarmupConfig:
         """The same as `rollbook.train.sft_warmup.warm_up` takes it."""
-        from rollbook.train.optimizer import Optimizing
-        from rollbook.train.sft_warmup import WarmUp
+        from rollbook.train.optimizer import OptimizerConfig
+        from rollbook.train.sft_warmup import WarmupConfig
 
-        return WarmUp(
+        return WarmupConfig(
             steps=self.steps,
             until=self.until,
             every=self.every,
             rows=self.rows,
             checked=self.checked,
-            optimizer=Optimizing(lr=self.lr, warmup=self.rise, grad_clip=self.grad_clip),
+            optimizer=OptimizerConfig(lr=self.lr, warmup=self.rise, grad_clip=self.grad_clip),
         )
 
 
@@ -399,7 +398,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Intake:
+class ReplayConfig:
     """Which records a step learns from."""
 
     kind: Literal["on_policy", "replay"] = key("on_policy", anew=("sampler", "sampler_options", "reuse", "make_every"))
@@ -435,7 +434,7 @@ class Intake:
 
     def intake(self) -> Taken:
         """All but `expert`, as a `Trainer` takes it."""
-        from rollbook.train.replay_config import Intake as Taken
+        from rollbook.train.replay_config import ReplayConfig as Taken
 
         given = {name: value for name, value in vars(self).items() if name not in ("expert", "sampler")}
         return Taken(sampler=None if self.sampler is None else SAMPLERS[self.sampler], **given)
@@ -471,12 +470,12 @@ class Batch:
     def __post_init__(self) -> None:
         checked(self)
 
-    def batching(self) -> Batching:
+    def batching(self) -> MinibatchConfig:
         """All but `prompts`, as a `Learner` takes it."""
-        from rollbook.train.learner import Batching
+        from rollbook.train.learner import MinibatchConfig
 
-        names = [one.name for one in dataclasses.fields(Batching)]
-        return Batching(**{name: getattr(self, name) for name in names})
+        names = [one.name for one in dataclasses.fields(MinibatchConfig)]
+        return MinibatchConfig(**{name: getattr(self, name) for name in names})
 
 
 # --- what is kept and shown -------------------------------------------------------------------------------------------
@@ -575,10 +574,10 @@ def _algorithm() -> AlgorithmConfig:
     return AlgorithmConfig.preset("grpo")
 
 
-def _optimizing() -> Optimizing:
-    from rollbook.train.optimizer import Optimizing
+def _optimizing() -> OptimizerConfig:
+    from rollbook.train.optimizer import OptimizerConfig
 
-    return Optimizing()
+    return OptimizerConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -633,10 +632,10 @@ class Config:
     sampling: Sampling = field(default_factory=Sampling)
     algorithm: AlgorithmConfig = field(default_factory=_algorithm)
     """The preset, and what is different from it; null as the preset: one's own, from its parts."""
-    intake: Intake = field(default_factory=Intake)
+    intake: ReplayConfig = field(default_factory=ReplayConfig)
     batch: Batch = field(default_factory=Batch)
-    optimizer: Optimizing = field(default_factory=_optimizing)
-    critic_optimizer: Optimizing | None = field(default=None)
+    optimizer: OptimizerConfig = field(default_factory=_optimizing)
+    critic_optimizer: OptimizerConfig | None = field(default=None)
     """The critic's, with the keys of `optimizer`; null: the same as the actor's."""
     saving: Saving = field(default_factory=Saving, metadata=_FREE)
     evaluation: Evaluation = field(default_factory=Evaluation, metadata=_FREE)
@@ -768,8 +767,8 @@ __all__ = [
     "Engine",
     "Environment",
     "Evaluation",
-    "Intake",
     "Model",
+    "ReplayConfig",
     "Reward",
     "Sampling",
     "Saving",

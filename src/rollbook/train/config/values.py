@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import quote
 
 from rollbook.core.addresses import is_secret_name, redacted, url_secrets
+from rollbook.core.errors import RollbookError
 
 if TYPE_CHECKING:
     from rollbook.train.algorithm import AlgorithmConfig
 
 
-class ConfigError(ValueError):
+class ConfigError(RollbookError, ValueError):
     """A key that is not as it should be: its `path`, what is wrong (`said`), and the file or argument it came from.
 
     >>> error = ConfigError("lr", "got -1, expected a number above 0").under("optimizer")
@@ -412,8 +413,8 @@ def kind_of(hint: Any, limits: Mapping[str, Any], section: Callable[[type], Sect
 def docs_of(cls: type) -> dict[str, str]:
     """The strings under a dataclass's fields, by field, each in one line.
 
-    >>> from rollbook.train.optimizer import Optimizing
-    >>> docs_of(Optimizing)["eps"]
+    >>> from rollbook.train.optimizer import OptimizerConfig
+    >>> docs_of(OptimizerConfig)["eps"]
     'What AdamW adds to the denominator.'
     """
     try:
@@ -466,9 +467,9 @@ def section_of(cls: type) -> Section:
 def _section_of(cls: type) -> Section:
     # These load torch: when a configuration is made, not when its modules are imported.
     from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
-    from rollbook.train.optimizer import Optimizing
+    from rollbook.train.optimizer import OptimizerConfig
 
-    names = {"AlgorithmConfig": AlgorithmConfig, "Optimizing": Optimizing}
+    names = {"AlgorithmConfig": AlgorithmConfig, "OptimizerConfig": OptimizerConfig}
     hints, docs = typing.get_type_hints(cls, localns=names), docs_of(cls)
     keys = {}
     if cls is AlgorithmConfig:

@@ -109,16 +109,16 @@ def taught(
     48
     """
     from rollbook.models import Actor
-    from rollbook.train.optimizer import Optimizing
+    from rollbook.train.optimizer import OptimizerConfig
     from rollbook.train.prompts import Prompts
-    from rollbook.train.sft_warmup import WarmUp, warm_up
+    from rollbook.train.sft_warmup import WarmupConfig, warm_up
 
     made, words = model(seed, hidden)
     pace: dict[str, Any] = {} if until is not None else {"schedule": "linear", "floor": 0.03, "steps": steps}
     warm_up(
         Actor(made, tokenizer=words),
         Prompts(rows(count, length, seed, skip), seed=seed),
-        WarmUp(steps=steps, until=until, optimizer=Optimizing(lr=3e-3, warmup=30, **pace)),
+        WarmupConfig(steps=steps, until=until, optimizer=OptimizerConfig(lr=3e-3, warmup=30, **pace)),
         reward=reward,
         sampling={"max_tokens": length + 1},
         seed=seed,
