@@ -77,14 +77,14 @@ import sys, time
 from rollbook import WireError
 from rollbook.io.parquet import read_parquet
 from rollbook.io.tables import ErrorHandler, Report, read_rows
-from rollbook.train import sources
+from rollbook.train import prompts
 from rollbook.inspect.files.stores import Table, dicts
 from tests.attacks.outcome import Meter
 
 readers = {
     "viewer": lambda path: list(Table(path, dicts).scan(False)),
     "import": lambda path: list(read_rows(path, ErrorHandler(False, Report()), 1 << 28)),
-    "train": lambda path: list(sources.read(path)),
+    "train": lambda path: list(prompts.read(path)),
     "from_parquet": read_parquet,
 }
 for path in sys.argv[1:]:

@@ -15,8 +15,8 @@ from PIL import Image
 
 from rollbook import EID
 from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
+from rollbook.compat.lightrft.models import Actor
 from rollbook.compat.lightrft.samples import prompts_of, samples_of
-from rollbook.models import Actor
 from rollbook.rewards import RewardInput, as_reward, think_boxed_format
 from rollbook.rollout import Prompt, ScriptedEngine, TransformersEngine
 from tests import tiny
