@@ -9,18 +9,8 @@ from pathlib import Path
 import torch
 
 import rollbook
-from rollbook.models import Actor
-from rollbook.rollout import TransformersEngine
-from rollbook.train import (
-    AlgorithmConfig,
-    Learner,
-    MinibatchConfig,
-    Models,
-    OptimizerConfig,
-    Prompts,
-    evaluate,
-    pipeline,
-)
+from rollbook import Actor, AlgorithmConfig, Learner, Prompts, TransformersEngine
+from rollbook.train import MinibatchConfig, Models, OptimizerConfig, evaluate, pipeline
 from rollbook.train.checkpoint import name_of, save
 from rollbook.train.recipes import letters
 
@@ -33,10 +23,8 @@ def main(out: Path, steps: int = 60, prompts_per_step: int = 64, held: int = 500
     prompts, held_out = Prompts(letters.rows(seed=seed), seed=seed).split(held)
     algorithm = AlgorithmConfig.preset("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
     sampling, models = algorithm.sampling(max_tokens=7, seed=seed), Models(policy=actor)
-    optimizer, batching = (
-        OptimizerConfig(lr=5e-4, betas=(0.9, 0.99), warmup=5),
-        MinibatchConfig(minibatches=4, drop_zero=True),
-    )
+    optimizer = OptimizerConfig(lr=5e-4, betas=(0.9, 0.99), warmup=5)
+    batching = MinibatchConfig(minibatches=4, drop_zero=True)
     learner = Learner(actor, algorithm, optimizer=optimizer, batching=batching, seed=seed)
     with rollbook.open(out / "book", tokenizer=tokenizer) as book:
         before = evaluate(engine, held_out, letters.reward, sampling=sampling, seed=seed, book=book)

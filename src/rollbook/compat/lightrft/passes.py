@@ -21,6 +21,7 @@ from rollbook.batch import Batch
 from rollbook.batch.columns import BatchColumns, Lengths
 from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, Samples, token_fields
 from rollbook.compat.lightrft.estimation import RolloutBatches, mean_by_row
+from rollbook.compat.lightrft.media import divided
 from rollbook.compat.lightrft.ragged_batch import (
     RaggedBatch,
     action_starts,
@@ -33,7 +34,6 @@ from rollbook.compat.lightrft.ragged_batch import (
 from rollbook.compat.lightrft.replay_buffer import make_experience_batch, split_experience_batch
 from rollbook.compat.lightrft.samples import lengths_of_samples
 from rollbook.core.fields import BATCH_MEDIA
-from rollbook.core.media import divided
 from rollbook.core.metrics import Progress, Stages
 from rollbook.core.ragged import Ragged, offsets_of
 from rollbook.core.rows import NUMPY, Rows, Spans, concatenated, empty, memory

@@ -28,10 +28,10 @@ from rollbook.compat.lightrft.batch import (
     split_info,
     token_fields,
 )
+from rollbook.compat.lightrft.media import divided, joined, sample_list
 from rollbook.core.experience import own
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
 from rollbook.core.ids import EID
-from rollbook.core.media import divided, joined, sample_list
 from rollbook.core.ragged import offsets_of
 from rollbook.core.rows import NUMPY, Column, Rows, Spans, concatenated, memory
 

@@ -31,6 +31,7 @@ from rollbook.compat.lightrft.batch import (
     peek,
     pick_info,
 )
+from rollbook.compat.lightrft.media import count_media
 from rollbook.compat.lightrft.ragged_batch import (
     SAMPLE_LISTS,
     Lengths,
@@ -52,7 +53,7 @@ from rollbook.compat.lightrft.ragged_batch import (
 from rollbook.core.errors import RollbookError, explain_missing
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
-from rollbook.core.media import SHARED, Pool, carries_media, count_media
+from rollbook.core.media import SHARED, Pool, carries_media
 from rollbook.core.ragged import Ragged, offsets_of, promote
 from rollbook.core.rows import LARGE, Column, Rows, Segments, blank, check_fill, concatenated, empty, memory, segments
 
