@@ -1,4 +1,4 @@
-"""Taking tensors to a device, or into pinned memory, however deep they lie; and what batches, items and samples share.
+"""Move tensors to a device or into pinned memory, alone, nested, or as columns in one transfer.
 
 Invariant: every tensor is reached, in any nest of lists, tuples and dicts; `None` and what cannot move stay as they
 are, and no accelerator is needed.

@@ -1,4 +1,4 @@
-"""What a vision-language model is called with beside the tokens of a `Batch`: media of all records, positions in space.
+"""Media inputs, token types and positions in space of vision-language models.
 
 Invariant: the inputs of a padded and of a packed batch are the same, record by record, as those of each record alone.
 """

@@ -1,4 +1,4 @@
-"""Files and folders that only their owner can read: prompts, answers and weights are nobody else's business.
+"""Private files and folders (0600, 0700), and checks of paths that a user names.
 
 Invariant: what is created has mode 0700 (folders) or 0600 (files), whatever the umask; the mode of what exists already
 is not changed.

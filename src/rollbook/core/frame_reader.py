@@ -1,4 +1,4 @@
-"""Frames of one schema that lie together in memory, checked and read as one.
+"""Read several frames at once, or some rows of a frame from byte ranges.
 
 Invariant: what a stack returns is what `wire.decode` returns for its frames, one behind the other. Frames that differ
 in more than their numbers make no stack; neither do damaged ones, for which `wire.decode` says what is wrong.

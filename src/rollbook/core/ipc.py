@@ -1,4 +1,4 @@
-"""The Arrow IPC stream inside a frame, looked at before Arrow's own reader is.
+"""Arrow IPC bodies of frames: checks before Arrow's reader, and bodies written straight from rows.
 
 Invariant: Arrow's reader only sees a stream of exactly one schema, one record batch and an end mark, whose buffers lie
 in order inside the body, uncompressed, as many as the schema asks for. What it could be made to allocate or to

@@ -1,4 +1,4 @@
-"""Where the response slots of a batch lie among its tokens: what is picked from a model's output, and put back.
+"""Response slots of a batch, the output head of a model, and `Wrapper`, the base of `Actor` and `Critic`.
 
 Invariant: a slot's prediction is the model's output one token earlier, within the same sample; a slot that is padding,
 or that speaks of a sample's very first token, has none: nothing is picked for it, and 0 is put there.

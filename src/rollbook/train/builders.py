@@ -1,4 +1,4 @@
-"""From a configuration to models: the policy, its reference, a teacher, a critic.
+"""Build the parts of a run from its configuration: prompts, rewards, models, engine, book, trainer.
 
 Invariant: weights follow from the configuration and its seed; what cannot be loaded is an error that names the key.
 """

@@ -1,4 +1,4 @@
-"""One row of a task's data as a `Prompt`: columns by our names, all of them checked, and a digest of what it holds.
+"""`Prompts`: rows of JSONL, Parquet or Hugging Face data as prompts, in a seeded order with a cursor.
 
 Invariant: a row is a prompt or an error that names the row and the column; nothing of a row is left out unless it is
 said (`Reader.dropped`), and a digest goes by what the data say (paths as they are written), not by where they lie.

@@ -1,7 +1,4 @@
-"""Checks of a configuration that need no model: what would fail later is reported before weights are loaded.
-
-Invariant: nothing is written, and no weight is loaded.
-"""
+"""`run(config)`: a whole training run, new or resumed, with checks of the configuration before weights are loaded."""
 
 from __future__ import annotations
 

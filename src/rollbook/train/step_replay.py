@@ -1,4 +1,4 @@
-"""What a book says of a step that was trained: which records, in which order, where each was, and what came with them.
+"""`replay(run, step)`: restore a trained step, compute it again, with or without a changed setting, and compare.
 
 Invariant: the ledger is only read, and what a rewind voided is not of the step.
 """

@@ -1,4 +1,4 @@
-"""Names of a user's own parts: `module:function` and `path/to/file.py:function`, as configs have them.
+"""Functions that a configuration names, as `module:function` or `file.py:function`, and which of them are trusted.
 
 Invariant: a name gives the one object that it names, or a `ValueError` that says which half of it is wrong; a file is
 run once in a process, however often it is named; what goes wrong inside a user's module is raised as it is.

@@ -1,4 +1,4 @@
-"""An engine's samples as LightRFT's `Samples`, and as the batch that scoring fills in.
+"""An engine's samples as LightRFT's `Samples`, as a batch to fill in, and as records.
 
 Invariant: tokens are those the engine sampled, none added, none left out; in a padded batch prompts end and responses
 begin at the same column, and slot j of a row speaks of its response's token j.

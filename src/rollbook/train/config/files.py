@@ -1,4 +1,4 @@
-"""Files as plain values, with the line that each was written in: YAML by the rules of version 1.2, and TOML.
+"""Read configurations from YAML, TOML, recipes and `section.key=value` arguments; write them as YAML with comments.
 
 Invariant: nothing in a file is ever executed or built: a document becomes texts, numbers, true, false, null, lists and
 mappings, by rules that stand here, or is refused with its file and line. `1e-5` is a number and `no` is text.

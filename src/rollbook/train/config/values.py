@@ -1,4 +1,4 @@
-"""What a key may hold: kinds of values, read off a dataclass's annotations, that check what is given and say it.
+"""Types of configuration values, dataclasses as sections, and secrets, which are refused as text.
 
 Invariant: a value that is read is of exactly the annotated type, within its bounds, plain (text, numbers, true, false,
 null, lists, mappings) and shared with nobody; anything else is a `ConfigError` that names the key by its full path.
