@@ -1,6 +1,6 @@
 """Trinity-RFT's bytes: TRXP 1 read and written, and the pickles of earlier releases read without running them.
 
-Invariant: reading runs nothing. The pickled part goes through `unpickle`, which knows a handful of names and has each
+Invariant: reading runs nothing. The pickled part goes through `load`, which knows a handful of names and has each
 re-implemented; any other is a `WireError` that names it. Writing keeps every field: what Trinity does not know stands
 under keys that it skips, and is found again here (unknown columns of a newer Rollbook are not written).
 
