@@ -155,7 +155,7 @@ def test_iter_frames_reads_short_reads_and_names_the_byte() -> None:
         next(frames)
     frames = wire.iter_frames(io.BytesIO(data[: len(data) // 2] + b"junk" * 16))
     next(frames)
-    with pytest.raises(WireError, match=f"byte {len(data) // 2}: magic"):
+    with pytest.raises(WireError, match=f"byte {len(data) // 2}: bad magic"):
         next(frames)
     flipped = bytearray(data)
     flipped[-70] ^= 1

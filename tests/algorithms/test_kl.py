@@ -62,7 +62,7 @@ def test_aliases_and_unknown_names():
         ValueError, match=r"KL estimator: got 'k4', expected one of its names; there are \(none, k1, kl, k2"
     ):
         kl("k4", [0.0], [0.0])
-    with pytest.raises(ValueError, match=r"corrected_k3: option 'cpa' is none of its options; did you mean 'cap'"):
+    with pytest.raises(ValueError, match=r"corrected_k3: unknown option 'cpa'; did you mean 'cap'"):
         kl("corrected_k3", [0.0], [0.0], cpa=3.0)
     with pytest.raises(ValueError, match=r"ref_log_probs: got shape \[1\], expected \[2\]"):
         kl("k1", [0.0, 0.0], [0.0])

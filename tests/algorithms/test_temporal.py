@@ -383,7 +383,7 @@ TOKENS = torch.zeros(2, 3)
         ("reinforce", {"token_rewards": TOKENS}, {"clip": 0.0}, "clip: got 0.0, expected a positive number, or None"),
         ("reinforce", {"token_rewards": TOKENS}, {"std": "half", "whiten": True}, "std: got 'half'"),
         ("reinforce", {}, {}, "tokens: got nothing without rows"),
-        ("reinforce", {"token_rewards": TOKENS}, {"lam": 0.5}, "option 'lam' is none of its options"),
+        ("reinforce", {"token_rewards": TOKENS}, {"lam": 0.5}, "unknown option 'lam'"),
         ("remax", {"token_rewards": TOKENS}, {}, "baselines: got None, expected"),
         ("remax", {"token_rewards": TOKENS, "baselines": [1.0]}, {}, "baselines: got 1, expected 2"),
         ("reinforce_baseline", {"rewards": [1.0]}, {}, "groups: got None, expected an id for each row"),

@@ -745,7 +745,7 @@ def test_eval_scores_a_model_without_training(house: Path, tmp_path: Path, capsy
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "a file that is not there": (["FILE", "data=/no/such.jsonl"], "data: got '/no/such.jsonl'"),
     "a configuration that is not there": (["/no/such.yaml"], "/no/such.yaml: there is no such file"),
-    "a misspelt key": (["FILE", "optimiser.lr=1"], "optimiser: is no key here; did you mean 'optimizer'"),
+    "a misspelt key": (["FILE", "optimiser.lr=1"], "optimiser: unknown key; did you mean 'optimizer'"),
     "a wrong type": (
         ["FILE", "batch.prompts=many"],
         "batch.prompts: got 'many', expected a whole number from 1 to 1,000,000",

@@ -184,7 +184,7 @@ def test_any_misspelt_key_is_refused_by_its_full_name(where: tuple[str, str], pl
     path = f"{section}.0.{changed}" if section == "rewards" else f"{section}.{changed}" if section else changed
     with pytest.raises(ConfigError) as caught:
         Config.of({section: inner} if section else inner)
-    assert str(caught.value).startswith(f"{path}: is no key here")
+    assert str(caught.value).startswith(f"{path}: unknown key")
     assert caught.value.path == path
 
 
@@ -250,8 +250,8 @@ BAD = {
     "sampling.top_p: got 1.5, expected a number above 0, up to 1": {"sampling": {"top_p": 1.5}},
     "sampling.stop.1: got 5, expected text": {"sampling": {"stop": ["a", 5]}},
     "sampling.temperature: got inf, expected a number above 0": {"sampling": {"temperature": float("inf")}},
-    "sampling.n: is no key here; did you mean 'algorithm.n'?": {"sampling": {"n": 8}},
-    "learning_rate: is no key here": {"learning_rate": 1},
+    "sampling.n: unknown key; did you mean 'algorithm.n'?": {"sampling": {"n": 8}},
+    "learning_rate: unknown key": {"learning_rate": 1},
     "model.precision: got 'bf16', expected one of float32, bfloat16, autocast": {"model": {"precision": "bf16"}},
     "model.builder: got it beside path, expected one of path, config, builder":
         {"model": {"path": "a", "builder": "b:c"}},
@@ -262,7 +262,7 @@ BAD = {
         {"model": {"builder": "b:c", "options": {"x": {"y": float("nan")}}}},
     "data.held_out: got 1.5, expected a number from 0 on (a share below 1, a whole number from there)":
         {"data": {"held_out": 1.5}},
-    "data.columns.promt: is no key here; did you mean 'prompt'?": {"data": {"columns": {"promt": "q"}}},
+    "data.columns.promt: unknown key; did you mean 'prompt'?": {"data": {"columns": {"promt": "q"}}},
     "data.overflow: got 'left' without max_prompt_tokens": {"data": {"overflow": "left"}},
     "rewards.1.function: is missing, expected one of function, recipe, remote, model":
         {"rewards": ["gsm8k", {"weight": 2}]},
@@ -283,7 +283,7 @@ BAD = {
     "engine.url: got 'http://x' for kind transformers": {"engine": {"url": "http://x"}},
     "evaluation.k: got 2 with greedy": {"evaluation": {"greedy": True, "k": 2}},
     "evaluation.success: got true, expected a number or text": {"evaluation": {"success": True}},
-    "tracking.wandb.projct: is no key here; did you mean 'project'?": {"tracking": {"wandb": {"projct": "x"}}},
+    "tracking.wandb.projct: unknown key; did you mean 'project'?": {"tracking": {"wandb": {"projct": "x"}}},
 }  # fmt: skip
 
 
@@ -295,7 +295,7 @@ def test_what_is_wrong_is_named(said: str) -> None:
 
 
 def test_a_bad_value_of_a_dataclass_is_named_too() -> None:
-    with pytest.raises(ConfigError, match="optimizer.lrr: is no key here; did you mean 'lr'?"):
+    with pytest.raises(ConfigError, match="optimizer.lrr: unknown key; did you mean 'lr'?"):
         Config(optimizer={"lrr": 1})
     with pytest.raises(ConfigError, match="^batch.prompts: got 0, expected a whole number from 1 to 1,000,000"):
         Config(batch={"prompts": 0})
@@ -416,7 +416,7 @@ def test_errors_name_the_file_and_the_line(tmp_path: Path) -> None:
     toml = write(tmp_path, "my.toml", "[optimizer]\nlr = -1\n")
     assert refused(toml) == f"optimizer.lr: got -1.0, expected a number from 0 to 10 ({toml})"
     bad = write(tmp_path, "bad.yaml", "rewards:\n- gsm8k\n- function: gsm8k\n  wieght: 2\n")
-    assert refused(bad).startswith("rewards.1.wieght: is no key here; did you mean 'weight'?")
+    assert refused(bad).startswith("rewards.1.wieght: unknown key; did you mean 'weight'?")
     assert refused(bad).endswith(f"({bad}, line 4)")
 
 
@@ -605,8 +605,8 @@ def test_arguments_change_any_key(base: Path) -> None:
         ("=3", "=3: is no change"),
         ("base=letters", "base: got it as a change, expected it in a file"),
         ("a..b=3", "a..b=3: is no change"),
-        ("stepz=3", "stepz: is no key here; did you mean 'steps'?"),
-        ("lr=3", "lr: is no key here; did you mean 'warmup.lr' or 'optimizer.lr'"),
+        ("stepz=3", "stepz: unknown key; did you mean 'steps'?"),
+        ("lr=3", "lr: unknown key; did you mean 'warmup.lr' or 'optimizer.lr'"),
         ("steps=soon", "steps: got 'soon', expected a whole number from 0 to 1,000,000,000"),
         ("optimizer.lr.x=3", "optimizer.lr: got {'x': 3}, expected a number"),
         ("optimizer=3", "optimizer: got 3, expected a mapping of its keys"),

@@ -486,7 +486,7 @@ def test_from_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == []  # called when the rows are needed
     assert sorted(one.text or "" for one in prompts.take(3, 1)) == ["0:5", "1:5", "2:5"]
     assert len(prompts) == 3 and calls == [5] and prompts.seed == 1
-    with pytest.raises(ValueError, match=r"option 'cuont' is none of its options; did you mean 'count'"):
+    with pytest.raises(ValueError, match=r"unknown option 'cuont'; did you mean 'count'"):
         Prompts.from_function("task.py:rows", cuont=3)
     with pytest.raises(ValueError, match="got no option 'count', which it needs"):
         Prompts.from_function("task.py:rows")

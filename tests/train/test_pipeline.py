@@ -18,6 +18,7 @@ from rollbook.rewards.types import Reward, RewardResult
 from rollbook.rollout import Line, Prompt, Sampling, ScriptedEngine
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.pipeline import Models, annotate, estimate, generate, score
+from rollbook.train.trainer import Trainer
 from tests import tiny
 
 TOKENIZER = tiny.bytes_()
@@ -153,3 +154,10 @@ def test_a_narrowed_mask_is_kept() -> None:
     algorithm = AlgorithmConfig.preset("grpo", estimator="clip_b", estimator_options={"mu": 1.0}, kl_coef=0.0)
     records = estimate(rows().fill(entropy=[[0.1, 9.0], [9.0, 9.0], [9.0, 9.0], [9.0, 9.0]]), algorithm)
     assert [row.action_mask.tolist() for row in records] == [[False, True]] + [[True, True]] * 3
+
+
+def test_parts_of_the_wrong_kind_are_named() -> None:
+    with pytest.raises(ValueError, match="engine: got NoneType, expected an engine"):
+        generate(None, [Prompt(text="a")], Sampling())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="actor: got NoneType, expected a policy"):
+        Trainer(None, "grpo", None)  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ class Entry:
         known = self.options
         for name in options:
             if name not in known:
-                raise ValueError(f"{self.name}: option {name!r} is none of its options{suggest(name, known)}")
+                raise ValueError(f"{self.name}: unknown option {name!r}{suggest(name, known)}")
         for name in data:
             if name in known:
                 raise ValueError(f"{self.name}: got {name!r} among the data, expected it as an option: {name}=...")
@@ -168,7 +168,7 @@ class Registry(Mapping[str, EntryT], Generic[EntryT]):
     >>> shapes.call("square", {"side": 3.0}, scael=2.0)
     Traceback (most recent call last):
         ...
-    ValueError: square: option 'scael' is none of its options; did you mean 'scale'? (scale)
+    ValueError: square: unknown option 'scael'; did you mean 'scale'? (scale)
     """
 
     def __init__(self, kind: str, entry: type[EntryT] = Entry) -> None:  # type: ignore[assignment]

@@ -162,11 +162,11 @@ def _read_header(view: memoryview) -> tuple[Kind, int, int, bytes, int, int]:
         raise WireError(f"a blob is cut short: {len(view)} bytes, expected {_UNIT} of header", len(view))
     magic, version, kind, described, length, digest, checksum = _HEADER.unpack_from(view)
     if magic != MAGIC:
-        raise WireError(f"magic {magic!r} is none that is known (a blob begins with {MAGIC!r})", 0)
+        raise WireError(f"bad magic {magic!r}: not a blob (a blob begins with {MAGIC!r})", 0)
     if version != VERSION:
         raise WireError(f"blob version {version}; this reader knows {VERSION}", 8)
     if not 1 <= kind <= len(_KINDS):
-        raise WireError(f"blob kind {kind} is none that is known", 10)
+        raise WireError(f"blob kind {kind} is unknown", 10)
     if length > DEFAULT_LIMITS.max_bytes:
         raise WireError(f"a blob of {length} bytes is over the limit of {DEFAULT_LIMITS.max_bytes}", 16)
     return _KINDS[kind - 1], described, length, digest, checksum, _size(length, described)

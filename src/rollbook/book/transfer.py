@@ -165,7 +165,7 @@ def _copy_book(book: Book, url: str | os.PathLike[str], name: str | None, option
         raise ValueError(f"url: got {redacted(url)!r}, expected a folder, 'memory:' or 'postgresql://...'")
     for option in options:
         if option not in OPTIONS:
-            raise ValueError(f"snapshot: {option!r} is none of its options{suggest(option, list(OPTIONS))}")
+            raise ValueError(f"snapshot: unknown option {option!r}{suggest(option, list(OPTIONS))}")
     if name is not None:
         with book.ledger.read() as tx:
             find_checkpoint(tx, name)

@@ -737,7 +737,7 @@ def _row_codes(
     kinds = [int(code) for code in np.unique(present)]
     unknown = [code for code in kinds if code not in BY_CODE]
     if unknown:
-        raise WireError(f"column '{field.name}__dtype': code {unknown[0]} is none that is known")
+        raise WireError(f"column '{field.name}__dtype': code {unknown[0]} is unknown")
     names = [BY_CODE[code].name for code in kinds]
     if field.accepts == "integer" and not INTEGERS.issuperset(names):
         raise WireError(f"column '{field.name}__dtype': {', '.join(names)}, expected whole numbers")

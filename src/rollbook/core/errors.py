@@ -14,7 +14,7 @@ class WireError(RollbookError, ValueError):
     >>> decode(b"not a frame, and too short to be one")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    rollbook.core.errors.WireError: byte 0: magic b'not a fr' is none that is known (a frame begins ...)
+    rollbook.core.errors.WireError: byte 0: bad magic b'not a fr': not a Rollbook frame (a frame begins ...)
     """
 
     def __init__(self, message: str, offset: int | None = None) -> None:

@@ -302,7 +302,7 @@ def _key(key: Any) -> Any:
 
 def _numpy(held: dict[str, Any], tag: str) -> Any:
     if not isinstance(held["dtype"], str) or not _NUMPY_DTYPE.fullmatch(held["dtype"]):
-        raise WireError(f"{tag}: dtype {held['dtype']!r} is none that is known")
+        raise WireError(f"{tag}: dtype {held['dtype']!r} is unknown")
     dtype = np.dtype(held["dtype"])
     if dtype.itemsize == 0:
         raise WireError(f"{tag}: dtype {held['dtype']!r} has no bytes")

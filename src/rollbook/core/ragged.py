@@ -120,7 +120,7 @@ def tensor_from_bytes(dtype: Any, shape: Any, data: Any, where: str) -> torch.Te
 def check_shape(dtype: Any, shape: Any, nbytes: int, where: str) -> tuple[int, ...]:
     """The shape as a tuple, once it is known to be one of `nbytes` bytes of `dtype`."""
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise WireError(f"{where}: dtype {dtype!r} is none that is known")
+        raise WireError(f"{where}: dtype {dtype!r} is unknown")
     if not isinstance(shape, (list, tuple)) or len(shape) > 64:
         raise WireError(f"{where}: shape {shape!r} is no list of at most 64 sizes")
     if not all(type(size) is int and size >= 0 for size in shape):

@@ -710,7 +710,7 @@ def _read_pickle(view: memoryview, limits: Limits) -> list[Experience]:
         raise WireError(f"{len(view)} bytes are over the limit of {limits.max_bytes}", 0)
     if bytes(view[:1]) not in (b"\x80", b"(", b"]", b"c"):
         magic = bytes(view[:8])
-        raise WireError(f"magic {magic!r} is none that is known (a frame begins with b'\\x8dROLLBK\\n')", 0)
+        raise WireError(f"bad magic {magic!r}: not a Rollbook frame (a frame begins with b'\\x8dROLLBK\\n')", 0)
     value = _unpickled(view, 0, limits)
     items = value if isinstance(value, list) else [value]
     return [_legacy(item, i) for i, item in enumerate(items)]

@@ -294,7 +294,7 @@ def read_header(data: Any, start: int = 0, limits: Limits = DEFAULT_LIMITS) -> F
     head = bytes(view[start : start + HEADER_BYTES])
     if head[:8] != MAGIC[: len(head)] or not head:
         hint = "; Experience.deserialize_many reads TRXP" if head[:4] == b"TRXP" else ""
-        raise WireError(f"magic {head[:8]!r} is none that is known (a frame begins with {MAGIC!r}){hint}", start)
+        raise WireError(f"bad magic {head[:8]!r}: not a Rollbook frame (a frame begins with {MAGIC!r}){hint}", start)
     if len(head) < HEADER_BYTES:
         raise WireError(f"the header is cut short: {len(head)} of {HEADER_BYTES} bytes", start + len(head))
     _, version, flags, header_length, length, decoded, count, checksum, reserved = HEADER.unpack_from(head)

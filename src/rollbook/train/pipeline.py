@@ -94,6 +94,8 @@ def generate(
     >>> [row.tokens[row.prompt_length :].tolist() for row in records]
     [[4, 2], [5, 2]]
     """
+    if not hasattr(engine, "generate"):
+        raise ValueError(f"engine: got {type(engine).__name__}, expected an engine such as TransformersEngine(actor)")
     metrics = StepMetrics() if metrics is None else metrics
     if environment is not None:
         return play_episodes(engine, prompts, sampling, environment, metrics=metrics)

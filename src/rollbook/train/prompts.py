@@ -898,7 +898,7 @@ def _check_options(called: str, function: Callable[..., Any], given: Mapping[str
         known = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         odd = next((name for name in given if name not in known), None)
         if odd is not None:
-            raise ValueError(f"{called}: option {odd!r} is none of its options{suggest(odd, known)}")
+            raise ValueError(f"{called}: unknown option {odd!r}{suggest(odd, known)}")
     needed = [p.name for p in found if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = next((name for name in needed if name not in given), None)
     if missing is not None:

@@ -159,6 +159,8 @@ class Trainer:
         keep: int | None = None,
         success: float = 1.0,
     ) -> None:
+        if not hasattr(actor, "token_stats"):
+            raise ValueError(f"actor: got {type(actor).__name__}, expected a policy such as rollbook.Actor")
         self.actor, self.book = actor, book
         self.algorithm = AlgorithmConfig.preset(algorithm)
         self.seed = check_int("seed", seed)

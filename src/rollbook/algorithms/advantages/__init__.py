@@ -66,7 +66,7 @@ def estimate(name: str, data: Any, *, info_keys: Mapping[str, str] | None = None
     >>> estimate("grpo", many, eps_=1)
     Traceback (most recent call last):
         ...
-    ValueError: grpo: option 'eps_' is none of its options; did you mean 'eps'? (std, eps, level, singleton, ranks)
+    ValueError: grpo: unknown option 'eps_'; did you mean 'eps'? (std, eps, level, singleton, ranks)
     """
     entry = ESTIMATORS[name]
     if isinstance(data, Mapping):

@@ -17,7 +17,7 @@ tensor(-0.9140)
 >>> LOSSES.call("ppo", data, clip_hihg=0.28)
 Traceback (most recent call last):
     ...
-ValueError: ppo: option 'clip_hihg' is none of its options; did you mean 'clip_high'? (clip_low, clip_high, dual_clip,
+ValueError: ppo: unknown option 'clip_hihg'; did you mean 'clip_high'? (clip_low, clip_high, dual_clip,
 log_ratio_clamp, sequence_delta, policy_gradient, mode, norm, whole, weights)
 """
 

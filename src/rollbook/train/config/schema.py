@@ -592,7 +592,7 @@ class Config:
     >>> Config(optimizer={"lrr": 1e-5})
     Traceback (most recent call last):
         ...
-    rollbook.train.config.values.ConfigError: optimizer.lrr: is no key here; did you mean 'lr'? (name, lr, betas, eps,
+    rollbook.train.config.values.ConfigError: optimizer.lrr: unknown key; did you mean 'lr'? (name, lr, betas, eps,
     weight_decay, grad_clip, warmup, schedule, floor, steps)
     """
 
@@ -747,7 +747,7 @@ def differences(before: Config, after: Config) -> list[Difference]:
 def _placed(error: ConfigError) -> ConfigError:
     """A key that is in another section says so: `lr` at the top is `optimizer.lr`."""
     name = error.path.rpartition(".")[2]
-    if not error.said.startswith("is no key here"):
+    if not error.said.startswith("unknown key"):
         return error
     top = section_of(Config)
     found = [

@@ -295,8 +295,8 @@ def unknown(name: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> C
 
     name = name or "''"
     if elsewhere:
-        return ConfigError(name, f"is no key here; did you mean {' or '.join(map(repr, elsewhere))}?")
-    return ConfigError(name, f"is no key here{suggest(name, list(known))}")
+        return ConfigError(name, f"unknown key; did you mean {' or '.join(map(repr, elsewhere))}?")
+    return ConfigError(name, f"unknown key{suggest(name, list(known))}")
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------
