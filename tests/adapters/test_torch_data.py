@@ -156,7 +156,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(WireError, match=r"frames: the body does not match its checksum"):
         list(ExperienceDataset(path))
     path.write_bytes(b"something else entirely" * 9)
-    with pytest.raises(WireError, match=r"frames: magic"):
+    with pytest.raises(WireError, match=r"frames: bad magic"):
         ExperienceDataset(path)
 
 
