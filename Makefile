@@ -48,7 +48,7 @@ trials: $(STAMP)  ## longer runs that show learning: the demo over seeds against
 	$(BIN)/python -m tests.train.trials crash --kills 60
 
 pages: $(STAMP)  ## docs that are made from the code
-	$(BIN)/python -m rollbook.train.config.page > docs/configuration.md
+	$(BIN)/python docs/config_page.py > docs/configuration.md
 
 FUZZ_FRAMES ?= 200000
 PROPERTIES := tests/algorithms tests/book tests/doctor tests/models tests/rewards tests/rollout tests/saver tests/train tests/viewer \

@@ -27,7 +27,7 @@ from benchmarks.workload import Workload, make_workload
 from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
 from rollbook.compat.lightrft.saver import TrajectorySaver
 from rollbook.core.experience import Experience
-from rollbook.io.response_text import Decoder, reflections, repeat_score
+from rollbook.io.trajectories import Decoder, reflections, repeat_score
 
 SAMPLES, BATCH, RATIO = 128, 8, 0.2
 TARGET = 15.0

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Comparison, Options, Report, Times
 from rollbook.inspect import serialization
-from rollbook.inspect.assets import manifest
+from rollbook.inspect.html_export import manifest
 from rollbook.inspect.trajectory import Segment, Trajectory
 from tests.browser.chrome import Chrome, Page
 

@@ -23,7 +23,8 @@ from rollbook.book import read as reading
 from rollbook.cli import main
 from rollbook.cli.parser import COMMANDS
 from rollbook.core import metrics, terminal
-from rollbook.inspect import follower, sources
+from rollbook.inspect import sources
+from rollbook.inspect.sources import Bulk, Follower
 from tests.viewer import story
 
 ESCAPE = re.compile("\x1b\\[[0-9;]*m")
@@ -125,9 +126,9 @@ def test_one_record_or_one_step_is_read_alone(
 ) -> None:
     measured: list[int] = []
     frames: set[Any] = set()
-    rows, runs = follower.Bulk.rows, reading.read_runs
+    rows, runs = Bulk.rows, reading.read_runs
 
-    def count_rows(self: follower.Bulk, columns: Any, count: int) -> Any:
+    def count_rows(self: Bulk, columns: Any, count: int) -> Any:
         measured.append(count)
         return rows(self, columns, count)
 
@@ -135,7 +136,7 @@ def test_one_record_or_one_step_is_read_alone(
         frames.update(places)
         return runs(book, places)
 
-    monkeypatch.setattr(follower.Bulk, "rows", count_rows)
+    monkeypatch.setattr(Bulk, "rows", count_rows)
     monkeypatch.setattr(reading, "read_runs", count_frames)
 
     def read(*arguments: str) -> tuple[int, int]:
@@ -169,7 +170,7 @@ def test_reading_for_long_shows_a_bar(
     run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each look ends at once, as a long one does after half a second.
-    monkeypatch.setattr(follower.Follower.refresh, "__defaults__", (0.0,))
+    monkeypatch.setattr(Follower.refresh, "__defaults__", (0.0,))
     for after, bars in ((1e-9, True), (60.0, False)):
         monkeypatch.setattr(sources, "Progress", functools.partial(Shown, seconds=after))
         assert main(["ls", run, "--where", "reward > 2"]) == 0

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import WireError
-from rollbook.core.equality import same
+from rollbook.core.experience import same
 from rollbook.core.freeform import MAX_DEPTH, dumps, loads
 
 TEXT = st.text(st.characters(), max_size=8)  # lone surrogates included

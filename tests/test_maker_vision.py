@@ -15,7 +15,7 @@ from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.compat.lightrft.estimation import RolloutBatches
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
 from rollbook.compat.lightrft.passes import native_batch
-from rollbook.core.images import load_image
+from rollbook.core.media import load_image
 from rollbook.core.wire import decode, encode
 from rollbook.models import Actor, Critic
 from rollbook.rewards.types import RewardInput

@@ -13,8 +13,7 @@ from rollbook import EID, Experience, Experiences
 from rollbook.book.content_hash import content_hashes
 from rollbook.book.index_columns import column_types, index_columns, number_column
 from rollbook.book.media import may_hold_media
-from rollbook.core.ipc import RowLayout
-from rollbook.core.wire import encode
+from rollbook.core.wire import RowLayout, encode
 from tests.strategies import record_lists
 
 OPTIONAL: dict[str, Any] = {

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.algorithms.aggregate import MODES, aggregate, masked_mean
+from rollbook.algorithms.groups import whiten
 from rollbook.algorithms.layout import Layout
-from rollbook.algorithms.moments import whiten
 from rollbook.algorithms.registry import Registry
 from rollbook.algorithms.results import Report
 from rollbook.batch.plan import Denominators

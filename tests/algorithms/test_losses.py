@@ -35,7 +35,7 @@ from rollbook.algorithms.losses import (
     topr,
     value_loss,
 )
-from rollbook.algorithms.losses.reinforce import CLIP_MODES, REGULARIZERS, WEIGHTS
+from rollbook.algorithms.losses.policy import CLIP_MODES, REGULARIZERS, WEIGHTS
 from rollbook.batch.plan import Denominators
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.algorithms.masks import high_entropy_mask
+from rollbook.algorithms.filters import high_entropy_mask
 from rollbook.core.rows import Rows
 from tests.algorithms.test_corrections import Ragged, ragged
 

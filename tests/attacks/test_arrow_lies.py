@@ -15,7 +15,7 @@ import torch
 from rollbook import Experience, WireError
 from rollbook.core import fields, wire
 from rollbook.core.columns import MEDIA, OTHER, PLAIN_TYPES
-from rollbook.core.equality import same
+from rollbook.core.experience import same
 from tests.attacks import corpus
 from tests.attacks.outcome import decoded, refusal, stacked
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import Experience, Experiences, WireError
-from rollbook.inspect.files.records import Arrow
+from rollbook.inspect.files.source import Arrow
 from rollbook.inspect.files.stores import dicts
 from rollbook.io import parquet
 from rollbook.io.parquet import read_parquet, write_parquet

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollbook import EID, Experience
 from rollbook.book import Book
-from rollbook.book.schema import TABLES
+from rollbook.book.ledger import TABLES
 
 
 def record(

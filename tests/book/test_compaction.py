@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbook
-from rollbook.book import compaction, failpoints, forget_checkpoint
+from rollbook.book import compaction, disk, forget_checkpoint
 from rollbook.book.book import Book
 from rollbook.book.consumer import MaxSize
 from rollbook.book.errors import BookError, QuotaExceededError, ReadOnlyError
@@ -98,11 +98,11 @@ def watched(callback: Callable[[], None]) -> Iterator[None]:
             finally:
                 busy = False
 
-    failpoints.watch(seen)
+    disk.watch(seen)
     try:
         yield
     finally:
-        failpoints.watch(None)
+        disk.watch(None)
 
 
 # --- what goes and what stays -----------------------------------------------------------------------------------
@@ -636,7 +636,7 @@ def killed_at(url: str, at: int) -> None:
     sound(book, {i: record(i) for i in range(4 * at) if i % 4})
     spread(book, [record(i) for i in range(4 * at, 4 * at + 4)], each=4)
     book.delete(uid(4 * at), author="ana")
-    failpoints.watch(lambda name: os._exit(9) if name in points and next(left) == at else None)
+    disk.watch(lambda name: os._exit(9) if name in points and next(left) == at else None)
     book.compact(garbage=0.0, small=1 << 20, grace=0.0)
 
 

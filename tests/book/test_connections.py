@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 import rollbook
-from rollbook.book import LockTimeoutError, OutcomeUnknownError, failpoints, postgres, trained_steps
+from rollbook.book import LockTimeoutError, OutcomeUnknownError, disk, postgres, trained_steps
 from tests.book.records import check, records
 
 # --- a commit without an answer -------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ class Proxy:
         """What to cut at the next commit: its "request", its "answer", or (with what follows) "everything"."""
         self._armed = False
         self.cuts = 0
-        failpoints.watch(self._reach)
+        disk.watch(self._reach)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _reach(self, name: str) -> None:
@@ -78,7 +78,7 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        failpoints.watch(None)
+        disk.watch(None)
         self.listener.close()
 
 
@@ -155,7 +155,7 @@ def paused(durable_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         try:
             with rollbook.open(durable_url) as book:
                 stops = iter([signal.SIGSTOP])
-                failpoints.watch(lambda name: os.kill(os.getpid(), next(stops, 0)) if name == "before commit" else None)
+                disk.watch(lambda name: os.kill(os.getpid(), next(stops, 0)) if name == "before commit" else None)
                 status = int(book.checkpoint("saved") != "saved")
         finally:
             os._exit(status)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import rollbook
-from rollbook.book import BookError, CorruptBookError, NewerLayoutError, NotABookError, ReadOnlyError, append, schema
+from rollbook.book import BookError, CorruptBookError, NewerLayoutError, NotABookError, ReadOnlyError, append, ledger
 from rollbook.book import ledger as ledgers
 from rollbook.book.book import Book
 from rollbook.book.disk import folder_lock
@@ -450,15 +450,15 @@ def test_another_that_makes_the_book_meanwhile_is_not_taken_for_a_lost_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "book"
-    real, others = schema.layout_of, [PIECES[0]]
+    real, others = ledger.layout_of, [PIECES[0]]
 
-    def look(ledger: SQLiteLedger) -> int | None:
-        found = real(ledger)
+    def look(opened: SQLiteLedger) -> int | None:
+        found = real(opened)
         while others:  # between the look for tables and what comes next
             filled(folder, [others.pop()])
         return found
 
-    monkeypatch.setattr(schema, "layout_of", look)
+    monkeypatch.setattr(ledger, "layout_of", look)
     with rollbook.open(folder) as book:
         assert len(book) == 2
 

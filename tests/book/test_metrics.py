@@ -16,9 +16,9 @@ import rollbook
 from rollbook.book import Book, ReadOnlyError, fork, repair, snapshot
 from rollbook.book.errors import CorruptBookError
 from rollbook.book.reports import finite_numbers, json_number
-from rollbook.inspect.follower import Follower
 from rollbook.inspect.index import Index
 from rollbook.inspect.records import Reader
+from rollbook.inspect.sources import Follower
 from tests.book.records import record, records
 
 NUMBERS = st.floats() | st.integers(-(2**63), 2**63 - 1)

@@ -18,7 +18,7 @@ from rollbook.book import (
     NotABookError,
     ReadOnlyError,
     disk,
-    schema,
+    ledger,
     snapshot,
 )
 from rollbook.book.book import LEDGER
@@ -190,10 +190,10 @@ def set_layout(url: str, layout: str) -> None:
 
 
 def test_a_newer_layout_is_refused(durable_url: str) -> None:
-    set_layout(durable_url, str(schema.LAYOUT + 1))
+    set_layout(durable_url, str(ledger.LAYOUT + 1))
     for mode in ("a", "r+", "r"):
         with pytest.raises(
-            NewerLayoutError, match=f"has layout {schema.LAYOUT + 1}, this version knows up to {schema.LAYOUT}"
+            NewerLayoutError, match=f"has layout {ledger.LAYOUT + 1}, this version knows up to {ledger.LAYOUT}"
         ):
             rollbook.open(durable_url, mode=mode)
 
@@ -208,14 +208,14 @@ def test_an_older_layout_is_migrated_by_whoever_may_write(durable_url: str, monk
     with rollbook.open(durable_url) as book:
         book.append(records(2))
     # A version that has one more table, and another that has a row in it.
-    now = schema.LAYOUT
-    monkeypatch.setattr(schema, "LAYOUT", now + 2)
-    monkeypatch.setitem(schema.MIGRATIONS, now, ("CREATE TABLE notes (id {INT}, seen {REAL})",))
-    monkeypatch.setitem(schema.MIGRATIONS, now + 1, ("INSERT INTO notes (id, seen) VALUES (7, 0.5)",))
+    now = ledger.LAYOUT
+    monkeypatch.setattr(ledger, "LAYOUT", now + 2)
+    monkeypatch.setitem(ledger.MIGRATIONS, now, ("CREATE TABLE notes (id {INT}, seen {REAL})",))
+    monkeypatch.setitem(ledger.MIGRATIONS, now + 1, ("INSERT INTO notes (id, seen) VALUES (7, 0.5)",))
     with pytest.raises(NotABookError, match=f"has layout {now}; open it for writing once, and it becomes {now + 2}"):
         rollbook.open(durable_url, mode="r")
     with rollbook.open(durable_url, mode="r+") as book:
-        assert schema.layout_of(book.ledger) == now + 2
+        assert ledger.layout_of(book.ledger) == now + 2
         with book.ledger.read() as tx:
             assert tx.all("SELECT id, seen FROM notes") == [(7, 0.5)]
         assert exact_rows(book.where()) == exact_rows(records(2))
@@ -228,14 +228,14 @@ def test_an_older_layout_is_migrated_by_whoever_may_write(durable_url: str, monk
 def test_a_migration_that_fails_changes_nothing(durable_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with rollbook.open(durable_url) as book:
         book.append(records(1))
-    now = schema.LAYOUT
+    now = ledger.LAYOUT
     with monkeypatch.context() as later:
-        later.setattr(schema, "LAYOUT", now + 1)
-        later.setitem(schema.MIGRATIONS, now, ("CREATE TABLE notes (id {INT})", "INSERT INTO nowhere (id) VALUES (7)"))
+        later.setattr(ledger, "LAYOUT", now + 1)
+        later.setitem(ledger.MIGRATIONS, now, ("CREATE TABLE notes (id {INT})", "INSERT INTO nowhere (id) VALUES (7)"))
         with pytest.raises(Exception, match="nowhere"):
             rollbook.open(durable_url)
     with rollbook.open(durable_url) as book:
-        assert schema.layout_of(book.ledger) == now and len(book) == 1
+        assert ledger.layout_of(book.ledger) == now and len(book) == 1
         with pytest.raises(Exception, match="notes"), book.ledger.read() as tx:
             tx.all("SELECT id FROM notes")
 

@@ -14,18 +14,7 @@ import pytest
 
 import rollbook
 from rollbook import EID
-from rollbook.book import (
-    Book,
-    BookError,
-    LeaseLostError,
-    MaxUses,
-    Uniform,
-    failpoints,
-    fork,
-    queue,
-    snapshot,
-    trained_steps,
-)
+from rollbook.book import Book, BookError, LeaseLostError, MaxUses, Uniform, disk, fork, queue, snapshot, trained_steps
 from tests.book.conftest import KINDS
 from tests.book.test_checkpoints import durable_url, many_books, place_of, record, seen, sequence, some, sound
 
@@ -38,8 +27,8 @@ class Stopped(BaseException):
 
 @pytest.fixture
 def watched() -> Iterator[Callable[[Callable[[str], None]], None]]:
-    yield failpoints.watch
-    failpoints.watch(None)
+    yield disk.watch
+    disk.watch(None)
 
 
 @pytest.fixture(params=KINDS)
@@ -364,7 +353,7 @@ def test_half_a_copy_is_no_book(window: str, tmp_path: Path, watched: Any) -> No
         watched(stop)
         with pytest.raises(Stopped):
             snapshot(book, tmp_path / "copy")
-        failpoints.watch(None)
+        disk.watch(None)
         assert os.listdir(tmp_path) == ["book"]
         snapshot(book, tmp_path / "copy").close()
 
@@ -379,7 +368,7 @@ def test_half_a_copy_leaves_no_schema(postgres_url: str, watched: Any) -> None:
         watched(stop)
         with pytest.raises(Stopped):
             snapshot(book, postgres_url)
-        failpoints.watch(None)
+        disk.watch(None)
         with snapshot(book, postgres_url) as copy:
             names = rows(copy, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'copying%'")
             assert (len(copy), names) == (2, [])

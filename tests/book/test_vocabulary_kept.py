@@ -57,7 +57,7 @@ def test_it_outlives_its_writer_and_is_built_once(durable_url: str, monkeypatch:
 
 
 def test_a_book_that_had_only_a_fingerprint_gets_it_later(durable_url: str) -> None:
-    from rollbook.core.fingerprints import tokenizer_fingerprint
+    from rollbook.core.vocabulary import tokenizer_fingerprint
 
     with rollbook.open(durable_url, tokenizer=tokenizer_fingerprint(words())) as book:
         book.append(record())

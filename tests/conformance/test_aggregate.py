@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollbook.algorithms.aggregate import aggregate, masked_mean
-from rollbook.algorithms.moments import whiten
+from rollbook.algorithms.groups import whiten
 from rollbook.models.logprobs import entropy_from_logits
 from tests.conformance.algorithms import LIGHTRFT, TRINITY, decoded
 

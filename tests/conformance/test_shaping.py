@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from rollbook.algorithms.filters import dynamic_sampling, invalid_rewards, reward_at_least, zero_variance
-from rollbook.algorithms.masks import high_entropy_mask
-from rollbook.algorithms.moments import whiten
+from rollbook.algorithms.filters import (
+    dynamic_sampling,
+    high_entropy_mask,
+    invalid_rewards,
+    reward_at_least,
+    zero_variance,
+)
+from rollbook.algorithms.groups import whiten
 from rollbook.algorithms.shaping import (
     RunningNorm,
     clip_advantages,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollbook.algorithms import moments
 from rollbook.algorithms.advantages import temporal
+from rollbook.algorithms.groups import whiten
 from rollbook.algorithms.registry import ESTIMATORS
 from tests.conformance.algorithms import LIGHTRFT, TRINITY, call_of, decoded
 
@@ -148,7 +148,7 @@ def test_whitening_over_micro_batches_at_once() -> None:
     case = LIGHTRFT["cross_batch_norm"]
     parts = [torch.tensor(part, dtype=torch.float32)[0] for part in case["inputs"]["advantages"]]
     masks = [torch.tensor(part)[0] for part in case["inputs"]["masks"]]
-    found = moments.whiten(parts, masks, std="population", eps_in="floor", eps=1e-8)
+    found = whiten(parts, masks, std="population", eps_in="floor", eps=1e-8)
     for row, mask, expected in zip(found, masks, case["lightrft_output"], strict=True):
         same(row, decoded(expected)[0], mask)
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.inspect import filters
+from rollbook.inspect import search
 from rollbook.inspect.doctor import Thresholds, format_report
 from rollbook.inspect.doctor.diagnosis import diagnose
+from rollbook.inspect.doctor.findings import TRIAGE
 from rollbook.inspect.doctor.samples import NUMBERS, Samples
-from rollbook.inspect.doctor.thresholds import TRIAGE
 
 EAGER = Thresholds(samples=1, groups=2, certainty=0.0, trend=0.0, trend_steps=3)
 ODD = [0.0, 1.0, 1e300, -1e300, math.inf, -math.inf, 1e-300]
@@ -75,6 +75,6 @@ def test_anything(part: int) -> None:
             json.dumps(diagnosis.as_dict(), allow_nan=False)
             assert format_report(diagnosis, verbose=True)
             for finding in diagnosis.findings:
-                filters.parse(finding.filter)
+                search.parse(finding.filter)
                 assert 0 < len(finding.uids) <= min(finding.count, 24), (seed, finding.check)
                 assert finding.steps[0] <= finding.steps[1]

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from rollbook.rewards import Limits, as_reward, code_match, run_sandboxed
-from rollbook.rewards.code import ProgramTests, extract_program
-from rollbook.rewards.sandbox import SandboxResult
+from rollbook.rewards.sandbox import ProgramTests, SandboxResult, extract_program
 from tests.rewards.helpers import sample
 
 SHORT = Limits(wall=15.0)

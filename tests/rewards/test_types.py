@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from rollbook import EID, Experience, Experiences
-from rollbook.core.images import encode_message, load_image
+from rollbook.core.media import encode_message, load_image
 from rollbook.rewards import Reward, RewardInput, RewardResult, as_reward
 from rollbook.rewards.types import as_float, check_on_error, run_sync
 from rollbook.rollout import Prompt, Sample

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook import EID, Experience
-from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
 from rollbook.core.retry import Backoff, asked_wait
+from rollbook.core.vocabulary import template_fingerprint, tokenizer_fingerprint
 from rollbook.rollout import BaseEngine, Cancel, Line, Prompt, RunInfo, Sample, Sampling, ScriptedEngine
 from tests import tiny
 

@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rollbook import EID, Experience, Experiences
 from rollbook.algorithms import estimate
 from rollbook.compat.lightrft.batch import from_experiences
-from rollbook.core.images import load_image
+from rollbook.core.media import load_image
 from rollbook.core.wire import decode, encode
 from rollbook.rollout import Cancel, Line, Prompt, Sample, Sampling, ScriptedEngine
-from rollbook.rollout.episode import Episode, act_all
+from rollbook.rollout.environment import Episode, act_all
 from rollbook.rollout.transformers import TransformersEngine
 from tests import tiny
 from tests.rollout import templates

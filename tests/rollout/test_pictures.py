@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rollbook import EID, Experiences
-from rollbook.core import images as under_test
-from rollbook.core.images import encode_for_record, encode_message, load_image
+from rollbook.core import media as under_test
+from rollbook.core.media import encode_for_record, encode_message, load_image
 from rollbook.rewards.types import RewardInput
 from rollbook.rollout import Prompt, Sample
 

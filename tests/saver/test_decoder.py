@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rollbook.io.response_text import Decoder
+from rollbook.io.trajectories import Decoder
 from tests import tiny
 
 TEXT = "the quick brown fox naïve 😀 答案 the fox the quick"

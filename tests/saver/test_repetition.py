@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.io.response_text import REFLECTIONS, reflections, repeat_score
+from rollbook.io.trajectories import REFLECTIONS, reflections, repeat_score
 
 
 def by_definition(text: str) -> float:

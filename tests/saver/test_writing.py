@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from rollbook.compat.lightrft.saver import TrajectorySaver
-from rollbook.io.trajectory_files import BackgroundWriter, TrajectoryFiles
+from rollbook.io.trajectories import BackgroundWriter, TrajectoryFiles
 from tests.saver.making import TOKENIZER, read, rollout
 
 CHILD = """
 import os, signal, sys
 from pathlib import Path
 from rollbook.io import trajectory_files as module
-from rollbook.io.trajectory_files import EncodedImage
+from rollbook.io.trajectories import EncodedImage
 
 files = module.TrajectoryFiles(Path(sys.argv[1]), True)
 
@@ -95,7 +95,7 @@ def test_a_disk_that_fails_leaves_the_old_file(at: str, tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"rollbook.io.trajectory_files.os.{at}", full)
+        patch.setattr(f"rollbook.io.trajectories.os.{at}", full)
         assert made.save_trajectories(rollout(2, 2), 1) == (None, {"trajectory/save_errors": 1.0})
     assert read(path) == before and sorted(one.name for one in tmp_path.iterdir()) == ["images", Path(path or "").name]
     assert "No space left" in made.errors[0]

@@ -79,7 +79,7 @@ class Nursery:
 
 def _child(ask: dict[str, Any]) -> int:
     """One command's life, in a process of its own."""
-    from rollbook.book import failpoints
+    from rollbook.book import disk
     from rollbook.cli import main
 
     folder = Path(ask["folder"])
@@ -97,7 +97,7 @@ def _child(ask: dict[str, Any]) -> int:
         if point == name and left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    failpoints.watch(reached)
+    disk.watch(reached)
     return main(ask["arguments"])
 
 

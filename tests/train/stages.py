@@ -10,8 +10,8 @@ from rollbook.core.experiences import as_experiences
 from rollbook.core.metrics import StepMetrics
 from rollbook.rollout import Engine, EnvironmentConfig, Prompt, Sampling, TransformersEngine
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.metrics import rollout_metrics
 from rollbook.train.pipeline import Models, add_greedy_baseline, annotate, estimate, generate, score
+from rollbook.train.trainer import rollout_metrics
 
 
 def complete(

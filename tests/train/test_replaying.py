@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import rollbook
 from rollbook.cli.parser import main
-from rollbook.train import checkpoint, comparison
+from rollbook.train import checkpoint, step_replay
 from rollbook.train.config import Config, effective, shown
 from rollbook.train.run import run
 from rollbook.train.step_replay import ReplayResult, choices, trace
@@ -96,8 +96,8 @@ def by_name(found: ReplayResult) -> dict[str, str]:
 
 def untouched(found: ReplayResult, *missing: str) -> None:
     """All is the same to the last bit, but what cannot be compared."""
-    odd = {what: verdict for what, verdict in by_name(found).items() if verdict != comparison.SAME}
-    assert odd == dict.fromkeys(missing, comparison.NOT)
+    odd = {what: verdict for what, verdict in by_name(found).items() if verdict != step_replay.SAME}
+    assert odd == dict.fromkeys(missing, step_replay.NOT)
     assert found.agrees
 
 
@@ -182,15 +182,15 @@ def test_a_replay_of_old_records_says_what_cannot_be_compared(make: Make) -> Non
 def test_weights_of_a_sampler_are_in_the_ledger(make: Make) -> None:
     folder = make("intake.kind=replay", "intake.sampler=proportional", "intake.sampler_options={key: reward}", every=2)
     for step in (1, 2):
-        assert by_name(replay(folder, step))["loss"] == comparison.SAME
+        assert by_name(replay(folder, step))["loss"] == step_replay.SAME
 
 
 def test_a_run_in_bfloat16_differs_by_rounding(make: Make) -> None:
     found = replay(make("model.precision=bfloat16"), 2)
     names = by_name(found)
-    assert found.agrees and found.tolerance is comparison.ELSEWHERE
-    assert names["loss"] == names["policy log-probs"] == comparison.ROUNDING
-    assert names["rewards"] == names["advantages"] == names["plan: minibatches"] == comparison.SAME
+    assert found.agrees and found.tolerance is step_replay.ELSEWHERE
+    assert names["loss"] == names["policy log-probs"] == step_replay.ROUNDING
+    assert names["rewards"] == names["advantages"] == names["plan: minibatches"] == step_replay.SAME
     assert "replayed in float32" in found.notes[0]
 
 
@@ -216,8 +216,8 @@ def test_a_revised_reward_is_found(copy: Path) -> None:
     found = replay(copy, 4)
     names = by_name(found)
     assert not found.agrees
-    assert names["rewards"] == names["advantages"] == comparison.DIFFERS
-    assert names["policy log-probs"] == names["loss"] == names["new weights"] == comparison.SAME
+    assert names["rewards"] == names["advantages"] == step_replay.DIFFERS
+    assert names["policy log-probs"] == names["loss"] == names["new weights"] == step_replay.SAME
     assert any("ana" in note and uid in note for note in found.notes)
 
 
@@ -229,8 +229,8 @@ def test_revised_advantages_change_the_loss(copy: Path) -> None:
         )
         book.revise(uid, advantages=(-old).tolist(), author="ana")
     names = by_name(replay(copy, 4))
-    assert names["rewards"] == names["policy log-probs"] == comparison.SAME
-    assert names["advantages"] == names["loss"] == names["new weights"] == comparison.DIFFERS
+    assert names["rewards"] == names["policy log-probs"] == step_replay.SAME
+    assert names["advantages"] == names["loss"] == names["new weights"] == step_replay.DIFFERS
 
 
 def test_tampered_weights_are_found(copy: Path) -> None:
@@ -240,22 +240,22 @@ def test_tampered_weights_are_found(copy: Path) -> None:
     weights[name] = weights[name] + 0.05 * torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(0))
     save_file(weights, path, metadata={"format": "pt"})
     names = by_name(replay(copy, 4))
-    assert names["policy log-probs"] == names["new weights"] == comparison.DIFFERS
-    assert names["rewards"] == names["advantages"] == names["reference log-probs"] == comparison.SAME
+    assert names["policy log-probs"] == names["new weights"] == step_replay.DIFFERS
+    assert names["rewards"] == names["advantages"] == names["reference log-probs"] == step_replay.SAME
 
 
 def test_another_learning_rate_is_found(copy: Path) -> None:
     config = copy / "config.yaml"
     config.write_text(config.read_text().replace("  lr: 0.0005", "  lr: 0.0006"))
     names = by_name(replay(copy, 4))
-    assert names["lr"] == names["new weights"] == comparison.DIFFERS
-    assert names["advantages"] == names["plan: minibatches"] == comparison.SAME
+    assert names["lr"] == names["new weights"] == step_replay.DIFFERS
+    assert names["advantages"] == names["plan: minibatches"] == step_replay.SAME
 
 
 def test_another_seed_is_another_plan(copy: Path) -> None:
     config = copy / "config.yaml"
     config.write_text(config.read_text().replace("\nseed: 0", "\nseed: 1"))
-    assert by_name(replay(copy, 4))["plan: minibatches"] == comparison.DIFFERS
+    assert by_name(replay(copy, 4))["plan: minibatches"] == step_replay.DIFFERS
 
 
 # --- another choice ---------------------------------------------------------------------------------------------------
@@ -351,19 +351,19 @@ def test_what_is_missing_is_said(copy: Path, tmp_path: Path) -> None:
 
 
 def test_records_of_another_trainer_have_no_places() -> None:
-    assert [one.verdict for one in comparison.plans([{}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])] == [
-        comparison.NOT
+    assert [one.verdict for one in step_replay.plans([{}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])] == [
+        step_replay.NOT
     ]
-    moved = comparison.plans([{"left_out": "zero advantage"}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])
-    assert moved[0].verdict == comparison.DIFFERS
+    moved = step_replay.plans([{"left_out": "zero advantage"}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])
+    assert moved[0].verdict == step_replay.DIFFERS
 
 
 def test_numbers_that_are_none_agree_with_themselves_alone() -> None:
     nan, inf = float("nan"), float("inf")
-    assert comparison.rows("x", [nan, inf], [nan, inf], comparison.HERE).verdict == comparison.SAME
-    assert comparison.rows("x", [nan], [0.0], comparison.ELSEWHERE).verdict == comparison.DIFFERS
-    assert comparison.rows("x", [inf], [1.0], comparison.ELSEWHERE).verdict == comparison.DIFFERS
-    assert comparison.tokens("x", [[1.0]], [[1.0, 2.0]], 1.0).verdict == comparison.DIFFERS
+    assert step_replay.compare_rows("x", [nan, inf], [nan, inf], step_replay.HERE).verdict == step_replay.SAME
+    assert step_replay.compare_rows("x", [nan], [0.0], step_replay.ELSEWHERE).verdict == step_replay.DIFFERS
+    assert step_replay.compare_rows("x", [inf], [1.0], step_replay.ELSEWHERE).verdict == step_replay.DIFFERS
+    assert step_replay.tokens("x", [[1.0]], [[1.0, 2.0]], 1.0).verdict == step_replay.DIFFERS
 
 
 # --- runs of strangers ------------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
     named = {
         "model.builder": "os:system",
         "data.function": "rollbook.cli.parser:os.system",
-        "evaluation.function": "rollbook.core.fingerprints:module_of_file",
+        "evaluation.function": "rollbook.core.vocabulary:module_of_file",
         "environment.function": f"{evil}:leave",
         "rewards.0.function": f"{evil}:leave",
         "rewards.1.options.functions.sly": f"{evil}:leave",

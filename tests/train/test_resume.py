@@ -1,7 +1,7 @@
 """A run that is killed, at any point, and started again by the same command comes to what it would have come to: the
 same records by the same ids, learnt from in the same steps, the same losses and the same weights, bit for bit.
 
-Lives of the command are children of a `Nursery`, killed at named points (`rollbook.book.failpoints`).
+Lives of the command are children of a `Nursery`, killed at named points (`rollbook.book.disk`).
 """
 
 from __future__ import annotations

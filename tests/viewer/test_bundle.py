@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.inspect.assets import (
+from rollbook.inspect.html_export import (
     RUN_PAGES,
     TYPES,
     BundleError,

@@ -31,7 +31,7 @@ from rollbook.inspect.files import (
     FAMILIES,
     FileSource,
     UnknownFormatError,
-    builder,
+    adapters,
     open_file_source,
     recognise,
     stores,
@@ -830,7 +830,7 @@ def test_a_path_that_is_not_there() -> None:
 @given(st.text(alphabet=st.characters(exclude_categories=())))
 @settings(max_examples=60)
 def test_words_joined_are_the_text(text: str) -> None:
-    ends = builder.words(text).tolist()
+    ends = adapters.words(text).tolist()
     pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
     assert "".join(pieces) == text and all(pieces)
 

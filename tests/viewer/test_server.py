@@ -29,7 +29,7 @@ import pytest
 
 import rollbook
 from rollbook.inspect import api as apis
-from rollbook.inspect import assets, server
+from rollbook.inspect import html_export, server
 from rollbook.inspect.api import ROUTES, Annotations
 from rollbook.inspect.http import Request, image_type
 from rollbook.inspect.serialization import decode
@@ -136,12 +136,12 @@ def test_a_frame_is_kept_until_its_record_changes(tmp_path: Path) -> None:
 
 
 def test_static_files_are_the_packages_and_kept_by_hash(viewer: Server) -> None:
-    for name, asset in assets.manifest().items():
+    for name, asset in html_export.manifest().items():
         got = ask(viewer, f"/static/{name}", token=False)
         assert (got.status, got.header("content-type")) == (200, asset.type)
         assert hashlib.sha256(got.body).hexdigest() == asset.sha256
         assert ask(viewer, f"/static/{name}", headers={"If-None-Match": got.header("etag")}).status == 304
-    assert ask(viewer, "/", token=False).body == assets.manifest()["index.html"].content
+    assert ask(viewer, "/", token=False).body == html_export.manifest()["index.html"].content
 
 
 def test_large_json_is_packed_for_who_takes_it(viewer: Server) -> None:
@@ -233,7 +233,7 @@ def test_one_connection_takes_many_questions_and_answers_at_once(viewer: Server)
         begun = time.perf_counter()
         connection.request("GET", "/static/main.js")
         answer = connection.getresponse()
-        assert answer.status == 200 and answer.read() == assets.manifest()["main.js"].content
+        assert answer.status == 200 and answer.read() == html_export.manifest()["main.js"].content
         took.append(time.perf_counter() - begun)
     connection.close()
     # With Nagle's algorithm against delayed acknowledgements each would take 40 ms.
@@ -308,7 +308,7 @@ def test_point_1_types_are_exact_and_no_text_of_a_record_is_a_page(viewer: Serve
         ("/api/record?uid=%3Cscript%3Ealert(1)%3C/script%3E", "application/json"),
     ]:
         assert ask(viewer, address).header("content-type") == kind
-    pages = [asset for asset in assets.manifest().values() if asset.type.startswith("text/html")]
+    pages = [asset for asset in html_export.manifest().values() if asset.type.startswith("text/html")]
     assert len(pages) == 1, "one page is HTML, and it is ours"
 
 

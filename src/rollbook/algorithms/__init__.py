@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from rollbook.algorithms.advantages import ESTIMATORS as ESTIMATORS
     from rollbook.algorithms.advantages import estimate as estimate
     from rollbook.algorithms.filters import clip_filter_like_weight_func as clip_filter_like_weight_func
+    from rollbook.algorithms.filters import high_entropy_mask as high_entropy_mask
+    from rollbook.algorithms.groups import whiten as whiten
     from rollbook.algorithms.kl import KL as KL
     from rollbook.algorithms.losses import LOSSES as LOSSES
-    from rollbook.algorithms.masks import high_entropy_mask as high_entropy_mask
-    from rollbook.algorithms.moments import whiten as whiten
     from rollbook.core.process_group import ProcessGroup as ProcessGroup
 
 _HOMES = {
@@ -41,8 +41,8 @@ _HOMES = {
     "ProcessGroup": "rollbook.core.process_group",
     "clip_filter_like_weight_func": "rollbook.algorithms.filters",
     "estimate": "rollbook.algorithms.advantages",
-    "high_entropy_mask": "rollbook.algorithms.masks",
-    "whiten": "rollbook.algorithms.moments",
+    "high_entropy_mask": "rollbook.algorithms.filters",
+    "whiten": "rollbook.algorithms.groups",
 }
 _MODULES = (
     "advantages",

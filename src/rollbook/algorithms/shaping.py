@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from rollbook.algorithms.filters import Weights as Weights
 from rollbook.algorithms.filters import clip_filter_like_weight_func as clip_filter_like_weight_func
 from rollbook.algorithms.filters import clip_filter_weights as clip_filter_weights
-from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards
+from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, whiten
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, state_of
-from rollbook.algorithms.moments import whiten
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup

@@ -8,10 +8,10 @@ from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
     from rollbook.batch.batch import Batch as Batch
-    from rollbook.batch.costs import Cost as Cost
+    from rollbook.batch.plan import Cost as Cost
     from rollbook.batch.plan import Plan as Plan
 
-_HOMES = {"Batch": "rollbook.batch.batch", "Cost": "rollbook.batch.costs", "Plan": "rollbook.batch.plan"}
+_HOMES = {"Batch": "rollbook.batch.batch", "Cost": "rollbook.batch.plan", "Plan": "rollbook.batch.plan"}
 
 __all__ = sorted(_HOMES)
 

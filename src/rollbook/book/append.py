@@ -49,9 +49,8 @@ from rollbook.core.checks import check_float, check_int
 from rollbook.core.columns import Values
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences, from_rows, uncollected
-from rollbook.core.ipc import RowLayout
 from rollbook.core.metrics import advise
-from rollbook.core.wire import decode, encode
+from rollbook.core.wire import RowLayout, decode, encode
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rollbook.book import compaction, queue, reports, revision, schema
+from rollbook.book import compaction, queue, reports, revision
 from rollbook.book.append import (
     AppendResult,
     GroupCommit,
@@ -50,7 +50,17 @@ from rollbook.book.lease import (
     lease_records,
     refresh_consumer,
 )
-from rollbook.book.ledger import Ledger, SQLiteLedger, check_files, check_text, check_writable, let_others
+from rollbook.book.ledger import (
+    TABLES,
+    Ledger,
+    SQLiteLedger,
+    check_files,
+    check_text,
+    check_writable,
+    layout_of,
+    let_others,
+    prepare,
+)
 from rollbook.book.read import Selection, fetch, parse_conditions, seqs_of, uid_of, uids_of
 from rollbook.book.segments.files import FileSegmentStore, MemorySegmentStore, SegmentStore
 from rollbook.core.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
@@ -536,7 +546,7 @@ class Book:
         /0   0.25        3
         /1    0.5        3
         """
-        from rollbook.book.sql import run_sql
+        from rollbook.book.query import run_sql
 
         return run_sql(self, query, parameters, memory, seconds)
 
@@ -702,7 +712,7 @@ def open(
                 raise NotABookError(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
             ledger = SQLiteLedger(None, clock=clock or time.time)
             store = MemorySegmentStore(segment_bytes)
-            schema.prepare(ledger, create=True, where="memory:", meta={})
+            prepare(ledger, create=True, where="memory:", meta={})
         elif "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
             raise ValueError(f"url: got {redacted(address)!r}, expected a folder, 'memory:' or 'postgresql://...'")
         elif is_conninfo(address) and not Path(address).exists():
@@ -742,7 +752,7 @@ def open(
 def _fingerprint(tokenizer: Any) -> str | None:
     if tokenizer is None or isinstance(tokenizer, str):
         return tokenizer
-    from rollbook.core.fingerprints import tokenizer_fingerprint
+    from rollbook.core.vocabulary import tokenizer_fingerprint
 
     if not (hasattr(tokenizer, "backend_tokenizer") or hasattr(tokenizer, "get_vocab")):
         raise ValueError(
@@ -776,9 +786,9 @@ def _folder(
         raise _lost(folder)
     ledger = SQLiteLedger(path, read_only=mode == "r", clock=clock or time.time)
     try:
-        if lost and schema.layout_of(ledger) is None:
+        if lost and layout_of(ledger) is None:
             raise _lost(folder)
-        schema.prepare(ledger, create=mode != "r", where=str(folder), meta={})
+        prepare(ledger, create=mode != "r", where=str(folder), meta={})
         _check_schema(ledger, folder)
         if new:
             disk.sync_folder(str(folder))
@@ -801,7 +811,7 @@ _SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master"
 @lru_cache(maxsize=1)
 def _expected() -> frozenset[tuple[Any, ...]]:
     ledger = SQLiteLedger(None)
-    schema.prepare(ledger, create=True, where="memory:", meta={})
+    prepare(ledger, create=True, where="memory:", meta={})
     with ledger.read() as tx:
         return frozenset(tx.all(_SCHEMA))
 
@@ -811,7 +821,7 @@ def _check_schema(ledger: Ledger, folder: Path) -> None:
     compute whatever it likes at every write. Tables that the book does not know are never touched."""
     with ledger.read() as tx:
         objects = frozenset(tx.all(_SCHEMA))
-    mine = {row for row in objects if row[2] in schema.TABLES}
+    mine = {row for row in objects if row[2] in TABLES}
     unlike = sorted(mine ^ _expected(), key=str)
     if unlike:
         kind, name = unlike[0][:2]
@@ -836,9 +846,9 @@ def _postgres(
         if mode == "a":
             ledger.make_schema()
         where = redacted(url)
-        if mode == "r+" and schema.layout_of(ledger) is None:
+        if mode == "r+" and layout_of(ledger) is None:
             raise NotABookError(f"{where}: there is no book here")
-        schema.prepare(ledger, create=mode != "r", where=where, meta={"data": data or ""})
+        prepare(ledger, create=mode != "r", where=where, meta={"data": data or ""})
         with ledger.read() as tx:
             stored_data = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]
         if stored_data != (data or ""):

@@ -17,9 +17,8 @@ from rollbook.book import compaction, media, queue
 from rollbook.book.consumer import NOT_REMOVED, Consumer, find_consumer
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
 from rollbook.book.index_columns import IndexColumns, index_columns
-from rollbook.book.ledger import LAYOUT, Transaction, chunks
+from rollbook.book.ledger import INDICES, LAYOUT, TABLES, Transaction, chunks
 from rollbook.book.read import read_frame
-from rollbook.book.schema import INDICES, TABLES
 from rollbook.book.segments.files import ALIGN, FileSegmentStore, Place
 from rollbook.core.errors import WireError
 

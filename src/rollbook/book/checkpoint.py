@@ -23,8 +23,8 @@ from rollbook.book.consumer import (
     save_settings,
     shift_state,
 )
+from rollbook.book.disk import hit
 from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError
-from rollbook.book.failpoints import hit
 from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, parsed, write_once
 from rollbook.book.read import read_numbers
 from rollbook.core.checks import check_choice, check_int

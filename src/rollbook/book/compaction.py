@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollbook.book import media, queue
 from rollbook.book.consumer import all_consumers, delete_removed_consumers
 from rollbook.book.content_hash import printed_ids
+from rollbook.book.disk import hit
 from rollbook.book.errors import CorruptBookError, MissingSegmentError, SegmentBusyError
-from rollbook.book.failpoints import hit
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.media import open_blob
 from rollbook.book.read import Frames, check_slots, read_frame

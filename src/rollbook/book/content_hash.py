@@ -28,7 +28,7 @@ from rollbook.core.ragged import Ragged, check_shape
 
 if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
-    from rollbook.core.ipc import RowLayout
+    from rollbook.core.wire import RowLayout
 
 
 class Ids(NamedTuple):

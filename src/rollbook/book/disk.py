@@ -22,6 +22,31 @@ from typing import Any
 
 from rollbook.core.files import FILE, FOLDER
 
+active = False
+"""Whether a callback is set."""
+_callback: Callable[[str], None] | None = None
+
+
+def watch(callback: Callable[[str], None] | None) -> None:
+    """Call `callback` with the name of every point that this process reaches; `None` ends it.
+
+    >>> watch(print)
+    >>> hit("after write")
+    after write
+    >>> watch(None)
+    >>> hit("after write")
+    """
+    global active, _callback
+    _callback = callback
+    active = callback is not None
+
+
+def hit(name: str) -> None:
+    """Report that the point `name` is reached ("after write", "after sync", "after commit", ...)."""
+    if _callback is not None:
+        _callback(name)
+
+
 MOUNTS = Path("/proc/self/mountinfo")
 _AT_ONCE = 1024  # buffers that one writev takes; POSIX promises 16, Linux and macOS take 1,024
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)

@@ -28,7 +28,7 @@ from rollbook.core.ragged import Ragged
 
 if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
-    from rollbook.core.ipc import RowLayout
+    from rollbook.core.wire import RowLayout
 
 UNSCORED, SCORED, NOT_A_NUMBER = 0, 1, 2
 """What `Tags.scored` says: no reward, a number (infinities too), NaN (could not be scored)."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollbook.book import failpoints, queue
+from rollbook.book import disk, queue
 from rollbook.book.consumer import (
     SELECT_CONSUMER,
     Consumer,
@@ -279,8 +279,8 @@ class Lease:
             if chosen.keys() >= self._left.keys():
                 queue.end_lease(tx, self._claim.id, "acked")
             save_consumer(tx, consumer)
-            if failpoints.active:
-                failpoints.hit("during ack")
+            if disk.active:
+                disk.hit("during ack")
             return count
 
         def committed(tx: Transaction, count: int) -> bool:

@@ -60,9 +60,8 @@ from rollbook.core.columns import MEDIA, Columns, Values
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import owner
-from rollbook.core.ipc import RowLayout
 from rollbook.core.ragged import allocate, check_shape, offsets_of
-from rollbook.core.wire import DEFAULT_LIMITS
+from rollbook.core.wire import DEFAULT_LIMITS, RowLayout
 
 Kind = Literal["tensor", "bytes", "text"]
 MAGIC = b"\x8dROLLMD\n"

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import xxhash
 
+from rollbook.book.disk import hit
 from rollbook.book.errors import BookError, ConnectionLostError, LockTimeoutError, NotABookError, OutcomeUnknownError
-from rollbook.book.failpoints import hit
 from rollbook.book.ledger import BUSY_SECONDS, ConcurrentChangeError, Turns
 from rollbook.core.addresses import redacted
 
@@ -205,7 +205,7 @@ def _combined(statements: tuple[str, ...]) -> str:
 
 @lru_cache(maxsize=1)
 def _column_types() -> dict[str, dict[str, str]]:
-    from rollbook.book.schema import TABLES, TYPES
+    from rollbook.book.ledger import TABLES, TYPES
 
     types = {"TEXT": "text", **{f"{{{kind}}}": name for kind, name in TYPES["postgresql"].items()}}
     declared = {

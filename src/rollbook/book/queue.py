@@ -42,15 +42,14 @@ from rollbook.book.consumer import (
     save_settings,
 )
 from rollbook.book.errors import BookError, CorruptBookError
-from rollbook.book.ledger import Transaction, chunks, let_others, parsed
+from rollbook.book.ledger import TABLES, Transaction, chunks, let_others, parsed
 from rollbook.book.read import read_numbers
-from rollbook.book.schema import TABLES
 from rollbook.core.columns import texts
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
     from rollbook.core.experiences import Experiences
-    from rollbook.core.ipc import RowLayout
+    from rollbook.core.wire import RowLayout
 
 
 WORK_TABLE, GROUPS_TABLE = "work", "groups"

@@ -19,15 +19,14 @@ import xxhash
 from rollbook.book import content_hash, index_columns, queue
 from rollbook.book.consumer import Consumer, all_consumers, save_consumer
 from rollbook.book.content_hash import is_late
-from rollbook.book.disk import Disk
+from rollbook.book.disk import Disk, hit
 from rollbook.book.errors import BookError, ConflictError
-from rollbook.book.failpoints import hit
 from rollbook.book.ledger import Transaction, check_text, chunks, let_others
 from rollbook.book.media import extract
 from rollbook.book.read import check_present, fetch, locate, seqs_of
 from rollbook.book.segments.files import FileSegmentStore, SegmentStore
 from rollbook.core.checks import suggest
-from rollbook.core.equality import same
+from rollbook.core.experience import same
 from rollbook.core.experiences import from_rows
 from rollbook.core.fields import FIELDS
 from rollbook.core.wire import encode

@@ -18,12 +18,10 @@ from rollbook.book import queue
 from rollbook.book.append import AppendResult
 from rollbook.book.checkpoint import find_checkpoint, free_leased, undo_work, void_leases
 from rollbook.book.consumer import all_consumers, delete_removed_consumers, save_consumer
-from rollbook.book.disk import Disk
+from rollbook.book.disk import Disk, hit
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
-from rollbook.book.failpoints import hit
-from rollbook.book.ledger import Ledger, SQLiteLedger, Transaction, check_writable, chunks
+from rollbook.book.ledger import TABLES, Ledger, SQLiteLedger, Transaction, check_writable, chunks
 from rollbook.book.read import check_slots
-from rollbook.book.schema import TABLES
 from rollbook.book.segments.files import Place
 from rollbook.core.addresses import POSTGRES, PostgresAddress, redacted
 from rollbook.core.checks import check_bool, suggest

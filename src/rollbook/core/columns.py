@@ -78,7 +78,7 @@ PLAIN_TYPES: dict[tuple[str, str], pa.DataType] = {
 
 
 class Values:
-    """A column as Python values, where rows need no Arrow array (see `rollbook.core.ipc`)."""
+    """A column as Python values, where rows need no Arrow array (see `rollbook.core.wire`)."""
 
     __slots__ = ("_values", "data", "flat")
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from rollbook.core import ipc
+from rollbook.core import wire
 from rollbook.core.columns import Columns, check_columns, check_masks, from_arrays, implied
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
@@ -26,13 +26,13 @@ from rollbook.core.fields import Field, owner
 from rollbook.core.ragged import Spread
 from rollbook.core.wire import DEFAULT_LIMITS, HEADER_BYTES, Frame, Limits, read_header
 
-_END = np.frombuffer(ipc.END, dtype=np.uint8)
+_END = np.frombuffer(wire.END, dtype=np.uint8)
 
 
 class Stack:
     """Frames with one schema; made by `read_stack`."""
 
-    def __init__(self, memory: NDArray[np.uint8], template: ipc.Template, counts: list[int]) -> None:
+    def __init__(self, memory: NDArray[np.uint8], template: wire.Template, counts: list[int]) -> None:
         self.memory = memory
         self.schema = template.schema
         self.parts = template.parts
@@ -68,7 +68,7 @@ class Stack:
         result = []
         for batch in self.batches():
             arrays = {name: batch.column(i) for i, name in chosen}
-            ipc.check_arrays(arrays, False)
+            wire.check_arrays(arrays, False)
             result.append(arrays)
         return result
 
@@ -100,7 +100,7 @@ class Stack:
             arrays = {name: _combined(table.column(name)) for name in rest}
         except pa.ArrowException as error:
             raise WireError(f"the Arrow record batch cannot be read: {error}") from None
-        ipc.check_arrays(arrays, verify)
+        wire.check_arrays(arrays, verify)
         columns: Columns = {**from_arrays(arrays), **spread}
         try:
             check_columns(columns, count)
@@ -197,7 +197,7 @@ def read_stack(
             counts.append(frame.count)
             lengths.append(frame.length)
         begin = spans[0][0] + HEADER_BYTES
-        template = ipc.read_template(view[begin : begin + lengths[0]], counts[0], limits.max_columns, begin)
+        template = wire.read_template(view[begin : begin + lengths[0]], counts[0], limits.max_columns, begin)
     except WireError:
         return None
     if template is None or min(lengths) < len(template.head):
@@ -210,11 +210,11 @@ def read_stack(
     if (rows[:, 0, 0] != counts).any():
         return None
     bodies = len(template.head) + sizes[:, 0, 0]
-    if (sizes < 0).any() or (bodies + ipc.END_BYTES != lengths).any():
+    if (sizes < 0).any() or (bodies + wire.END_BYTES != lengths).any():
         return None
-    if ipc.impossible_lengths(nodes, sizes[:, 0, 0], rows[:, 0, 0]) or ipc.stray_buffers(buffers, sizes[:, 0, 0]):
+    if wire.impossible_lengths(nodes, sizes[:, 0, 0], rows[:, 0, 0]) or wire.stray_buffers(buffers, sizes[:, 0, 0]):
         return None
-    if (memory[(begins + bodies)[:, None] + np.arange(ipc.END_BYTES)] != _END).any():
+    if (memory[(begins + bodies)[:, None] + np.arange(wire.END_BYTES)] != _END).any():
         return None
     stack = Stack(memory, template, counts)
     stack.starts = (begins + template.batch_start).tolist()
@@ -274,7 +274,7 @@ def read_rows(
             names.append(name)
             readers.append(_read_node(node, spans))
     arrays = dict(zip(names, (yield from advance_together(readers)), strict=True))
-    ipc.check_arrays(arrays, True)
+    wire.check_arrays(arrays, True)
     columns = from_arrays(arrays)
     if fields is None:
         try:
@@ -371,7 +371,7 @@ class _Form:
         plain = not (width or children or types.is_struct(kind) or types.is_null(kind))
         bits = (1 if types.is_boolean(kind) else kind.bit_width) if plain else 0
         size = kind.list_size if types.is_fixed_size_list(kind) else 1
-        return cls(kind, ipc.buffer_count(kind), types.is_null(kind), width, size, bits, children)
+        return cls(kind, wire.buffer_count(kind), types.is_null(kind), width, size, bits, children)
 
 
 @dataclass(slots=True)
@@ -426,7 +426,7 @@ def _read_layout(size: int, limits: Limits) -> Reader[tuple[Frame, _Layout]]:
     for _ in range(2):
         # The mark and the length of a message, then the message.
         for more in (8, None):
-            stop = end + (8 + ipc.metadata_bytes(memoryview(head)[end : end + 8], end) if more is None else more)
+            stop = end + (8 + wire.metadata_bytes(memoryview(head)[end : end + 8], end) if more is None else more)
             if stop > HEADER_BYTES + frame.length:
                 raise WireError("an Arrow message is longer than the frame", end)
             if stop > len(head):
@@ -434,7 +434,7 @@ def _read_layout(size: int, limits: Limits) -> Reader[tuple[Frame, _Layout]]:
                 head = bytes(head) + bytes(rest)
         end = stop
     body = memoryview(head)[HEADER_BYTES:end]
-    schema, nodes, buffers, start = ipc.read_layout(body, frame.length, frame.count, limits.max_columns, HEADER_BYTES)
+    schema, nodes, buffers, start = wire.read_layout(body, frame.length, frame.count, limits.max_columns, HEADER_BYTES)
     start += HEADER_BYTES
     spans = [(start + at, start + at + length) for at, length in buffers.tolist()]
     return frame, _Layout(schema, nodes.tolist(), spans)

@@ -403,7 +403,7 @@ class Sample:
         prompt's own `info` has that key.
         """
         from rollbook.core.experience import Experience
-        from rollbook.core.images import encode_for_record, encode_message
+        from rollbook.core.media import encode_for_record, encode_message
 
         succeeded = not self.failed
         info = {**self.prompt.info, **self.info}

@@ -26,29 +26,924 @@ The format is specified in docs/wire.md. In short, all numbers little-endian:
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, BinaryIO
+from functools import lru_cache
+from itertools import accumulate, compress, groupby
+from operator import attrgetter, itemgetter, ne, sub
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from rollbook.core import ipc
-from rollbook.core.columns import check_columns, check_depth, check_masks, from_arrays, to_arrays
+from rollbook.core import columns, freeform
+from rollbook.core.columns import (
+    EID_TYPE,
+    Columns,
+    EidParts,
+    Values,
+    check_columns,
+    check_depth,
+    check_masks,
+    from_arrays,
+    plain_part,
+    to_arrays,
+    uniform_dtype,
+)
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences, from_rows
-from rollbook.core.fields import owner
+from rollbook.core.fields import DTYPES, FIELDS, Field, observe, owner
 from rollbook.core.freeform import MAX_DEPTH
-from rollbook.core.ipc import MOST_BYTES, RowLayout
+from rollbook.core.ids import EID
 from rollbook.core.ragged import Ragged, allocate, populate
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
+
+
+__all__ = [
+    *[
+        "DEFAULT_LIMITS",
+        "FREE_BYTES",
+        "MAGIC",
+        "VERSION",
+        "Frame",
+        "Limits",
+        "WireError",
+        "decode",
+        "encode",
+        "encoded_size",
+        "iter_frames",
+        "read_header",
+        "to_trxp",
+        "write_frame",
+    ]
+]
+
+END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+END_BYTES = len(END)
+_SCHEMA, _RECORD_BATCH = 1, 3
+_V5 = 4
+_FORMS = {form: struct.Struct(form) for form in ("<B", "<h", "<H", "<i", "<I", "<q")}
+
+
+class _Flat:
+    """A flatbuffer, read with every position checked."""
+
+    def __init__(self, data: memoryview, at: int) -> None:
+        self.data = data
+        self.at = at
+
+    def number(self, form: str, position: int) -> int:
+        read = _FORMS[form]
+        if not 0 <= position <= len(self.data) - read.size:
+            raise WireError("Arrow metadata points outside itself", self.at + max(position, 0))
+        value: int = read.unpack_from(self.data, position)[0]
+        return value
+
+    def root(self) -> int:
+        return self.number("<I", 0)
+
+    def slot(self, table: int, index: int) -> int:
+        """Where field `index` of a table lies, or 0 if it is not there."""
+        vtable = table - self.number("<i", table)
+        size = self.number("<H", vtable)
+        entry = 4 + 2 * index
+        if entry + 2 > size:
+            return 0
+        offset = self.number("<H", vtable + entry)
+        return table + offset if offset else 0
+
+    def follow(self, position: int) -> int:
+        return position + self.number("<I", position)
+
+    def value(self, table: int, index: int, form: str, default: int = 0) -> int:
+        """A number in a table, or what it is when it is left out."""
+        slot = self.slot(table, index)
+        return self.number(form, slot) if slot else default
+
+    def vector(self, table: int, index: int, size: int) -> tuple[int, int]:
+        """Where the elements of a vector begin, and how many there are, each of `size` bytes."""
+        slot = self.slot(table, index)
+        if not slot:
+            return 0, 0
+        start = self.follow(slot)
+        count = self.number("<I", start)
+        if start + 4 + size * count > len(self.data):
+            raise WireError("Arrow metadata lists more than it holds", self.at + start)
+        return start + 4, count
+
+    def pairs(self, table: int, index: int) -> NDArray[np.int64]:
+        """A vector of structs of two 64-bit numbers, as an array (count, 2)."""
+        start, count = self.vector(table, index, 16)
+        return np.frombuffer(self.data[start : start + 16 * count], dtype=np.int64).reshape(-1, 2)
+
+    def text(self, table: int, index: int) -> str:
+        start, count = self.vector(table, index, 1)
+        try:
+            return bytes(self.data[start : start + count]).decode()
+        except UnicodeDecodeError:
+            raise WireError("an Arrow name is not UTF-8", self.at + start) from None
+
+
+def _message(body: memoryview, start: int, at: int) -> tuple[_Flat, int, int, int]:
+    """The message at `start`: its metadata, the kind of its header, where that lies, and where its body begins."""
+    if bytes(body[start : start + 4]) != END[:4]:
+        raise WireError("an Arrow message does not begin with its mark", at + start)
+    if len(body) < start + 8:
+        raise WireError("an Arrow message is cut short", at + start)
+    size = struct.unpack_from("<i", body, start + 4)[0]
+    if size <= 0 or size % 8 or start + 8 + size > len(body):
+        raise WireError(f"an Arrow message states {size} bytes of metadata", at + start + 4)
+    flat = _Flat(body[start + 8 : start + 8 + size], at + start + 8)
+    root = flat.root()
+    if flat.value(root, 0, "<h") != _V5:
+        raise WireError("an Arrow message is not of metadata version 5", at + start)
+    header = flat.slot(root, 2)
+    if not header:
+        raise WireError("an Arrow message has no header", at + start)
+    _no_extras(flat, root, 4)
+    return flat, flat.value(root, 1, "<B"), flat.follow(header), start + 8 + size
+
+
+def _no_extras(flat: _Flat, table: int, index: int) -> None:
+    # Free-form metadata is where extension types hide, whose readers are code, and where a few bytes can be pointed at
+    # thousands of times, each time to be copied.
+    if flat.vector(table, index, 4)[1]:
+        raise WireError("Arrow's custom metadata (and with it extension types) is refused", flat.at + table)
+
+
+class _SchemaReader:
+    """Arrow's schema, read here: Arrow's own reader would copy what is pointed at as often as it is pointed at, and
+    would call the readers of whatever extension types this process happens to know."""
+
+    def __init__(self, flat: _Flat, max_columns: int) -> None:
+        self.flat = flat
+        self.max_columns = max_columns
+        # No two fields, and no two names, share their bytes in what a writer makes: this many fit.
+        self.fields_left = len(flat.data) // 16
+        self.name_bytes_left = len(flat.data)
+
+    def schema(self, table: int) -> pa.Schema:
+        flat = self.flat
+        if flat.value(table, 0, "<h"):
+            raise WireError("big-endian Arrow data is refused", flat.at + table)
+        _no_extras(flat, table, 2)
+        fields = self.fields(table, 1, depth=_MAX_DEPTH)
+        if len(fields) > self.max_columns:
+            raise WireError(f"{len(fields)} columns are over the limit of {self.max_columns}", flat.at)
+        return pa.schema(fields)
+
+    def fields(self, table: int, index: int, depth: int) -> list[pa.Field]:
+        start, count = self.flat.vector(table, index, 4)
+        self.fields_left -= count
+        if depth < 0 or self.fields_left < 0:
+            raise WireError(
+                "the Arrow schema has more fields than its bytes can hold, or nests them too deeply", self.flat.at
+            )
+        return [self.field(self.flat.follow(start + 4 * i), depth) for i in range(count)]
+
+    def field(self, table: int, depth: int) -> pa.Field:
+        flat = self.flat
+        name = flat.text(table, 0)
+        self.name_bytes_left -= len(name)
+        if self.name_bytes_left < 0:
+            raise WireError("the names in the Arrow schema are longer than its bytes", flat.at + table)
+        if flat.slot(table, 4):
+            raise WireError(f"column {name!r}: Arrow dictionaries are refused", flat.at + table)
+        _no_extras(flat, table, 6)
+        code = flat.value(table, 2, "<B")
+        slot = flat.slot(table, 3)
+        kind = self.kind(code, flat.follow(slot) if slot else 0, self.fields(table, 5, depth - 1), name)
+        nullable = bool(flat.value(table, 1, "<B")) or pa.types.is_null(kind)
+        return pa.field(name, kind, nullable=nullable)
+
+    def kind(self, code: int, table: int, children: list[pa.Field], name: str) -> pa.DataType:
+        """The type by its code in Arrow's format/Schema.fbs, whose order of fields the indices here follow."""
+        number = self.flat.value
+        made: pa.DataType | None = None
+        if not table:
+            raise WireError(f"column {name!r}: the Arrow schema names no type", self.flat.at)
+        if code in _PLAIN_CODES and not children:
+            made = _PLAIN_CODES[code]
+        elif code == 2 and not children:
+            made = _INTEGERS.get((number(table, 0, "<i"), number(table, 1, "<B")))
+        elif code == 3 and not children:
+            made = {0: pa.float16(), 1: pa.float32(), 2: pa.float64()}.get(number(table, 0, "<h"))
+        elif code == 8 and not children:
+            made = {0: pa.date32(), 1: pa.date64()}.get(number(table, 0, "<h", 1))
+        elif code == 7 and not children:
+            made = self.decimal(number(table, 0, "<i"), number(table, 1, "<i"), number(table, 2, "<i", 128))
+        elif code == 9 and not children:
+            made = _TIMES.get((number(table, 0, "<h", 1), number(table, 1, "<i", 32)))
+        elif code in (10, 18) and not children:
+            unit = _UNITS.get(number(table, 0, "<h", 0 if code == 10 else 1))
+            zone = self.flat.text(table, 1) if code == 10 else ""
+            self.name_bytes_left -= len(zone)
+            if unit and self.name_bytes_left >= 0:
+                made = pa.timestamp(unit, zone or None) if code == 10 else pa.duration(unit)
+        elif code == 15 and not children and number(table, 0, "<i") > 0:
+            made = pa.binary(number(table, 0, "<i"))
+        elif code == 12 and len(children) == 1:
+            made = pa.list_(children[0])
+        elif code == 21 and len(children) == 1:
+            made = pa.large_list(children[0])
+        elif code == 16 and len(children) == 1 and number(table, 0, "<i") >= 0:
+            made = pa.list_(children[0], number(table, 0, "<i"))
+        elif code == 13:
+            made = pa.struct(children)
+        elif code == 17 and len(children) == 1 and pa.types.is_struct(children[0].type) and len(children[0].type) == 2:
+            key, item = children[0].type
+            made = pa.map_(key.with_nullable(False), item, keys_sorted=bool(number(table, 0, "<B")))
+        if made is None:
+            raise WireError(f"column {name!r}: Arrow type number {code} is refused, or not described", self.flat.at)
+        return made
+
+    def decimal(self, precision: int, scale: int, bits: int) -> pa.DataType | None:
+        if bits not in (128, 256) or not 0 < precision <= (38 if bits == 128 else 76) or abs(scale) > 1000:
+            return None
+        return pa.decimal128(precision, scale) if bits == 128 else pa.decimal256(precision, scale)
+
+
+_PLAIN_CODES = {
+    1: pa.null(),
+    4: pa.binary(),
+    5: pa.string(),
+    6: pa.bool_(),
+    19: pa.large_binary(),
+    20: pa.large_string(),
+}
+_INTEGERS = {
+    (bits, signed): getattr(pa, f"{'' if signed else 'u'}int{bits}")() for bits in (8, 16, 32, 64) for signed in (0, 1)
+}
+_TIMES = {(0, 32): pa.time32("s"), (1, 32): pa.time32("ms"), (2, 64): pa.time64("us"), (3, 64): pa.time64("ns")}
+_MAX_DEPTH = 60
+_UNITS = {0: "s", 1: "ms", 2: "us", 3: "ns"}
+
+
+_SIMPLE = {
+    *_PLAIN_CODES.values(),
+    *_INTEGERS.values(),
+    *_TIMES.values(),
+    *(pa.float16(), pa.float32(), pa.float64(), pa.date32(), pa.date64()),
+}
+
+
+def keeps(kind: pa.DataType, depth: int = _MAX_DEPTH) -> bool:
+    """Whether a frame can hold an unknown column of this type: what `_SchemaReader.kind` reads."""
+    types = pa.types
+    if kind in _SIMPLE or types.is_timestamp(kind) or types.is_duration(kind):
+        return True
+    if types.is_decimal128(kind) or types.is_decimal256(kind):
+        return bool(abs(kind.scale) <= 1000)
+    if types.is_fixed_size_binary(kind):
+        return bool(kind.byte_width > 0)
+    nested = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_struct, types.is_map)
+    if any(test(kind) for test in nested):
+        return depth > 0 and all(keeps(kind.field(i).type, depth - 1) for i in range(kind.num_fields))
+    return False
+
+
+def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int) -> pa.RecordBatch:
+    """The one record batch of the stream in `stored`, which begins at byte `at` of the data."""
+    body = memoryview(stored.data)
+    schema, arrays, batch_start = _schema(body, count, max_columns, at)
+    _, _, start, size = _check_batch(body, len(body), batch_start, arrays, count, at)
+    stop = start + size
+    if bytes(body[stop:]) != END:
+        raise WireError("the Arrow stream does not end behind its one record batch", at + stop)
+    buffer = pa.py_buffer(stored)
+    try:
+        batch = pa.ipc.read_record_batch(buffer.slice(batch_start, stop - batch_start), schema)
+        batch.validate()
+    except (pa.ArrowException, OSError, ValueError, NotImplementedError) as error:
+        raise WireError(f"the Arrow record batch cannot be read: {error}", at + batch_start) from None
+    return batch
+
+
+def metadata_bytes(mark: memoryview, at: int) -> int:
+    """How many bytes of metadata follow the first 8 bytes of a message."""
+    size = struct.unpack_from("<i", mark, 4)[0]
+    if bytes(mark[:4]) != END[:4] or size <= 0:
+        raise WireError("an Arrow message does not begin with its mark", at)
+    return int(size)
+
+
+def read_layout(
+    head: memoryview, length: int, count: int, max_columns: int, at: int
+) -> tuple[pa.Schema, NDArray[np.int64], NDArray[np.int64], int]:
+    """Check the metadata of a stream of `length` bytes whose first two messages are `head`.
+
+    Returns:
+        The schema, the length and null count of each array, the start and length of each buffer, and the byte of the
+        stream that these starts are counted from.
+    """
+    schema, arrays, batch_start = _schema(head, count, max_columns, at)
+    nodes, buffers, start, size = _check_batch(head, length, batch_start, arrays, count, at)
+    if start + size + END_BYTES != length:
+        raise WireError("the Arrow stream does not end behind its one record batch", at + start + size)
+    return schema, nodes, buffers, start
+
+
+_Parts = tuple[tuple[int, int], ...]
+"""How many nodes and buffers each column has."""
+_checked: dict[tuple[bytes, int], tuple[pa.Schema, _Parts]] = {}
+"""Schemas that were read and checked, by their bytes: frames of one writer have the same, and reading one takes longer
+than all else that a small frame needs. A change of the field table forgets them."""
+_MOST_CHECKED, _LARGEST_CHECKED = 64, 16 << 10
+observe(_checked.clear)
+
+
+def _schema(body: memoryview, count: int, max_columns: int, at: int) -> tuple[pa.Schema, _Parts, int]:
+    """The stream's schema, how many arrays and buffers each column has, and where the next message begins."""
+    size = struct.unpack_from("<i", body, 4)[0] if len(body) >= 8 else 0
+    key = (bytes(body[: 8 + size]), max_columns) if 0 < size <= min(_LARGEST_CHECKED, len(body) - 8) else None
+    if key is not None and count and key in _checked:
+        return *_checked[key], 8 + size
+    flat, kind, header, batch_start = _message(body, 0, at)
+    if kind != _SCHEMA:
+        raise WireError("the Arrow stream does not begin with a schema", at)
+    if flat.value(flat.root(), 3, "<q"):
+        raise WireError("the Arrow schema has a body", at)
+    try:
+        schema = _SchemaReader(flat, max_columns).schema(header)
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        raise WireError(f"the Arrow schema describes what cannot be: {error}", at) from None
+    if count or len(schema):
+        columns.check_schema(schema)
+    counted = tuple(_counts(field.type) for field in schema)
+    if key is not None and count:
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        _checked[key] = schema, counted
+    return schema, counted, batch_start
+
+
+def _check_batch(
+    body: memoryview, length: int, start: int, parts: _Parts, count: int, at: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]:
+    """Compare the record batch's metadata with the schema and the `length` of the stream.
+
+    Returns:
+        Its nodes, its buffers, and where its body begins and how long that is.
+    """
+    flat, kind, header, data = _message(body, start, at)
+    if kind != _RECORD_BATCH:
+        raise WireError("the second Arrow message is no record batch", at + start)
+    if flat.slot(header, 3):
+        raise WireError("Arrow's own body compression is refused", at + start)
+    if flat.slot(header, 4):
+        raise WireError("Arrow view types are refused", at + start)
+    size = flat.value(flat.root(), 3, "<q")
+    if size < 0 or size > length - data:
+        raise WireError(f"the Arrow record batch states a body of {size} bytes", at + start)
+    rows = flat.value(header, 0, "<q")
+    if rows != count:
+        raise WireError(f"the header states {count} records, the Arrow record batch {rows}", at + start)
+    nodes, buffers = flat.pairs(header, 1), flat.pairs(header, 2)
+    wanted = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    if (len(nodes), len(buffers)) != wanted:
+        raise WireError(
+            f"the Arrow record batch has {len(nodes)} arrays and {len(buffers)} buffers, "
+            f"its schema {wanted[0]} and {wanted[1]}",
+            at + start,
+        )
+    if impossible_lengths(nodes, size, count):
+        raise WireError("the Arrow record batch states impossible lengths", at + start)
+    if stray_buffers(buffers, size):
+        raise WireError("the Arrow record batch's buffers overlap or leave its body", at + start)
+    return nodes, buffers, data, size
+
+
+def impossible_lengths(nodes: NDArray[np.int64], size: Any, count: Any) -> bool:
+    """Whether arrays have lengths that a body of `size` bytes cannot hold; `nodes`: [..., N, 2], the others [...]."""
+    if not nodes.size:
+        return False
+    # A node's length is bounded by the body: an entry takes a bit at least, or none at all in a null array.
+    most = np.maximum(count, 8 * size)
+    return bool((nodes < 0).any() or (nodes[..., 1] > nodes[..., 0]).any() or (nodes[..., 0].max(-1) > most).any())
+
+
+def stray_buffers(buffers: NDArray[np.int64], size: Any) -> bool:
+    """Whether buffers overlap or leave a body of `size` bytes; `buffers`: [..., N, 2], `size`: [...]."""
+    if not buffers.size:
+        return False
+    begins, ends = buffers[..., 0], buffers[..., 0] + buffers[..., 1]
+    return bool(
+        (buffers < 0).any()
+        or (begins % 8).any()
+        or (buffers.max((-1, -2)) > size).any()
+        or (ends.max(-1) > size).any()
+        or (begins[..., 1:] < ends[..., :-1]).any()
+    )
+
+
+@dataclass(slots=True)
+class Template:
+    """The messages before the body of a record batch: what is the same in frames of one layout, and where numbers lie.
+
+    `head` is the schema's message and the metadata of the batch, `fixed` is 255 for each byte of it that is structure,
+    `places` the first byte and the count of the pairs (nodes, buffers) and single numbers (rows, size).
+    """
+
+    schema: pa.Schema
+    parts: _Parts
+    batch_start: int
+    head: NDArray[np.uint8]
+    fixed: NDArray[np.uint8]
+    places: dict[str, tuple[int, int, int]]
+
+    def numbers(self, heads: NDArray[np.uint8], name: str) -> NDArray[np.int64]:
+        """[F, count, 1 or 2] The numbers of one kind in heads [F, bytes] of this shape."""
+        start, count, width = self.places[name]
+        data = np.ascontiguousarray(heads[:, start : start + 8 * width * count])
+        return data.view(np.int64).reshape(len(heads), count, width)
+
+
+class _Traced(_Flat):
+    """A flatbuffer that marks the bytes its structure was read from."""
+
+    def __init__(self, data: memoryview, at: int) -> None:
+        super().__init__(data, at)
+        self.read = np.zeros(len(data), dtype=np.bool_)
+
+    def number(self, form: str, position: int) -> int:
+        value = super().number(form, position)
+        self.read[position : position + _FORMS[form].size] = True
+        return value
+
+
+def read_template(body: memoryview, count: int, max_columns: int, at: int) -> Template | None:
+    """Check the messages of a stream and find where their numbers lie; `None` if they cannot be told from the rest."""
+    schema, parts, start = _schema(body, count, max_columns, at)
+    _, _, data, _ = _check_batch(body, len(body), start, parts, count, at)
+    flat = _Traced(body[start + 8 : data], at + start + 8)
+    root = flat.root()
+    flat.value(root, 0, "<h")
+    flat.value(root, 1, "<B")
+    flat.slot(root, 4)
+    table = flat.follow(flat.slot(root, 2))
+    flat.slot(table, 3)
+    flat.slot(table, 4)
+    places = {
+        "rows": (flat.slot(table, 0), 1, 1),
+        "size": (flat.slot(root, 3), 1, 1),
+        "nodes": (*flat.vector(table, 1, 16), 2),
+        "buffers": (*flat.vector(table, 2, 16), 2),
+    }
+    variable = np.zeros(len(flat.data), dtype=np.uint8)
+    for position, number, width in places.values():
+        variable[position : position + 8 * width * number] += 1
+    # A number that is structure as well, which no writer makes, could change what the others mean.
+    if not all(position for position, _, _ in places.values()) or variable.max() > 1 or variable[flat.read].any():
+        return None
+    fixed = np.full(data, 255, dtype=np.uint8)
+    fixed[start + 8 :][variable > 0] = 0
+    shifted = {name: (start + 8 + position, number, width) for name, (position, number, width) in places.items()}
+    return Template(schema, parts, start, np.array(body[:data], dtype=np.uint8), fixed, shifted)
+
+
+def batch_slots(body: memoryview) -> tuple[int, int, int, int, int]:
+    """Of a stream that Arrow wrote: where the record batch's buffers begin, and where its metadata has the number of
+    rows, the nodes, the buffers' places, and the number of bytes of all buffers."""
+    start = _message(body, 0, 0)[3]
+    flat, _, header, data = _message(body, start, 0)
+    slots = (
+        flat.slot(header, 0),
+        flat.vector(header, 1, 16)[0],
+        flat.vector(header, 2, 16)[0],
+        flat.slot(flat.root(), 3),
+    )
+    rows, nodes, buffers, size = (start + 8 + slot for slot in slots)
+    return data, rows, nodes, buffers, size
+
+
+def _counts(kind: pa.DataType) -> tuple[int, int]:
+    """How many nodes and buffers an array of this type has, children included."""
+    nodes, buffers = 1, buffer_count(kind)
+    for i in range(kind.num_fields):
+        more = _counts(kind.field(i).type)
+        nodes, buffers = nodes + more[0], buffers + more[1]
+    return nodes, buffers
+
+
+def buffer_count(kind: pa.DataType) -> int:
+    """How many buffers an array of this type has, without its children's."""
+    if pa.types.is_null(kind):
+        return 0
+    if pa.types.is_struct(kind) or pa.types.is_fixed_size_list(kind):
+        return 1
+    if (
+        kind.num_fields
+        or pa.types.is_primitive(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or pa.types.is_boolean(kind)
+        or pa.types.is_decimal(kind)
+        or pa.types.is_temporal(kind)
+    ):
+        return 2
+    return 3
+
+
+def check_arrays(arrays: Mapping[str, pa.Array], verify: bool) -> None:
+    """Check all offsets and null counts, and with `verify` every byte of text."""
+    for name, array in arrays.items():
+        try:
+            if pa.types.is_large_string(array.type):
+                _check_text(array, verify)
+            elif verify or not pa.types.is_large_binary(array.type):
+                array.validate(full=True)
+            else:
+                columns.offsets(array, _size(array))
+        except (pa.ArrowException, ValueError) as error:
+            raise WireError(f"column {name!r}: {str(error).removeprefix('byte ')}") from None
+
+
+def _size(array: pa.Array) -> int:
+    data = array.buffers()[2]
+    return 0 if data is None else data.size
+
+
+def _check_text(array: pa.Array, verify: bool) -> None:
+    bounds = columns.offsets(array, _size(array))
+    if not verify or not len(array):
+        return
+    # Arrow's check for UTF-8 takes longer than the checksum. Text of one-byte characters, most of it, needs none:
+    # then only lengths and nulls are left to check, as for binary.
+    data = array.buffers()[2]
+    text: Any = b"" if data is None else np.frombuffer(data, dtype=np.uint8)[bounds[0] : bounds[-1]]
+    if len(text) and text.max() >= 128:
+        array.validate(full=True)
+        return
+    binary = pa.Array.from_buffers(pa.large_binary(), len(array), array.buffers(), array.null_count, array.offset)
+    binary.validate(full=True)
+
+
+_RECORD_BATCH, _DICTIONARY = 3, 2
+
+
+def check_stream(path: str) -> None:
+    """Refuse an Arrow stream of another tool that becomes far more than its bytes when its rows are made.
+
+    These are compressed bodies, arrays that point at the same bytes again and again (dictionaries, views, runs), and
+    nulls, which take no bytes, beyond 16 for each byte of the file.
+    """
+    allowed = max(1 << 20, 16 * os.path.getsize(path))
+    with pa.memory_map(path) as file:
+        values = 0
+        for message in pa.ipc.MessageReader.open_stream(file):
+            flat = _Flat(memoryview(message.metadata), 0)
+            root = flat.root()
+            kind, table = flat.value(root, 1, "<B"), flat.follow(flat.slot(root, 2))
+            if kind == _DICTIONARY:
+                raise WireError(f"{path}: columns of dictionaries are not read")
+            if kind != _RECORD_BATCH:
+                continue
+            if flat.slot(table, 3):
+                raise WireError(f"{path}: compressed Arrow bodies are not read")
+            values += flat.value(table, 0, "<q") + int(flat.pairs(table, 1)[:, 0].sum())
+            if values > allowed:
+                raise WireError(f"{path}: over {allowed} values, 16 for each byte of the file")
+    with pa.memory_map(path) as file, pa.ipc.open_stream(file) as stream:
+        for column in stream.schema:
+            _check_plain(path, column.name, column.type)
+
+
+def _check_plain(path: str, name: str, kind: pa.DataType) -> None:
+    if "_view" in str(kind) or pa.types.is_run_end_encoded(kind) or pa.types.is_dictionary(kind):
+        raise WireError(f"{path}: column {name!r} of type {kind} is not read")
+    for i in range(kind.num_fields):
+        _check_plain(path, name, kind.field(i).type)
+
+
+MOST_ROWS = 256
+MOST_BYTES = 4 << 20
+"""Of a body made here; the tensors of larger ones are gathered by two threads (see `rollbook.core.wire`)."""
+_NONE = type(None)
+_PLAIN_KINDS = {"number": {float, _NONE}, "integer": {int, _NONE}, "text": {str, _NONE}}
+_JSON_TYPES = {"dict": {dict, _NONE}, "list": {list, tuple, _NONE}, "": None}
+_TURNS = {"single_turn", "multi_turn"}
+_ZEROS = [bytes(n) for n in range(8)]
+_EMPTY = {dtype.storage: np.empty(0, dtype=dtype.storage) for dtype in DTYPES.values() if dtype.code}
+_eid_parts = attrgetter("batch", "task", "run", "step", "suffix")
+
+
+class _NotPlainError(Exception):
+    """Raised inside `RowLayout.of` for rows that take the general way."""
+
+
+class _Template(NamedTuple):
+    """What Arrow writes before the buffers of any batch of one schema, and where the numbers stand in it."""
+
+    head: bytes
+    rows: int
+    nodes: int
+    buffers: int
+    body: int
+
+
+@lru_cache(64)
+def _template(columns: tuple[tuple[str, str], ...]) -> _Template:
+    """The template of a schema, given as (name, type) of each column."""
+    batch = pa.RecordBatch.from_arrays(
+        [pa.array([None], _arrow_type(kind)) for _, kind in columns], names=[name for name, _ in columns]
+    )
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    body = memoryview(sink.getvalue())
+    slots = batch_slots(body)
+    return _Template(bytes(body[: slots[0]]), *slots[1:])
+
+
+def _arrow_type(kind: str) -> pa.DataType:
+    if kind in ("eid", "text"):
+        return EID_TYPE if kind == "eid" else pa.large_string()
+    return pa.large_list(pa.from_numpy_dtype(kind[1:])) if kind[0] == "*" else pa.from_numpy_dtype(kind)
+
+
+class RowLayout:
+    """Plain rows as a frame's body: `fill` writes it, and from then on tensor columns lie in the memory it was given.
+
+    `columns` are as those of `Experiences`, with `Values` and `EidParts` in the place of Arrow arrays.
+
+    >>> from rollbook import Experience
+    >>> layout = RowLayout.of([Experience(tokens=[1, 2, 3], reward=1.0)])
+    >>> list(layout.columns)
+    ['eid', 'tokens', 'prompt_length', 'reward', 'info', 'metrics', 'action_mask', 'experience_type']
+    >>> RowLayout.of([Experience(tokens=[1, 2], multi_modal_inputs={"pixel_values": [[0.5]]})]) is None
+    True
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.columns: Columns = {}
+        self._schema: list[tuple[str, str]] = []
+        self._nodes: list[int] = []
+        self._buffers: list[int] = []
+        self._pieces: list[Any] = [b""]
+        self._body = 0
+        self._lengths: dict[str, tuple[int, ...]] = {}
+        self._offsets: dict[tuple[int, ...], tuple[NDArray[np.int64], bytes]] = {}
+
+    @classmethod
+    def of(cls, rows: Sequence[Any]) -> RowLayout | None:
+        """The layout of `rows`, or `None` if they are not plain.
+
+        Plain rows are single-turn or multi-turn records without a truncated prompt, whose tensors have one dimension
+        and, within a field, one type, and whose fields hold exactly the types that the constructor gives them. There
+        are at most `MOST_ROWS`, and their body takes at most about `MOST_BYTES`.
+        """
+        from rollbook.core.experience import Experience
+
+        if not 0 < len(rows) <= MOST_ROWS or set(map(type, rows)) != {Experience}:
+            return None
+        states = [row.__dict__ for row in rows]
+        names = set[str]().union(*states)
+        if "odd" in names or "unknown" in names:
+            return None
+        layout = cls(len(rows))
+        try:
+            for name, field in FIELDS.items():
+                if name in names:
+                    try:
+                        values = list(map(itemgetter(name), states))
+                    except KeyError:
+                        values = [state.get(name) for state in states]
+                    layout._add(field, values)
+            layout._check()
+        except (_NotPlainError, ValueError, AttributeError, LookupError, TypeError, struct.error):
+            return None
+        layout._finish()
+        return layout
+
+    def __len__(self) -> int:
+        return self._count
+
+    def column(self, name: str) -> Any:
+        """A column by name; `None` if no record has it."""
+        return self.columns.get(name)
+
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        """[N] How many tokens of each record are the prompt."""
+        return np.array(self.columns["prompt_length"].values, dtype=np.int64)
+
+    @property
+    def size(self) -> int:
+        """How many bytes `fill` writes."""
+        return len(self._pieces[0]) + self._body + END_BYTES
+
+    def fill(self, memory: NDArray[np.uint8]) -> None:
+        """Write the body to an array of `size` bytes."""
+        out = memory.data
+        at = 0
+        pending: list[bytes] = []
+        for piece in (*self._pieces, END, None):
+            if type(piece) is bytes:
+                pending.append(piece)
+                continue
+            joined = b"".join(pending)
+            out[at : at + len(joined)] = joined
+            at += len(joined)
+            pending.clear()
+            if piece is not None:
+                stop = at + int(piece.offsets[-1]) * piece.memory.itemsize
+                values = memory[at:stop].view(piece.memory.dtype)
+                piece.copy_to(values)
+                piece.settle(values)
+                at = stop
+
+    # --- columns ----------------------------------------------------------------------------------------------
+
+    def _add(self, field: Field, values: list[Any]) -> None:
+        kind = field.kind
+        if kind == "eid":
+            self._add_eids(field.name, values)
+        elif kind == "custom_fields":
+            if any(values):
+                raise _NotPlainError
+        elif values.count(None) == len(values) if kind != "tensor" else all(value is None for value in values):
+            return
+        elif kind == "tensor":
+            self._add_tensors(field, values)
+        elif kind == "json":
+            self._add_json(field, values)
+        elif kind == "media" or not set(map(type, values)) <= _PLAIN_KINDS[kind]:
+            raise _NotPlainError
+        elif kind == "text":
+            data = [None if value is None else value.encode() for value in values]
+            self._begin(field.name, "text")
+            self._texts(data)
+            self.columns[field.name] = Values(values, data)
+        else:
+            self._add_numbers(field.name, "float64" if kind == "number" else "int64", values)
+
+    def _begin(self, name: str, kind: str) -> None:
+        self._schema.append((name, kind))
+
+    def _buffer(self, length: int, pieces: Iterable[Any]) -> None:
+        self._buffers += (self._body, length)
+        self._pieces += pieces
+        padding = -length % 8
+        if padding:
+            self._pieces.append(_ZEROS[padding])
+        self._body += length + padding
+        if self._body > MOST_BYTES:
+            raise _NotPlainError
+
+    def _node(self, count: int, values: Sequence[Any] | None = None, nulls: int = 0) -> None:
+        """One Arrow array of `count` entries: its node and its bitmap, of which entries of `values` are not null."""
+        self._nodes += (count, nulls)
+        if nulls and values is not None:
+            bitmap = np.packbits([value is not None for value in values], bitorder="little").tobytes()
+            self._buffer(len(bitmap), (bitmap,))
+        else:
+            self._buffers += (self._body, 0)
+
+    def _numbers(self, form: str, values: Sequence[Any]) -> None:
+        data = struct.pack(f"<{len(values)}{form}", *values)
+        self._buffer(len(data), (data,))
+
+    def _texts(self, data: Sequence[bytes | None]) -> None:
+        nulls = data.count(None)
+        self._node(len(data), data, nulls)
+        texts = [text or b"" for text in data] if nulls else data
+        offsets = list(accumulate(map(len, texts), initial=0))  # type: ignore[arg-type]
+        self._numbers("q", offsets)
+        self._buffer(offsets[-1], texts)
+
+    def _ascii(self, texts: Sequence[str]) -> None:
+        self._node(len(texts))
+        self._numbers("q", list(accumulate(map(len, texts), initial=0)))
+        data = "".join(texts).encode("ascii")
+        self._buffer(len(data), (data,))
+
+    def _add_numbers(self, name: str, dtype: str, values: list[Any]) -> None:
+        self._begin(name, dtype)
+        nulls = values.count(None)
+        self._node(len(values), values, nulls)
+        self._numbers(
+            "d" if dtype == "float64" else "q", [0 if value is None else value for value in values] if nulls else values
+        )
+        self.columns[name] = Values(values)
+
+    def _add_eids(self, name: str, values: list[Any]) -> None:
+        if set(map(type, values)) != {EID}:
+            raise _NotPlainError
+        batch, task, run, step, suffix = zip(*map(_eid_parts, values), strict=True)
+        batch_types, task_types = set(map(type, batch)), set(map(type, task))
+        if set(map(type, run + step)) != {int} or min(run) < 0 or min(step) < 0 or set(map(type, suffix)) != {str}:
+            raise _NotPlainError
+        if not batch_types | task_types <= {int, str} or not all(map(plain_part, {*batch, *task})):
+            raise _NotPlainError
+        if batch_types == task_types == {int}:
+            ints = b"\3" * len(values)
+        else:
+            ints = bytes([(type(a) is int) + 2 * (type(b) is int) for a, b in zip(batch, task, strict=True)])
+        parts = EidParts(list(map(str, batch)), list(map(str, task)), list(run), list(step), list(suffix))
+        self._begin(name, "eid")
+        self._node(len(values))
+        self._ascii(parts.batch)
+        self._ascii(parts.task)
+        self._node(len(values))
+        self._numbers("q", run)
+        self._node(len(values))
+        self._numbers("q", step)
+        self._ascii(parts.suffix)
+        self._node(len(values))
+        self._buffer(len(values), (ints,))
+        self.columns[name] = parts
+
+    def _add_json(self, field: Field, values: list[Any]) -> None:
+        allowed = _JSON_TYPES[field.holds]
+        if allowed is not None and not set(map(type, values)) <= allowed:
+            raise _NotPlainError
+        data: list[bytes | None] = []
+        flat: list[dict[str, Any] | None] = []
+        for value in values:
+            text, is_flat = (None, False) if value is None else freeform.dump_bytes(value)
+            data.append(text)
+            flat.append(value if is_flat else None)
+        self._begin(field.name, "text")
+        self._texts(data)
+        self.columns[field.name] = Values(None, data, flat)
+
+    def _add_tensors(self, field: Field, values: list[Any]) -> None:
+        import torch
+
+        if field.broadcast and set(map(type, values)) <= {int, _NONE}:
+            self._add_numbers(f"{field.name}__one", "int64", values)
+            return
+        present = [value for value in values if value is not None]
+        dtype = None if field.trailing else uniform_dtype(present)
+        if dtype is None or columns.implied(storage := DTYPES[dtype].storage, field) != dtype:
+            raise _NotPlainError
+        nulls = len(values) - len(present)
+        measure = torch.Tensor.numel
+        lengths = tuple([0 if value is None else measure(value) for value in values] if nulls else map(measure, values))
+        self._lengths[field.name] = lengths
+        offsets, written = self._offsets_of(lengths)
+        valid = np.array([value is not None for value in values], dtype=np.bool_) if nulls else None
+        column = Ragged(_EMPTY[storage], offsets, dtype, valid, owned=True)
+        total = int(offsets[-1])
+        if total:
+            column.leave_pending(present)
+        self._begin(field.name, f"*{storage}")
+        self._node(len(values), values, nulls)
+        self._buffer(len(written), (written,))
+        self._node(total)
+        self._buffer(total * DTYPES[dtype].itemsize, (column,) if total else ())
+        self.columns[field.name] = column
+
+    def _offsets_of(self, lengths: tuple[int, ...]) -> tuple[NDArray[np.int64], bytes]:
+        """Offsets, and their bytes: those of one axis are made once."""
+        if lengths not in self._offsets:
+            offsets = np.array([0, *accumulate(lengths)], dtype=np.int64)
+            self._offsets[lengths] = offsets, offsets.tobytes()
+        return self._offsets[lengths]
+
+    # --- the whole --------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """See that the rows keep the promises of the table, as `arrow.check` does; others take the general way."""
+        columns = self.columns
+        kinds, prompts = columns["experience_type"].values, columns["prompt_length"].values
+        if not _TURNS.issuperset(kinds) or None in prompts or columns["tokens"].valid is not None:
+            raise _NotPlainError
+        if "chosen" in columns or "rejected" in columns:
+            raise _NotPlainError
+        if "truncate_status" in columns and "prompt_truncated" in columns["truncate_status"].values:
+            raise _NotPlainError
+        sizes = columns.get("group_size")
+        if sizes is not None and any(size is not None and size <= 0 for size in sizes.values):
+            raise _NotPlainError
+        tokens = self._lengths["tokens"]
+        response = tuple(map(sub, tokens, prompts))
+        for kind, prompt, length in zip(kinds, prompts, response, strict=True):
+            if prompt < 0 or length < 0 or (kind == "single_turn" and not (prompt and length)):
+                raise _NotPlainError
+        expected = {"response": response, "sequence": tokens}
+        for name, lengths in self._lengths.items():
+            right = expected.get(FIELDS[name].axis, lengths)
+            if lengths != right:
+                valid = columns[name].valid
+                if valid is None or any(map(ne, compress(lengths, valid), compress(right, valid))):
+                    raise _NotPlainError
+
+    def _finish(self) -> None:
+        template = _template(tuple(self._schema))
+        head = bytearray(template.head)
+        struct.pack_into("<q", head, template.rows, self._count)
+        struct.pack_into(f"<{len(self._nodes)}q", head, template.nodes, *self._nodes)
+        struct.pack_into(f"<{len(self._buffers)}q", head, template.buffers, *self._buffers)
+        struct.pack_into("<q", head, template.body, self._body)
+        self._pieces[0] = bytes(head)
+
 
 MAGIC = b"\x8dROLLBK\n"
 VERSION = 1
@@ -90,7 +985,7 @@ class _Layout:
         self.count = len(many)
         arrays = to_arrays(many.columns)
         for name, array in arrays.items():
-            if owner(name) is None and not ipc.keeps(array.type):
+            if owner(name) is None and not keeps(array.type):
                 raise ValueError(f"column {name!r}: an unknown column of type {array.type} cannot be kept in a frame")
         batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
         self.pieces: list[Any] = []
@@ -361,13 +1256,13 @@ def decode_arrays(data: Any, fields: Collection[str], limits: Limits = DEFAULT_L
     stored = np.frombuffer(view[begin:end], dtype=np.uint8)
     if stored.size and stored.__array_interface__["data"][0] % 8:
         stored = np.array(stored)
-    batch = ipc.read_batch(stored, frame.count, limits.max_columns, begin)
+    batch = read_batch(stored, frame.count, limits.max_columns, begin)
     arrays = {
         name: batch.column(i)
         for i, name in enumerate(batch.schema.names)
         if (known := owner(name)) is not None and known[0].name in fields
     }
-    ipc.check_arrays(arrays, False)
+    check_arrays(arrays, False)
     return arrays
 
 
@@ -407,11 +1302,11 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
         aligned = allocate(stored.shape, np.uint8)
         aligned[:] = stored
         stored, private = aligned, True
-    batch = ipc.read_batch(stored, frame.count, limits.max_columns, begin)
+    batch = read_batch(stored, frame.count, limits.max_columns, begin)
     if not frame.count:
         return Experiences()
     arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
-    ipc.check_arrays(arrays, verify)
+    check_arrays(arrays, verify)
     columns = from_arrays(arrays, private)
     try:
         check_columns(columns, frame.count)
@@ -502,21 +1397,3 @@ def to_trxp(experiences: Iterable[Experience]) -> bytes:
     from rollbook.core import trxp
 
     return trxp.write(experiences)
-
-
-__all__ = [
-    "DEFAULT_LIMITS",
-    "FREE_BYTES",
-    "MAGIC",
-    "VERSION",
-    "Frame",
-    "Limits",
-    "WireError",
-    "decode",
-    "encode",
-    "encoded_size",
-    "iter_frames",
-    "read_header",
-    "to_trxp",
-    "write_frame",
-]

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollbook.core.addresses import redacted
 from rollbook.core.files import private_opener
-from rollbook.inspect import assets
+from rollbook.inspect import html_export
 from rollbook.inspect.http import (
     MEDIA_POLICY,
     PAGE_POLICY,
@@ -357,10 +357,10 @@ class Api:
             return respond(304, b"", kind, *more, policy=policy)
         return respond(200, body, kind, *more, policy=policy)
 
-    def _file(self, path: str) -> assets.Asset | None:
+    def _file(self, path: str) -> html_export.Asset | None:
         if path == "/":
-            return assets.manifest()["index.html"]
-        return assets.manifest().get(path.removeprefix("/static/")) if path.startswith("/static/") else None
+            return html_export.manifest()["index.html"]
+        return html_export.manifest().get(path.removeprefix("/static/")) if path.startswith("/static/") else None
 
     def _frame(self, request: Request) -> Response:
         uids = [value for name, value in request.query if name == "uid"]

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from rollbook.inspect.doctor.thresholds import Thresholds
+from rollbook.inspect.doctor.findings import Thresholds
 from rollbook.inspect.statistics import fit_weights, quantiles
 from rollbook.inspect.trajectory import Trajectory
 

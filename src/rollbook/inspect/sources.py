@@ -7,31 +7,683 @@ there and what would be.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
-from collections.abc import Sequence
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollbook.book.book import LEDGER, Book
+import numpy as np
+import orjson
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rollbook.book import reports
+from rollbook.book.book import LEDGER, TRAIN, Book
 from rollbook.book.book import open as open_book
+from rollbook.book.consumer import find_consumer
 from rollbook.book.errors import BookError
-from rollbook.book.ledger import Transaction, chunks
+from rollbook.book.ledger import Transaction, chunks, parsed
 from rollbook.book.read import seqs_of, uids_of
+from rollbook.core import columns as arrow
 from rollbook.core import columns as physical
+from rollbook.core import freeform
 from rollbook.core.addresses import POSTGRES, redacted
+from rollbook.core.errors import WireError
 from rollbook.core.fields import FIELDS
 from rollbook.core.files import check_regular
 from rollbook.core.ids import step_of
 from rollbook.core.metrics import Progress
 from rollbook.core.ragged import Ragged
 from rollbook.core.vocabulary import Vocabulary
-from rollbook.inspect.follower import Follower, columns_of
+from rollbook.inspect import measures
+from rollbook.inspect.index import VOID, Index, Scales
 from rollbook.inspect.records import Reader
+from rollbook.inspect.trajectory import derive, prompt_hash
 
 if TYPE_CHECKING:
+    from rollbook.book.book import Book
     from rollbook.inspect.index import Index
     from rollbook.inspect.trajectory import Trajectory
+
+
+# --- measuring in bulk ----------------------------------------------------------------------------------------------
+
+NUMBERS = (
+    *("logprobs", "policy_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values", "advantages"),
+    *("returns", "token_level_reward", "loss_weights"),
+)
+"""The fields with a number for each response token."""
+TEXTS = ("prompt_text", "response_text")
+READ = (
+    *("tokens", "prompt_length", "experience_type", "truncate_status", "action_mask", *NUMBERS),
+    *("chosen", "reward", "metrics", "info", "messages", "multi_modal_inputs", *TEXTS),
+)
+"""The fields that are read of each record."""
+_OPENING_TOKENS = 4000
+_CLOSING_TOKENS = 480
+_KNOWN_PROMPTS = 4096
+_GRID = "image_grid_thw"
+_SAID_BETWEEN = 4
+
+
+def columns_of(batch: pa.RecordBatch) -> dict[str, Any]:
+    """A scanned batch's columns: tensors as `Ragged`, what no record has left out."""
+    columns = {
+        name: array for name, array in zip(batch.schema.names, batch.columns, strict=True) if array.type != pa.null()
+    }
+    return dict(arrow.from_arrays(columns))
+
+
+def real(column: Ragged) -> NDArray[np.float64]:
+    """All values of a column, one row after the other, as numbers."""
+    values = column.values[column.offsets[0] : column.offsets[-1]]
+    if column.dtype == "bfloat16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float64)
+
+
+class Bulk:
+    """Measures pieces of a book; keeps the openings of prompts it has met, which a group's records share."""
+
+    def __init__(self, reader: Reader, scales: Scales) -> None:
+        self.reader = reader
+        self.scales = scales
+        self.rescaled = False
+        """Whether a lens's range changed since this was set to False."""
+        self.declared: dict[str, None] = {}
+        """Parts of the reward that records declared, in the order they were met."""
+        self._vocabulary: Vocabulary | None = None
+        self._openings: OrderedDict[tuple[Any, ...], str] = OrderedDict()
+
+    def rows(self, columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+        """The measured columns of `count` records, in their order, without their numbers."""
+        rows: list[dict[str, Any]] = [{} for _ in range(count)]
+        mask = _Mask(columns, count)
+        self._vocabulary = self.reader.vocabulary
+        for row, numbers in zip(rows, self._numbers(columns, mask, count), strict=True):
+            row.update(numbers)
+        for row, reward in zip(rows, physical.numbers(columns["reward"]) if "reward" in columns else (), strict=False):
+            row["nans"] += reward is not None and reward != reward
+        self._tokens(columns, rows, mask)
+        self._texts(columns, rows, mask)
+        return rows
+
+    # --- numbers by token ---------------------------------------------------------------------------------------
+
+    def _numbers(self, columns: Mapping[str, Any], mask: _Mask, count: int) -> list[dict[str, Any]]:
+        """Records that have the same fields are measured together, which in most pieces are all of them."""
+        there = {name: columns[name] for name in NUMBERS if isinstance(columns.get(name), Ragged)}
+        lengths = np.zeros(count, dtype=np.int64)
+        for column in there.values():
+            lengths = np.maximum(lengths, column.lengths)
+        has = np.zeros(count, dtype=np.int64)
+        for bit, column in enumerate(there.values()):
+            has |= (column.present & (column.lengths == lengths)).astype(np.int64) << bit
+        rows: list[dict[str, Any]] = [dict(_UNKNOWN) for _ in range(count)]
+        for signature in np.unique(has).tolist():
+            chosen = (has == signature) & (lengths > 0)
+            if not signature or not chosen.any():
+                continue
+            fields = {}
+            for bit, (name, column) in enumerate(there.items()):
+                if signature >> bit & 1:
+                    values = real(column)
+                    fields[name] = values if chosen.all() else values[np.repeat(chosen, column.lengths)]
+            sizes = lengths[chosen]
+            measured = self._measured(fields, mask.grid(chosen, sizes), sizes)
+            for i, row in zip(np.flatnonzero(chosen).tolist(), measured, strict=True):
+                rows[i].update(row)
+        return rows
+
+    def _measured(
+        self, fields: dict[str, NDArray[np.float64]], mask: NDArray[np.bool_], sizes: NDArray[np.int64]
+    ) -> list[dict[str, Any]]:
+        starts = np.cumsum(sizes) - sizes
+        bad = np.zeros(len(mask), dtype=np.bool_)
+        for values in fields.values():
+            bad |= ~np.isfinite(values)
+        lenses = derive(fields, mask)
+        self.rescaled |= self.scales.offer(lenses, mask)
+        measured: dict[str, list[Any]] = {"nans": np.add.reduceat(bad & mask, starts, dtype=np.int64).tolist()}
+        metrics = [metric for metric in measures.TOKEN_METRICS if metric[1] in lenses]
+        if "advantage" in lenses:
+            metrics.append(("advantage", "advantage", "mean"))
+        for column, lens, statistic in metrics:
+            shown = np.abs(lenses[lens]) if lens == "mismatch" else lenses[lens]
+            keep = mask & np.isfinite(shown)
+            counts = np.add.reduceat(keep, starts, dtype=np.int64)
+            if statistic == "mean":
+                sums = np.add.reduceat(np.where(keep, shown, 0).astype(np.float64), starts)
+                means = sums / np.maximum(counts, 1)
+            else:
+                means = np.maximum.reduceat(np.where(keep, shown, -np.inf), starts).astype(np.float64)
+            measured[column] = [
+                value if has_tokens else None for value, has_tokens in zip(means.tolist(), counts > 0, strict=True)
+            ]
+        return [dict(zip(measured, values, strict=True)) for values in zip(*measured.values(), strict=True)]
+
+    # --- what each row has of its own ---------------------------------------------------------------------------
+
+    def _tokens(self, columns: Mapping[str, Any], rows: list[dict[str, Any]], mask: _Mask) -> None:
+        tokens, chosen = columns.get("tokens"), columns.get("chosen")
+        prompts = physical.numbers(columns["prompt_length"])
+        for i, row in enumerate(rows):
+            ids = _row(tokens, i)
+            prompt = ids[: prompts[i]]
+            response = ids[prompts[i] :]
+            if not len(response) and isinstance(chosen, Ragged):
+                response = _row(chosen, i)
+            share, loop, digest = measures.own_tokens(response, mask.row(i, len(response)))
+            row.update(prompt=prompt_hash(prompt), digest=digest, repetition=share, loop_at=loop)
+            row["ids"] = prompt, response
+
+    def _texts(self, columns: Mapping[str, Any], rows: list[dict[str, Any]], mask: _Mask) -> None:
+        nothing: list[Any] = [None] * len(rows)
+        prompts, responses = (
+            physical.decode(FIELDS[name], columns) or nothing for name in TEXTS
+        )  # a text that is not UTF-8 stands aside
+        messages, infos, metrics = (
+            physical.texts(columns[name]) if name in columns else nothing for name in ("messages", "info", "metrics")
+        )
+        kinds = physical.texts(columns["experience_type"])
+        grids = _grids(columns.get("multi_modal_inputs"), len(rows))
+        for i, row in enumerate(rows):
+            prompt, response = row.pop("ids")
+            turns, calls, images = measures.spoken_in(messages[i] or "")
+            response_text = responses[i]
+            if response_text is None:
+                response_text = self._decoded(response[-_CLOSING_TOKENS:])
+            if not turns:
+                turns = mask.turns(i) if kinds[i] == "multi_turn" else 1
+            row.update(
+                turns=turns,
+                tool_calls=calls or (responses[i] or "").count("<tool_call>"),
+                images=images or grids[i],
+                opening=self._opening(row["prompt"], prompt, prompts[i], messages[i]),
+                closing=measures.closing_of(response_text),
+                kept=_entry(infos[i], "kept", str),
+                parts=_parts(metrics[i]),
+                measured=1,
+            )
+            parts = _entry(infos[i], "reward_parts", list)
+            if parts is not None:
+                self.declared |= dict.fromkeys(measures.declared_in({"reward_parts": parts}))
+            if _entry(infos[i], "error", object) is not None:
+                row["status"] = "error"
+
+    def _decoded(self, ids: NDArray[Any]) -> str:
+        return "" if self._vocabulary is None or not len(ids) else self._vocabulary.text_and_ends(ids)[0]
+
+    def _opening(self, key: str, ids: NDArray[Any], text: str | None, messages: str | None) -> str:
+        # By what it is read from, too: a prompt's text can be redacted.
+        cache_key = (key, hash(text), hash(messages), self._vocabulary is None)
+        cached = self._openings.get(cache_key)
+        if cached is None:
+            cached = measures.asked_in(_loads(messages)) if messages else ""
+            if not cached:
+                cached = measures.opening_of(self._decoded(ids[:_OPENING_TOKENS]) if text is None else text)
+            self._openings[cache_key] = cached
+            if len(self._openings) > _KNOWN_PROMPTS:
+                self._openings.popitem(last=False)
+        return cached
+
+
+_UNKNOWN = {"nans": 0, "advantage": None, **{column: None for column, _, _ in measures.TOKEN_METRICS}}
+
+
+class _Mask:
+    """Which response tokens are trained on; all of them where no mask says otherwise."""
+
+    def __init__(self, columns: Mapping[str, Any], count: int) -> None:
+        column = columns.get("action_mask")
+        self.column = column if isinstance(column, Ragged) else None
+        self.bits = np.zeros(0, dtype=np.bool_)
+        self.offsets = np.zeros(count + 1, dtype=np.int64)
+        if self.column is not None:
+            self.bits = real(self.column) != 0
+            self.offsets = self.column.offsets - self.column.offsets[0]
+        self.cut = arrow.truncated(dict(columns), count)
+        """Records whose prompt was cut, on which nothing is trained."""
+
+    def grid(self, chosen: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """The masks of some records, one after the other, each of its size."""
+        grid = np.repeat(~self.cut[chosen], sizes)
+        if self.column is None:
+            return grid
+        lengths = self.column.lengths
+        fits = self.column.present[chosen] & (lengths[chosen] == sizes)
+        used = np.zeros(len(lengths), dtype=np.bool_)
+        used[np.flatnonzero(chosen)[fits]] = True
+        grid[np.repeat(fits, sizes)] = self.bits[np.repeat(used, lengths)]
+        return grid
+
+    def row(self, i: int, size: int) -> NDArray[np.bool_]:
+        """[size] The mask of one record; all True where it has none of that size."""
+        if self.column is None or self.column.lengths[i] != size or not self.column.present[i]:
+            return np.ones(size, dtype=np.bool_)
+        return self.bits[self.offsets[i] : self.offsets[i + 1]]
+
+    def turns(self, i: int) -> int:
+        """How often the model speaks, by the mask: stretches of trained tokens with what a tool or a user says between
+        them, which is more than a few tokens; 1 without a mask."""
+        if self.column is None or not self.column.present[i]:
+            return 1
+        trained = np.flatnonzero(self.bits[self.offsets[i] : self.offsets[i + 1]])
+        return 1 + int((np.diff(trained) > _SAID_BETWEEN).sum())
+
+
+def _row(column: Any, i: int) -> NDArray[Any]:
+    if not isinstance(column, Ragged):
+        return np.zeros(0, dtype=np.int64)
+    return column.values[int(column.offsets[i]) : int(column.offsets[i + 1])]
+
+
+def _grids(column: Any, count: int) -> list[int]:
+    """How many images the media of each record say they are."""
+    grids = [0] * count
+    if column is None:
+        return grids
+    bounds = arrow.offsets(column, len(column.values))
+    entries = column.values
+    keys = entries.field("key").to_pylist()
+    for i in range(count):
+        for at in range(int(bounds[i]), int(bounds[i + 1])):
+            if keys[at] == _GRID:
+                shape: Sequence[int] = entries.field("shape")[at].as_py() or (0,)
+                grids[i] = shape[0] if len(shape) == 2 else 0
+    return grids
+
+
+def _loads(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return None
+
+
+def _entry(info: str | None, name: str, kind: type) -> Any:
+    """An entry of `info` of this kind; nothing if there is none, which its text tells without being read."""
+    if info is None or f'"{name}"' not in info:
+        return None
+    content = _loads(info)
+    entry = content.get(name) if isinstance(content, dict) else None
+    return entry if isinstance(entry, kind) else None
+
+
+def _parts(metrics: str | None) -> str:
+    if metrics is None or metrics == "{}":
+        return "{}"
+    content = _loads(metrics)
+    if not isinstance(content, dict):
+        return "{}"
+    if '"$scalar"' in metrics:
+        # Numbers of numpy; tensors, which would need torch, are no parts.
+        for name, value in content.items():
+            if isinstance(value, dict) and list(value) == ["$scalar"]:
+                content[name] = freeform.loads(orjson.dumps(value).decode())
+    return json.dumps(measures.parts_of(content))
+
+
+# --- following ------------------------------------------------------------------------------------------------------
+
+AT_ONCE = 4000
+"""Rows of the ledger that are read in one transaction."""
+PIECE = 512
+PIECE_TOKENS = 1 << 20
+"""Records, and tokens, that are measured together at most: what bounds the memory."""
+SECONDS = 0.5
+"""How long one look works before it lets others see what there is."""
+
+_MOST_PROBLEMS = 20
+_TAKEN = (
+    *("uid", "gid", "batch", "task", "run", "reward", "scored", "length", "prompt_tokens", "response_tokens"),
+    *("trained_tokens", "version_min", "version_max", "finish_reason", "kind", "group_size", "parent", "evaluation"),
+    *("admitted", "removed_reason"),
+)
+"""Columns of the index that the ledger has, under the same name but for the last, its `gone`."""
+_READ = ", ".join(f"records.{name}" for name in ("seq", *_TAKEN[:-1], "gone", "step", "truncate_status"))
+_MOVES = ("leased", "trained", "nacked", "expired", "rested", "dropped", "returned", "voided")
+_CHANGES = ("revised", "redacted")
+_GOES = ("deleted", "removed")
+_ANEW = ("rewound", "repaired")
+"""Events after which every record is read again."""
+_BLANK = {"opening": "", "closing": "", "parts": "{}", "kept": None, "measured": 1, "digest": None}
+
+
+def _state(consumer: int) -> str:
+    """The column of a record's state: what a consumer has no row for yet, in its inbox, waits."""
+    return "work.state" if consumer < 0 else "COALESCE(work.state, 'waiting')"
+
+
+class Follower:
+    """Keeps an index in step with one book.
+
+    Args:
+        book: The book to follow.
+        index: The index to fill.
+        reader: Reads the book's records.
+        seqs: The records to read, once, by number; by default all, and whatever comes later.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(eid={"batch": 3, "task": 1}, tokens=[1, 2, 3], reward=1.0)])
+    >>> index = Index()
+    >>> follower = Follower(book, index, Reader(book))
+    >>> follower.refresh(), follower.refresh()
+    ({3}, None)
+    >>> index.query("SELECT step, reward, state, measured FROM samples")
+    [(3, 1.0, 'waiting', 1)]
+    >>> index.close()
+    """
+
+    def __init__(self, book: Book, index: Index, reader: Reader, seqs: Sequence[int] | None = None) -> None:
+        self.book = book
+        self._left = seqs
+        self.index = index
+        self.reader = reader
+        self.problems: list[str] = []
+        """What could not be read, at most the first twenty."""
+        self._seq = 0
+        self._event: int | None = None
+        self._logged = 0
+        """The last event that logged metrics, since this looks."""
+        self._trains = False
+        """Whether anything was trained on: what waits then has no lag yet."""
+        self._highs = _Highs()
+        self._bulk: Bulk | None = None
+
+    def refresh(self, seconds: float = SECONDS) -> set[int] | None:
+        """Look for what is new or changed, then measure, for about so long; the steps that changed, `None` if nothing
+        was left to do."""
+        end = time.monotonic() + seconds
+        while True:
+            busy = self._look() or self._judge() or self._measure()
+            if not busy or time.monotonic() > end:
+                changed = self.index.settle()
+                if changed or not busy:
+                    return changed or None
+
+    # --- what the ledger says -----------------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """Take one transaction's worth of new records or events; whether there was any."""
+        # A writer beside this one may commit smaller numbers later than larger ones: nothing is read beyond the bounds.
+        seqs, events = self.book.ledger.bounds()
+        with self.book.ledger.read() as tx:
+            train = find_consumer(tx, TRAIN)
+            consumer = -1 if train is None else train.id
+            if self._event is None:
+                # What happens from here on is met as events; all before is in the rows.
+                self._event = events
+                self._highs.read(tx, 0, self._event)
+                if self._left is not None:
+                    self._highs.read_records(tx)
+            if not self._seq:  # also after a rewind, which may take all training back
+                trained = tx.one("SELECT SUM(n) FROM tallies WHERE consumer = ? AND state = 'trained'", (consumer,))
+                self._trains = bool(trained and trained[0])
+            if self._left is not None:
+                part, self._left = self._left[:AT_ONCE], self._left[AT_ONCE:]
+                rows = self._rows_of(tx, part, consumer)
+                self.index.put(rows)
+                return bool(rows)
+            records = tx.all(
+                f"SELECT {_READ}, {_state(consumer)}, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
+                "AND work.seq = records.seq WHERE records.seq > ? AND records.seq <= ? ORDER BY records.seq LIMIT ?",
+                (consumer, self._seq, seqs, AT_ONCE),
+            )
+            if records:
+                bounds = (records[0][0], records[-1][0])
+                happened = tx.all(f"{_HAPPENED} seq >= ? AND seq <= ? ORDER BY id", bounds)
+                rows = self._rows(records, happened, consumer)
+            else:
+                rows, changed, last = self._changes(tx, consumer, events)
+        if records:
+            self.index.put(rows)
+            self._seq = records[-1][0]
+            return True
+        if last == self._event:
+            return False
+        if changed is None:
+            self._seq = 0
+        elif rows:
+            self.index.put(rows)
+            self.index.forget(changed)
+        self._event = last
+        if self._logged:
+            self.index.keep("logged", self._logged)  # so that pages hear of it
+        return True
+
+    def _changes(
+        self, tx: Transaction, consumer: int, bound: int
+    ) -> tuple[list[dict[str, Any]], list[int] | None, int]:
+        """Rows of the records that something happened to since the last event, those of them whose text changed
+        (`None`: everything is to be read again), and the last event."""
+        events = tx.all(
+            "SELECT id, kind, seq, consumer FROM events WHERE id > ? AND id <= ? AND kind <> 'admitted' "
+            "ORDER BY id LIMIT ?",
+            (self._event, bound, AT_ONCE),
+        )
+        if not events:
+            return [], [], bound
+        last = events[-1][0]
+        self._highs.read(tx, self._event or 0, last)
+        kinds: dict[int, set[str]] = {}
+        for event, kind, seq, whose in events:
+            if kind == reports.METRICS_KIND:
+                self._logged = event
+            if kind == "trained" and whose == consumer:
+                self._begin_lags()
+            if kind in _ANEW:
+                return [], None, last
+            if seq is not None and seq <= self._seq and (whose in (None, consumer)):
+                kinds.setdefault(seq, set()).add(kind)
+        rows = self._rows_of(tx, sorted(kinds), consumer)
+        other = {seq for seq, met in kinds.items() if not met.isdisjoint((*_CHANGES, *_GOES))}
+        for row in rows:
+            if row["n"] in other and row["removed_reason"] is None:
+                row["measured"] = 0
+            elif row["removed_reason"] in VOID:
+                row.update(_BLANK)
+        return rows, sorted(other), last
+
+    def _begin_lags(self) -> None:
+        """Forget the lags of records that wait, now that some are trained on: theirs is known when they are."""
+        if not self._trains:
+            self._trains = True
+            waiting = self.index.query("SELECT n FROM samples WHERE state IN ('waiting', 'leased')")
+            self.index.put({"n": n, "lag": None, "moment": None} for (n,) in waiting)
+
+    def _rows_of(self, tx: Transaction, seqs: Sequence[int], consumer: int) -> list[dict[str, Any]]:
+        """Rows of `samples` of some records."""
+        records: list[Any] = []
+        happened: list[Any] = []
+        for marks, part in chunks(seqs):
+            records += tx.all(
+                f"SELECT {_READ}, {_state(consumer)}, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
+                f"AND work.seq = records.seq WHERE records.seq IN ({marks}) ORDER BY records.seq",
+                (consumer, *part),
+            )
+            happened += tx.all(f"{_HAPPENED} seq IN ({marks}) ORDER BY id", part)
+        return self._rows(records, happened, consumer)
+
+    def _rows(self, records: Iterable[Any], happened: Iterable[Any], consumer: int) -> list[dict[str, Any]]:
+        """Rows of `samples`, as far as the ledger knows them."""
+        came: dict[int, int] = {}
+        trained: dict[int, dict[Any, tuple[int, int | None]]] = {}
+        for event, seq, kind, whose, step, lease in happened:
+            if kind == "trained" and whose == consumer:
+                trained.setdefault(seq, {})[lease] = (event, step)
+            elif kind == "voided" and whose == consumer:
+                trained.get(seq, {}).pop(lease, None)
+            elif kind in ("admitted", "recovered"):
+                came[seq] = event
+        rows = []
+        for seq, *values, turn, cut, state, reason in records:
+            row = {"n": seq, **dict(zip(_TAKEN, values, strict=True))}
+            last = max(trained.get(seq, {}).values(), default=None)
+            row["step"] = step_of(row["batch"], row["version_min"])
+            row["turn"] = turn
+            failed = row["removed_reason"] is not None and row["length"] == 0 and row["removed_reason"] not in VOID
+            row["status"] = "error" if failed else measures.status_of(row["finish_reason"], cut, row["response_tokens"])
+            row["state"] = "evaluation" if row["evaluation"] else _STATES.get(state, state or "")
+            row["reason"] = reason
+            row["trained_step"] = None if last is None else last[1]
+            waits = self._trains and state in _WAITS
+            row["moment"] = last[0] if last is not None else None if waits else came.get(seq)
+            row["lag"] = None
+            row["evaluation"] = int(row["evaluation"])
+            if row["removed_reason"] is not None:
+                row["measured"] = 1
+            if row["version_max"] is not None:
+                self._highs.see(came.get(seq, 0), row["version_max"])
+            rows.append(row)
+        return rows
+
+    def _judge(self) -> bool:
+        """Say how far behind the policy records were, once all that came before them is known; whether any were."""
+        pending = self.index.query(
+            "SELECT n, moment, version_min FROM samples "
+            "WHERE lag IS NULL AND version_min IS NOT NULL AND moment IS NOT NULL LIMIT ?",
+            (AT_ONCE,),
+        )
+        self.index.put({"n": n, "lag": max(0, self._highs.at(moment) - version)} for n, moment, version in pending)
+        return bool(pending)
+
+    # --- what the bytes say -------------------------------------------------------------------------------------
+
+    def _measure(self) -> bool:
+        """Measure one piece of what is not measured yet; whether there was any."""
+        waiting = self.index.query("SELECT n, length FROM samples WHERE measured = 0 ORDER BY n DESC LIMIT ?", (PIECE,))
+        if not waiting:
+            return False
+        total, ns = 0, list[int]()
+        for n, length in waiting:
+            if ns and total + length > PIECE_TOKENS:
+                break
+            ns.append(n)
+            total += length
+        if self._bulk is None:
+            self._bulk = Bulk(self.reader, self.index.scales)
+        self.index.put(self._measured(sorted(ns)))
+        self.index.declare(self._bulk.declared)
+        self.index.keep("tokenized", ["ids" if self.reader.vocabulary is None else "exact"])
+        if self._bulk.rescaled:
+            self._bulk.rescaled = False
+            self.index.keep("scales", self.index.scales.as_dict())
+        return True
+
+    def _measured(self, ns: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """The measured columns of some records; what cannot be read is said, and not tried again."""
+        try:
+            rows = self._read(ns)
+        except (BookError, WireError, ValueError, OSError) as error:
+            if len(ns) > 1:
+                half = len(ns) // 2
+                yield from self._measured(ns[:half])
+                yield from self._measured(ns[half:])
+                return
+            with self.book.ledger.read():
+                pass  # A book that was closed, or cannot be reached, is no damage: that raises here.
+            rows = {}
+            if len(self.problems) < _MOST_PROBLEMS:
+                self.problems.append(f"record number {ns[0]}: {error}")
+        # Without bytes, since a moment ago: the ledger's event says so next.
+        yield from ({"n": n, **rows.get(n, {"measured": 1})} for n in ns)
+
+    def _read(self, ns: Sequence[int]) -> dict[int, dict[str, Any]]:
+        bulk = self._bulk
+        rows: dict[int, dict[str, Any]] = {}
+        if bulk is None:
+            return rows
+        for _, run in groupby(enumerate(ns), key=lambda pair: pair[1] - pair[0]):
+            numbers = [n for _, n in run]
+            selection = self.book.where(("seq", ">=", numbers[0]), ("seq", "<=", numbers[-1]))
+            for batch in selection.scan(("seq", *READ), rows=PIECE):
+                columns = columns_of(batch)
+                seqs = columns.pop("seq").to_pylist()
+                rows.update(zip(seqs, bulk.rows(columns, len(seqs)), strict=True))
+        return rows
+
+
+_HAPPENED = (
+    "SELECT id, seq, kind, consumer, step, lease FROM events "
+    "WHERE kind IN ('admitted', 'recovered', 'trained', 'voided') AND"
+)
+_STATES = {"cooling": "waiting"}
+_WAITS = ("waiting", "leased", "cooling")
+
+
+class _Highs:
+    """The highest policy version that was seen or announced by each event of the ledger."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[int, int, int]] = []
+        self._ids: list[int] = []
+        self._tops: list[int] = []
+        self._top = -1
+        self._fresh = True
+
+    def see(self, event: int, version: int) -> None:
+        """A record that came with this event has tokens of this version."""
+        if version > self._top:
+            self._top = version
+            self._add(event, version, -1)
+
+    def read_records(self, tx: Transaction) -> None:
+        """The first record of each version, of which a few are among many records."""
+        firsts = tx.all(
+            "SELECT MIN(seq), version_max FROM records WHERE version_max IS NOT NULL GROUP BY version_max ORDER BY 1"
+        )
+        came: dict[int, int] = {}
+        for marks, part in chunks([seq for seq, _ in firsts]):
+            came |= {
+                seq: event
+                for event, seq, kind, *_ in tx.all(f"{_HAPPENED} seq IN ({marks}) ORDER BY id", part)
+                if kind in ("admitted", "recovered")
+            }
+        for seq, version in firsts:
+            self.see(came.get(seq, 0), version)
+
+    def read(self, tx: Transaction, after: int, last: int) -> None:
+        """What was announced, and what a rewind took back, among some events."""
+        for event, kind, detail in tx.all(
+            "SELECT id, kind, detail FROM events WHERE id > ? AND id <= ? AND kind IN ('announced', 'rewound') "
+            "ORDER BY id",
+            (after, last),
+        ):
+            content = parsed(detail, "an event's detail") if detail else {}
+            version, back = content.get("version"), content.get("event")
+            if kind == "announced" and isinstance(version, int):
+                self._add(event, version, -1)
+            elif kind == "rewound" and isinstance(back, int):
+                self._add(event, 0, back)
+                self._top = -1
+
+    def _add(self, event: int, version: int, back: int) -> None:
+        self._points.append((event, version, back))
+        self._fresh = False
+
+    def at(self, event: int) -> int:
+        """The highest version by an event; 0 before any."""
+        if not self._fresh:
+            self._ids, self._tops = [], []
+            for when, version, back in sorted(self._points):
+                top = self._tops[-1] if self._tops else 0
+                if back >= 0:
+                    place = bisect_right(self._ids, back) - 1
+                    top = self._tops[place] if place >= 0 else 0
+                self._ids.append(when)
+                self._tops.append(max(top, version))
+            self._fresh = True
+        place = bisect_right(self._ids, event) - 1
+        return self._tops[place] if place >= 0 else 0
+
 
 BOOK, CONFIG = "book", "config.yaml"
 """What a run's folder has, as `rollbook.train.run` makes it."""
@@ -205,8 +857,7 @@ class BookSource:
 
     def sql(self, query: str, *, seconds: float, rows: int) -> dict[str, Any]:
         """See `Source`: DuckDB over the tables of `Book.sql`."""
-        from rollbook.book.query import run_query
-        from rollbook.book.sql import sql_tables
+        from rollbook.book.query import run_query, sql_tables
 
         try:
             table = run_query(query, sql_tables(self.book), seconds=seconds, max_rows=rows)

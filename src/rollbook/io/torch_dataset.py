@@ -18,10 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
+from rollbook.core.errors import WireError
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.files import check_regular
-from rollbook.core.wire import HEADER_BYTES, WireError, decode, read_header
+from rollbook.core.wire import HEADER_BYTES, decode, read_header
 
 Rows: TypeAlias = NDArray[np.int64]
 _GATHER = 1024

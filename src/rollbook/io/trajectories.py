@@ -11,13 +11,23 @@ sources are not changed. The texts of tokens, joined, are the text they belong t
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
+import io
 import math
+import os
+import queue
 import random
+import re
+import threading
+import time
+import weakref
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,11 +37,633 @@ from numpy.typing import NDArray
 
 from rollbook.core.experience import Experience
 from rollbook.core.fields import BATCH_FIELDS, FIELDS, tensor_fields
+from rollbook.core.files import make_folder, private_opener
 from rollbook.core.ids import EID
-from rollbook.core.images import names_file, source_key
-from rollbook.core.media import is_picture
-from rollbook.io.response_text import Decoder, reflections, repeat_score
-from rollbook.io.trajectory_files import EncodedImage, ImageEncoder, flatten_images, is_remote, message_images
+from rollbook.core.media import is_picture, load_picture, names_file, pixels_key, read_encoded, source_key, unwrap
+from rollbook.core.vocabulary import Vocabulary
+
+__all__ = [
+    *["REFLECTIONS", "Decoder", "reflections", "repeat_score"],
+    *[
+        "DEFAULT_PREFIX",
+        "IMAGES",
+        "BackgroundWriter",
+        "EncodedImage",
+        "ImageEncoder",
+        "TrajectoryFiles",
+        "check_prefix",
+        "flatten_images",
+        "image_stem",
+        "is_remote",
+        "message_images",
+    ],
+    *[
+        "KEEP",
+        "Candidate",
+        "JsonSafe",
+        "RecordSource",
+        "Response",
+        "ResponseStats",
+        "Selection",
+        "Trajectory",
+        "TrajectoryEncoder",
+        "TrajectorySet",
+        "TrajectorySource",
+        "extract_response",
+        "measure_response",
+        "sample_std",
+        "select",
+        "to_numpy",
+    ],
+]
+
+_PROBES, _PROBE_LENGTH = 8, 24
+"""Number and length of the sequences that test whether a tokenizer decodes as its vocabulary says."""
+_MAX_PREFIXES = 2048
+"""Prefixes that are decoded at most, for a tokenizer whose text of a token depends on the tokens after it."""
+
+
+class Decoder:
+    """Decode token ids with a tokenizer: by the bytes of its vocabulary if the text is the same, else by its `decode`.
+
+    Args:
+        tokenizer: Any object with `decode(ids)`, or a processor with a `tokenizer`. Without `all_special_ids`, its
+            special tokens are those of beginning, end and padding.
+
+    >>> class Letters:
+    ...     eos_token_id = 0
+    ...     def decode(self, ids):
+    ...         return "".join("." if i == 0 else chr(96 + i) for i in ids)
+    >>> decoder = Decoder(Letters())
+    >>> text, ends = decoder.text_and_ends([3, 1, 2, 0])
+    >>> text, ends.tolist(), decoder.special([2, 0]).tolist()
+    ('cab.', [1, 2, 3, 4], [False, True])
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not callable(getattr(tokenizer, "decode", None)):
+            raise ValueError(f"tokenizer: got {type(tokenizer).__name__}, expected an object with decode(ids)")
+        inner: Any = getattr(tokenizer, "tokenizer", None)
+        tokenizer = inner if callable(getattr(inner, "decode", None)) else tokenizer
+        self.tokenizer: Any = tokenizer
+        self._options: list[dict[str, bool]] = [
+            {"skip_special_tokens": False, "clean_up_tokenization_spaces": False},
+            {"skip_special_tokens": False},
+            {},
+        ]
+        ends = getattr(tokenizer, "eos_token_id", None)
+        self.end_ids = frozenset(_ids(ends))
+        """The ids that end a response."""
+        special_ids = getattr(tokenizer, "all_special_ids", None)
+        if special_ids is None:
+            others = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "pad"))
+            special_ids = [*self.end_ids, *(i for ids in others for i in _ids(ids))]
+        self.special_ids = frozenset(int(i) for i in special_ids)
+        self._vocabulary = self._tested_vocabulary()
+
+    def decode(self, ids: list[int]) -> str:
+        """Decode `ids` with the tokenizer, special tokens included."""
+        while True:
+            try:
+                return _valid_text(self.tokenizer.decode(ids, **self._options[0]))
+            except TypeError:
+                if len(self._options) == 1:
+                    raise
+                del self._options[0]  # the tokenizer does not have this option
+
+    def special(self, ids: Any) -> NDArray[np.bool_]:
+        """Return which of `ids` [L] are special tokens."""
+        if self._vocabulary is not None:
+            return self._vocabulary.special(ids)
+        return np.isin(np.asarray(ids, dtype=np.int64), np.array(sorted(self.special_ids), dtype=np.int64))
+
+    def text(self, ids: Any) -> str:
+        """Return the text of `ids` [L], special tokens included."""
+        return (
+            self.decode([int(i) for i in ids]) if self._vocabulary is None else self._vocabulary.text_and_ends(ids)[0]
+        )
+
+    def text_and_ends(self, ids: Any) -> tuple[str, NDArray[np.int64]]:
+        """Return the text of `ids` [L], special tokens included, and where each token ends in it [L]."""
+        if self._vocabulary is not None:
+            return self._vocabulary.text_and_ends(ids)
+        token_ids = [int(i) for i in ids]
+        text = self.decode(token_ids)
+        ends = self._ends_stepwise(token_ids, text)
+        if ends is None:
+            ends = self._ends_by_prefixes(token_ids, text)
+        return text, np.array(ends, dtype=np.int64)
+
+    def _tested_vocabulary(self) -> Vocabulary | None:
+        """Return the tokenizer's vocabulary if it decodes as that says."""
+        try:
+            vocabulary = Vocabulary.of(self.tokenizer)
+            generator = random.Random(0)
+            sampled = generator.sample(range(len(vocabulary)), min(len(vocabulary), 4096))
+            complete = [i for i in sampled if _is_utf8(vocabulary[i])]
+            special_ids = [int(i) for i in vocabulary.special_ids()]
+            for turn in range(_PROBES):
+                probe = generator.choices(complete, k=_PROBE_LENGTH) if complete else []
+                if special_ids and turn % 2:
+                    probe[generator.randrange(_PROBE_LENGTH)] = generator.choice(special_ids)
+                if not probe or vocabulary.text_and_ends(probe)[0] != self.decode(probe):
+                    return None
+        except Exception:  # tokenizers of other libraries raise anything when asked for their vocabulary
+            return None
+        return vocabulary
+
+    def _ends_stepwise(self, ids: list[int], text: str) -> list[int] | None:
+        """Return where tokens end, by decoding each with the few before it; `None` if that gives another text."""
+        ends: list[int] = []
+        pieces: list[str] = []
+        at = start = read = 0
+        before = ""
+        for i in range(len(ids)):
+            now = self.decode(ids[start : i + 1])
+            if now.endswith("�") and i + 1 < len(ids):
+                ends.append(at)  # inside a character
+                continue
+            if not now.startswith(before):
+                return None
+            pieces.append(now[len(before) :])
+            at += len(pieces[-1])
+            ends.append(at)
+            start, read = read, i + 1
+            before = self.decode(ids[start:read])
+        return ends if "".join(pieces) == text else None
+
+    def _ends_by_prefixes(self, ids: list[int], text: str) -> list[int]:
+        """Return where tokens end, by decoding prefixes; with a stride if there are many tokens."""
+        stride = -(-len(ids) // _MAX_PREFIXES)
+        ends, at = [], 0
+        for i in range(len(ids)):
+            if (i + 1) % stride == 0 or i + 1 == len(ids):
+                at = max(at, _common_prefix(self.decode(ids[: i + 1]), text))
+            ends.append(at)
+        if ends:
+            ends[-1] = len(text)
+        return ends
+
+
+def _valid_text(text: Any) -> str:
+    """Replace unpaired surrogates, which UTF-8 cannot encode."""
+    if not isinstance(text, str):
+        raise ValueError(f"tokenizer: decode gave {type(text).__name__}, expected a str")
+    return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+def _ids(token_ids: Any) -> list[int]:
+    if token_ids is None:
+        return []
+    return [int(i) for i in token_ids] if isinstance(token_ids, (list, tuple, set, frozenset)) else [int(token_ids)]
+
+
+def _is_utf8(piece: bytes) -> bool:
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _common_prefix(left: str, right: str) -> int:
+    """Return the length of the common prefix of two texts."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[:middle] == right[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# --- repetition -----------------------------------------------------------------------------------------------------
+
+_KEY_BITS = 63
+"""Bits of a key that packs several characters: those of an int64 without its sign."""
+
+REFLECTIONS = {
+    "let_me_think": r"let\s+me\s+think",
+    "let_me_reconsider": r"let\s+me\s+reconsider",
+    "actually": "actually",
+    "wait": "wait",
+    "correction": "correction",
+    "mistake": "mistake",
+    "wrong": "wrong",
+    "rethink": "rethink",
+}
+"""The phrases that are counted: whole words, in any case."""
+
+_PHRASES = [(name, re.compile(rf"{phrase}\b"), phrase.split("\\")[0]) for name, phrase in REFLECTIONS.items()]
+_ANY_CASE = {name: re.compile(rf"\b{phrase}\b", re.IGNORECASE) for name, phrase in REFLECTIONS.items()}
+_CASE_FOLDED = re.compile("[\u0130\u0131\u017f\u212a]")
+"""Characters that match i, s and k if case is ignored, but that `str.lower` does not convert to them."""
+
+
+def repeat_score(text: str) -> float:
+    """Score how repetitive a text is, from 0 to 1: 2 S / (n (n + 1)), where n is the number of characters and S the
+    sum of the lengths of the common prefixes of neighboring suffixes in sorted order.
+
+    n (n + 1) / 2 - S is the number of different substrings: the score is the share of substrings that occurred before.
+    Texts of fewer than two characters score 0.
+
+    >>> repeat_score("hello hello hello")
+    0.43790849673202614
+    >>> repeat_score("aa"), repeat_score("ab"), repeat_score("")
+    (0.3333333333333333, 0.0, 0.0)
+    """
+    n = len(text)
+    if n <= 1:
+        return 0.0
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    return 2 * _common(_ranked(codes)) / (n * (n + 1))
+
+
+def _ranked(codes: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """Return the ranks [n] of the characters, from 1: the end of the text is 0."""
+    top = int(codes.max())
+    if top > 1 << 16:
+        return np.unique(codes, return_inverse=True)[1].astype(np.int64) + 1
+    seen = np.zeros(top + 1, dtype=np.int64)
+    seen[codes] = 1
+    return np.cumsum(seen)[codes]
+
+
+def _common(ranks: NDArray[np.int64]) -> int:
+    """Return the summed lengths of the common prefixes of neighboring suffixes.
+
+    Suffixes are sorted by their first w characters, packed into one number; those that equal a neighbor by 2 w, 4 w and
+    so on, by their ranks so far (prefix doubling, each round on fewer suffixes).
+    """
+    n = len(ranks)
+    bits = int(ranks.max()).bit_length()
+    width = max(_KEY_BITS // bits, 1)
+    keys = np.zeros(n + 1, dtype=np.int64)  # the last is the end of the text
+    for k in range(min(width, n)):
+        keys[: n - k] |= ranks[k:] << (bits * (width - 1 - k))
+    left = np.argsort(keys[:n])
+    sorted_keys = keys[left]
+    differ = sorted_keys[1:] ^ sorted_keys[:-1]
+    total = _shared_characters(differ[differ != 0], bits, width)
+    changed = np.concatenate(([True], differ != 0))
+    # A rank is 1 + the start of its run of equals, so that it stays when the others of the run are separated.
+    rank = np.zeros(n + 1, dtype=np.int64)
+    starts = np.flatnonzero(changed)
+    sizes = np.diff(starts, append=n)
+    rank[left] = np.repeat(starts + 1, sizes)
+    levels = [(width, rank)]
+    left = left[np.repeat(sizes > 1, sizes)]
+    while len(left):
+        # `left`: suffixes that share their first `length` characters with another, sorted by runs of equals.
+        length, rank = levels[-1]
+        turn = np.argsort(rank[left] * (n + 1) + rank[np.minimum(left + length, n)])
+        left = left[turn]
+        run, second = rank[left], rank[np.minimum(left + length, n)]
+        other_run = run[1:] != run[:-1]
+        split = (second[1:] != second[:-1]) & ~other_run
+        apart = np.flatnonzero(split)  # neighbors that differ after their first `length` characters
+        total += len(apart) * length
+        total += _lifted(left[apart] + length, left[apart + 1] + length, levels, keys, bits)
+        starts = np.flatnonzero(np.concatenate(([True], split | other_run)))
+        sizes = np.diff(starts, append=len(left))
+        begins = np.flatnonzero(np.concatenate(([True], other_run)))
+        into = np.arange(len(left)) - np.repeat(begins, np.diff(begins, append=len(left)))
+        finer = rank.copy()
+        finer[left] = np.repeat((run + into)[starts], sizes)
+        levels.append((2 * length, finer))
+        left = left[np.repeat(sizes > 1, sizes)]
+    return total
+
+
+def _shared_characters(differ: NDArray[np.int64], bits: int, width: int) -> int:
+    """Sum the number of characters that pairs of keys share before their first difference; `differ` is their xor."""
+    bounds = np.int64(1) << (bits * np.arange(1, width, dtype=np.int64))  # a difference in the last k characters
+    return len(differ) * (width - 1) - int(np.searchsorted(bounds, differ, side="right").sum())
+
+
+def _lifted(
+    left: NDArray[np.int64],
+    right: NDArray[np.int64],
+    levels: list[tuple[int, NDArray[np.int64]]],
+    keys: NDArray[np.int64],
+    bits: int,
+) -> int:
+    """Sum the common prefixes of pairs of suffixes that differ; each is shorter than the length of the last level."""
+    n = len(keys) - 1  # at the end of the text, the key and every rank are 0
+    total = 0
+    for length, rank in reversed(levels):
+        equal = (rank[left] == rank[right]) & (left < n)
+        if equal.any():
+            total += length * int(np.count_nonzero(equal))
+            left, right = left + length * equal, right + length * equal
+    return total + _shared_characters(keys[left] ^ keys[right], bits, levels[0][0])
+
+
+def reflections(text: str) -> dict[str, int]:
+    """Count the phrases of `REFLECTIONS`; empty for an empty text.
+
+    >>> {name: count for name, count in reflections("Wait, actually: let  me think. Await!").items() if count}
+    {'let_me_think': 1, 'actually': 1, 'wait': 1}
+    """
+    if not text:
+        return {}
+    if not text.isascii() and _CASE_FOLDED.search(text):
+        return {name: len(phrase.findall(text)) for name, phrase in _ANY_CASE.items()}
+    lower = text.lower()
+    # Patterns that begin with letters are fast; the word boundary before them is checked afterwards.
+    return {
+        name: sum(not _in_word(lower, match.start()) for match in phrase.finditer(lower)) if stem in lower else 0
+        for name, phrase, stem in _PHRASES
+    }
+
+
+def _in_word(text: str, at: int) -> bool:
+    return at > 0 and (text[at - 1].isalnum() or text[at - 1] == "_")
+
+
+_PNG_MODES = frozenset(("1", "L", "LA", "RGB", "RGBA"))
+"""Pixel modes that PNG has and that can be resized; others become RGB or RGBA."""
+_ORIENTATION = 0x0112
+"""The EXIF tag of the orientation."""
+_MAX_CACHED_IMAGES = 256
+"""Images of earlier saves that are not encoded again."""
+
+
+@dataclass
+class EncodedImage:
+    """An image as PNG."""
+
+    sha256: str
+    png: bytes
+    width: int
+    height: int
+
+
+class ImageEncoder:
+    """Encode images as PNG, at most `max_size` pixels wide and high, each content once.
+
+    Takes all forms of `rollbook.core.media`.
+
+    >>> from PIL import Image
+    >>> image = Image.new("RGB", (1024, 600))
+    >>> encoder = ImageEncoder(512)
+    >>> small = encoder.encode(image)
+    >>> (small.width, small.height), image.size, encoder.encode(image.copy()) is small
+    ((512, 300), (1024, 600), True)
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
+        self._by_content: OrderedDict[Any, EncodedImage] = OrderedDict()
+
+    def encode(self, image: Any) -> EncodedImage:
+        """Encode an image; `ValueError` if it is none, or cannot be read."""
+        raw = read_encoded("image", image)
+        image = None if raw is not None else load_picture("image", image)
+        key: Any = hashlib.sha256(raw).digest() if raw is not None else _content(image)
+        if key not in self._by_content:
+            try:
+                self._by_content[key] = self._encode(load_picture("image", raw) if raw is not None else image)
+            except OSError as error:
+                raise ValueError(f"image: got one that cannot be written as PNG: {error}") from error
+            if len(self._by_content) > _MAX_CACHED_IMAGES:
+                self._by_content.popitem(last=False)
+        self._by_content.move_to_end(key)
+        return self._by_content[key]
+
+    def _encode(self, image: Any) -> EncodedImage:
+        from PIL import Image, ImageOps
+
+        image = ImageOps.exif_transpose(image)  # a copy
+        if image.mode.startswith(("I", "F")):
+            image = Image.fromarray(_gray(image))
+        elif image.mode not in _PNG_MODES:
+            clear = image.mode in ("PA", "La", "RGBa") or "transparency" in image.info
+            image = image.convert("RGBA" if clear else "RGB")
+        if max(image.size) > self.max_size:
+            image = image.convert("L") if image.mode == "1" else image
+            image.thumbnail((self.max_size, self.max_size), Image.Resampling.LANCZOS)
+        bare = Image.new(image.mode, image.size)
+        bare.paste(image)  # without the metadata of the original
+        buffer = io.BytesIO()
+        bare.save(buffer, "PNG")
+        png = buffer.getvalue()
+        return EncodedImage(hashlib.sha256(png).hexdigest(), png, *image.size)
+
+
+def _content(image: Any) -> Any:
+    """Return what determines the encoded image: pixels, colors and orientation."""
+    return pixels_key(image), image.getexif().get(_ORIENTATION)
+
+
+def _gray(image: Any) -> NDArray[np.uint8]:
+    """Convert numbers of more than 8 bits to gray [H, W]: unchanged if all are in 0 to 255, else scaled."""
+    pixels = np.nan_to_num(np.asarray(image).astype(np.float64), posinf=0.0, neginf=0.0)
+    low, high = float(pixels.min(initial=0.0)), float(pixels.max(initial=0.0))
+    if low < 0 or high > 255:
+        pixels = (pixels - low) * (255 / max(high - low, 1e-12))
+    return np.rint(pixels).astype(np.uint8)
+
+
+def flatten_images(images: Any) -> list[Any]:
+    """Return the images of one sample as a flat list: of `None`, one image, or nested lists.
+
+    >>> flatten_images(["a", [None, ["b"]]]), flatten_images(None), flatten_images("c")
+    (['a', None, 'b'], [], ['c'])
+    """
+    if images is None:
+        return []
+    if not isinstance(images, (list, tuple)):
+        return [images]
+    return [
+        image
+        for nested in images
+        for image in (flatten_images(nested) if isinstance(nested, (list, tuple)) else [nested])
+    ]
+
+
+def message_images(messages: Iterable[Any] | None) -> list[Mapping[str, Any]]:
+    """Return the parts of a conversation that have an image."""
+    contents = [message.get("content") for message in messages or () if isinstance(message, Mapping)]
+    return [
+        part
+        for content in contents
+        for part in (content if isinstance(content, (list, tuple)) else ())
+        if isinstance(part, Mapping) and "image" in str(part.get("type", "")) and source_key(part) is not None
+    ]
+
+
+def is_remote(image: Any) -> bool:
+    """Whether an image is a URL, which is never fetched."""
+    image = unwrap(image)
+    return isinstance(image, str) and image.startswith(("http://", "https://"))
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+IMAGES = "images"
+DEFAULT_PREFIX = "trajectories"
+_PARTIAL = ".partial"
+_STALE_SECONDS = 3600.0
+_MAX_LINKED_IMAGES = 256
+"""Images of earlier saves that are hard-linked, not written, when they occur again."""
+
+
+def check_prefix(prefix: object) -> str:
+    """Check that a prefix of file names neither leads to another folder nor hides the file."""
+    if not isinstance(prefix, str) or not prefix or prefix.startswith(".") or re.search(r"[/\\\0\n\r]", prefix):
+        raise ValueError(f"prefix: got {prefix!r}, expected the beginning of a file name, without a folder")
+    return prefix
+
+
+def image_stem(prefix: str, step: int) -> str:
+    """Return the beginning of image names: LightRFT's for the default prefix, unique for others."""
+    return f"step{step}" if prefix == DEFAULT_PREFIX else f"{prefix}_step{step}"
+
+
+class TrajectoryFiles:
+    """The folder of a saver, created if missing, with a folder `images` if `with_images`."""
+
+    def __init__(self, folder: Path, with_images: bool) -> None:
+        self.folder = folder
+        self._linked: dict[str, Path] = {}
+        for path in (folder, folder / IMAGES) if with_images else (folder,):
+            make_folder(path)
+        self._sweep()
+
+    def path(self, prefix: str, step: int) -> Path:
+        """Return the path of the JSON of a save."""
+        return self.folder / f"{prefix}_step_{step}.json"
+
+    def write(self, prefix: str, step: int, records: Sequence[bytes], images: Mapping[str, EncodedImage]) -> Path:
+        """Write a save: a JSON array with one record per line, and images by file name. Replaces an earlier save."""
+        target = self.path(prefix, step)
+        moves: list[tuple[Path, Path]] = []
+        try:
+            for name, picture in images.items():
+                final = self.folder / IMAGES / name
+                make_folder(final.parent)
+                moves.append((self._beside(final), final))
+                self._image(moves[-1][0], picture)
+            moves.append((self._beside(target), target))
+            body = (b"[\n", b",\n".join(records), b"\n]\n") if records else (b"[]\n",)
+            _write_file(moves[-1][0], body)
+            for partial, final in moves:
+                os.replace(partial, final)
+        except BaseException:
+            for partial, _ in moves:
+                with contextlib.suppress(OSError):
+                    partial.unlink(missing_ok=True)
+            raise
+        for folder in {final.parent for _, final in moves}:
+            _sync_folder(folder)
+        self._linked |= {picture.sha256: self.folder / IMAGES / name for name, picture in images.items()}
+        self._linked = dict(list(self._linked.items())[-_MAX_LINKED_IMAGES:])
+        self._remove_others(image_stem(prefix, step), images)
+        return target
+
+    def _image(self, path: Path, picture: EncodedImage) -> None:
+        """Write an image, or link the file of an earlier save with the same content."""
+        earlier = self._linked.get(picture.sha256)
+        if earlier is not None:
+            with contextlib.suppress(OSError):  # the file was removed, or the file system has no links
+                if hashlib.sha256(earlier.read_bytes()).hexdigest() == picture.sha256:
+                    os.link(earlier, path)
+                    return
+        _write_file(path, (picture.png,))
+
+    def _beside(self, final: Path) -> Path:
+        return final.with_name(f".{final.name}.{os.getpid()}.{os.urandom(4).hex()}{_PARTIAL}")
+
+    def _remove_others(self, beginning: str, images: Mapping[str, EncodedImage]) -> None:
+        """Remove images of an earlier save of the same name."""
+        folder = self.folder / IMAGES
+        if not folder.is_dir():
+            return
+        pattern = re.compile(rf"{re.escape(beginning)}(_rank\d+)?_exp\d+_sample\d+_img\d+\.png")
+        for name in os.listdir(folder):
+            if name not in images and pattern.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    (folder / name).unlink()
+
+    def _sweep(self) -> None:
+        """Remove partial files of saves that were killed."""
+        for folder in (self.folder, self.folder / IMAGES):
+            for entry in os.scandir(folder) if folder.is_dir() else ():
+                with contextlib.suppress(OSError):
+                    old = entry.name.endswith(_PARTIAL) and time.time() - entry.stat().st_mtime > _STALE_SECONDS
+                    if old:
+                        os.unlink(entry)
+
+
+def _write_file(path: Path, parts: Sequence[bytes]) -> None:
+    with open(path, "xb", opener=private_opener) as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    with contextlib.suppress(OSError):  # some file systems cannot sync folders
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+# --- background writer ----------------------------------------------------------------------------------------------
+
+Job = Callable[[], None]
+
+
+class BackgroundWriter:
+    """A thread that runs jobs in order, of which at most `room` wait.
+
+    A caller never waits. Jobs that were accepted are finished before the program ends.
+
+    >>> numbers = []
+    >>> writer = BackgroundWriter(room=4)
+    >>> [writer.submit(lambda i=i: numbers.append(i)) for i in range(3)]
+    [True, True, True]
+    >>> writer.flush()
+    >>> numbers
+    [0, 1, 2]
+    """
+
+    def __init__(self, room: int) -> None:
+        self._jobs: queue.Queue[Job | None] = queue.Queue(room)
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name="rollbook saver", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, _stop, self._jobs, self._thread)  # also when the program ends
+
+    def submit(self, job: Job) -> bool:
+        """Queue `job`, which must not raise; `False` if there is no room."""
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            return False
+        return True
+
+    def flush(self) -> None:
+        """Wait until all jobs are finished."""
+        self._jobs.join()
+
+
+def _work(jobs: queue.Queue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        with contextlib.suppress(Exception):  # a job reports its own errors
+            job()
+        del job
+        jobs.task_done()
+
+
+def _stop(jobs: queue.Queue[Job | None], thread: threading.Thread) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():  # a job may hold the last reference to the saver
+        thread.join()
+
 
 ARRAYS = {
     "advantages": "advantages",
@@ -410,7 +1042,7 @@ def reward_parts(metrics: Any, safe: JsonSafe) -> dict[str, Any]:
 
 
 def recorded_images(info: Mapping[Any, Any]) -> list[bytes]:
-    """Return the images in a record's `info["images"]`; see `rollbook.core.images.encode_for_record`."""
+    """Return the images in a record's `info["images"]`; see `rollbook.core.media.encode_for_record`."""
     images = info.get("images")
     return [image for image in images if isinstance(image, bytes)] if isinstance(images, (list, tuple)) else []
 
@@ -680,8 +1312,8 @@ class _GroupSelector:
         selected = self._random_half(count)
         queues = {reason: list(reversed(ranking)) for reason, ranking in self.rankings.items()}
         while len(selected) < count:
-            for reason, queue in queues.items():
-                self._select_next(reason, queue, selected, count)
+            for reason, ranked in queues.items():
+                self._select_next(reason, ranked, selected, count)
         return selected
 
     def _random_half(self, count: int) -> dict[str, Selection]:
@@ -950,23 +1582,3 @@ def _as_json_array(array: NDArray[Any]) -> NDArray[Any]:
     if array.dtype not in _ORJSON_TYPES:
         array = array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
     return np.ascontiguousarray(array)
-
-
-__all__ = [
-    "KEEP",
-    "Candidate",
-    "JsonSafe",
-    "RecordSource",
-    "Response",
-    "ResponseStats",
-    "Selection",
-    "Trajectory",
-    "TrajectoryEncoder",
-    "TrajectorySet",
-    "TrajectorySource",
-    "extract_response",
-    "measure_response",
-    "sample_std",
-    "select",
-    "to_numpy",
-]

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from rollbook.rewards.answers import repetition as repetition
     from rollbook.rewards.answers import think_answer_format as think_answer_format
     from rollbook.rewards.answers import think_boxed_format as think_boxed_format
-    from rollbook.rewards.code import code_match as code_match
     from rollbook.rewards.functions import FunctionReward as FunctionReward
     from rollbook.rewards.functions import batched as batched
     from rollbook.rewards.models import ModelReward as ModelReward
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from rollbook.rewards.recipes import lightrft_reward as lightrft_reward
     from rollbook.rewards.remote import RemoteReward as RemoteReward
     from rollbook.rewards.sandbox import Limits as Limits
+    from rollbook.rewards.sandbox import code_match as code_match
     from rollbook.rewards.sandbox import run_sandboxed as run_sandboxed
     from rollbook.rewards.types import Reward as Reward
     from rollbook.rewards.types import RewardError as RewardError
@@ -75,7 +75,7 @@ _HOMES = {
     "batched": "rollbook.rewards.functions",
     "boxed": "rollbook.rewards.answers",
     "boxed_match": "rollbook.rewards.answers",
-    "code_match": "rollbook.rewards.code",
+    "code_match": "rollbook.rewards.sandbox",
     "exact_match": "rollbook.rewards.answers",
     "final_answer": "rollbook.rewards.answers",
     "gsm8k": "rollbook.rewards.answers",

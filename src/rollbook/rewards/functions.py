@@ -38,7 +38,7 @@ from typing import Any, Literal, TypeVar
 
 from rollbook.core.checks import check_choice, check_float, check_int, suggest
 from rollbook.core.errors import RollbookError
-from rollbook.core.fingerprints import load_module_file, source_fingerprint
+from rollbook.core.vocabulary import load_module_file, source_fingerprint
 from rollbook.rewards.types import (
     OnError,
     Reward,

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 
 from rollbook.core.checks import check_choice, check_int
-from rollbook.core.fingerprints import tokenizer_fingerprint
 from rollbook.core.rows import Spans
+from rollbook.core.vocabulary import tokenizer_fingerprint
 from rollbook.models.head import scoring
 from rollbook.rewards.types import (
     OnError,

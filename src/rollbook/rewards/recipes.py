@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.core.checks import check_float, suggest
-from rollbook.core.fingerprints import join_fingerprints, source_fingerprint
+from rollbook.core.vocabulary import join_fingerprints, source_fingerprint
 from rollbook.rewards.functions import (
     PARAMETER_NAMES,
     FileFunction,

@@ -21,7 +21,7 @@ import xxhash
 from rollbook.core.addresses import redacted, without_user
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.errors import RollbookError
-from rollbook.core.images import load_picture, names_file, read_encoded
+from rollbook.core.media import load_picture, names_file, read_encoded
 from rollbook.core.retry import RETRIED, Backoff, asked_wait
 from rollbook.rewards.functions import MissingExtraError, describe_error
 from rollbook.rewards.types import (
@@ -51,7 +51,7 @@ _PLAIN = {"jpeg": ("L", "RGB"), "png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;1
 
 
 class ImageEncoder:
-    """Encodes whatever `rollbook.core.images` reads as base64 text, except for paths that are text.
+    """Encodes whatever `rollbook.core.media` reads as base64 text, except for paths that are text.
 
     Images are remembered by object and by content as long as the encoder lives: the samples of a prompt share them.
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, ru
 
 from rollbook.core.checks import check_float
 from rollbook.core.errors import RollbookError
-from rollbook.core.fingerprints import source_fingerprint
 from rollbook.core.ids import EID
+from rollbook.core.vocabulary import source_fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +168,7 @@ class RewardInput:
 
     @classmethod
     def _from_sample(cls, sample: Sample, tokenizer: Any) -> RewardInput:
-        from rollbook.core.images import as_path
+        from rollbook.core.media import as_path
 
         prompt, response = sample.prompt, sample.text
         if response is None:
@@ -206,7 +206,7 @@ def _prompt_text(
 
 def _path_to_text(image: Any) -> Any:
     """Turn a path in a record into text."""
-    from rollbook.core.images import unwrap
+    from rollbook.core.media import unwrap
 
     content = unwrap(image)
     return str(content) if isinstance(content, os.PathLike) else image

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from rollbook.rollout.engine import Request as Request
     from rollbook.rollout.environment import Environment as Environment
     from rollbook.rollout.environment import EnvironmentConfig as EnvironmentConfig
+    from rollbook.rollout.environment import Episode as Episode
     from rollbook.rollout.environment import Reply as Reply
+    from rollbook.rollout.environment import act_all as act_all
     from rollbook.rollout.environment import play_episodes as play_episodes
-    from rollbook.rollout.episode import Episode as Episode
-    from rollbook.rollout.episode import act_all as act_all
     from rollbook.rollout.openai import OpenAIEngine as OpenAIEngine
     from rollbook.rollout.scripted import Line as Line
     from rollbook.rollout.scripted import ScriptedEngine as ScriptedEngine
@@ -44,7 +44,7 @@ _HOMES = {
     "Engine": "rollbook.rollout.engine",
     "Environment": "rollbook.rollout.environment",
     "EnvironmentConfig": "rollbook.rollout.environment",
-    "Episode": "rollbook.rollout.episode",
+    "Episode": "rollbook.rollout.environment",
     "Line": "rollbook.rollout.scripted",
     "OpenAIEngine": "rollbook.rollout.openai",
     "Prompt": "rollbook.core.sampling",
@@ -56,7 +56,7 @@ _HOMES = {
     "Sampling": "rollbook.core.sampling",
     "ScriptedEngine": "rollbook.rollout.scripted",
     "TransformersEngine": "rollbook.rollout.transformers",
-    "act_all": "rollbook.rollout.episode",
+    "act_all": "rollbook.rollout.environment",
     "play_episodes": "rollbook.rollout.environment",
 }
 

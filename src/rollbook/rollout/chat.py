@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rollbook.core.files import check_regular
-from rollbook.core.images import MAGIC_BYTES, data_url, load_image, load_picture, source_key, unwrap
+from rollbook.core.media import MAGIC_BYTES, data_url, load_image, load_picture, source_key, unwrap
 from rollbook.core.sampling import Prompt
 
 Outcome = Literal["clean", "realigned", "forked", "unchecked"]

@@ -8,11 +8,12 @@ is context and never trained on; an environment that fails ends its own run and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, get_args
 
 import torch
 
@@ -20,11 +21,747 @@ from rollbook.core.checks import check_bool, check_choice, check_float, check_in
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
+from rollbook.core.media import encode_for_record
 from rollbook.core.metrics import StepMetrics, advise
-from rollbook.core.sampling import Prompt, Sample, Sampling
-from rollbook.rollout.engine import BaseEngine
-from rollbook.rollout.episode import Episode, act_all
+from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, Sample, Sampling, as_media, token_ids
+from rollbook.rollout.chat import Drifts
+from rollbook.rollout.engine import BaseEngine, Cancel, random_batch_id
 from rollbook.rollout.transformers import TransformersEngine
+from rollbook.rollout.tree import (
+    Branch,
+    DriftPolicy,
+    NextTokens,
+    Parse,
+    PendingObservation,
+    Span,
+    Tree,
+    Turn,
+    TurnRequest,
+    check_single,
+    collect_drifts,
+    extract_images,
+    full_conversation,
+    make_renderer,
+    place_media,
+    recorded_branches,
+    sampled_text,
+)
+
+if TYPE_CHECKING:
+    from rollbook.core.experience import Experience
+
+
+__all__ = ["Environment", "EnvironmentConfig", "Observation", "Reply", "play_episodes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorder:
+    """Makes the records of an episode's branches: what all of them have in common."""
+
+    tree: Tree
+    info: Mapping[str, Any]
+    """What every record's `info` begins with."""
+
+    def records(self, outcome: Callable[[Branch], float | None]) -> list[Experience]:
+        """One record for each branch that is not a part of another; each sampled token is trained in the first."""
+        branches = recorded_branches(self.tree.branches)
+        trained: set[int] = set()
+        records = []
+        for branch in branches:
+            trained_here = {span.number for span in branch.spans if span.kind == "model"} - trained
+            trained |= trained_here
+            end = branch
+            while end.continued_as is not None:
+                end = self.tree.branches[end.continued_as]
+            records.append(self._record(branch, end, trained_here, outcome(end), self._parent(branch, branches)))
+        return records
+
+    def _parent(self, branch: Branch, branches: Sequence[Branch]) -> str | None:
+        """The record that has what this branch went on from: of the branch it left, or of one that goes on from it."""
+        if branch.parent is None:
+            return None
+        origin = self.tree.branches[branch.parent]
+        path = origin.numbers
+        candidates = [origin, *branches] if any(other is origin for other in branches) else branches
+        for candidate in candidates:
+            if candidate.numbers[: len(path)] == path:
+                return None if candidate is branch else self.tree.id_of(candidate).uid
+        return None
+
+    def _record(
+        self, branch: Branch, end: Branch, trained_here: set[int], outcome: float | None, parent: str | None
+    ) -> Experience:
+        from rollbook.core.experience import Experience
+
+        spans = list(branch.spans)
+        info: dict[str, Any] = {**self.info, **branch.info}
+        if branch.pending and branch.continued_as is None:
+            limit = self.tree.context_limit
+            try:
+                tail = tuple(self.tree.tail(branch, not spans))  # a prompt is as an engine would be given it
+            except ValueError as error:
+                tail, info["not_rendered"] = (), str(error)  # a fork would have been rendered as a whole
+            if spans and limit is not None and len(branch.ids) + len(tail) > limit:
+                info["left_out_tokens"] = len(tail)  # no turn came after them; nothing is learned from them
+            else:
+                spans.append(Span(number=-1, kind="observation" if spans else "prompt", ids=tail))
+        prompt = len(spans[0].ids) if spans else 0
+        response = spans[1:]
+        mask = [span.number in trained_here for span in response for _ in span.ids]
+        turns = branch.own_turns
+        reason = branch.turns[-1].finish_reason if branch.turns else None
+        if branch.continued_as is None:
+            reason = "error" if branch.failed is not None else "length" if branch.full else reason
+        segments = self._segments(spans, branch.turns, trained_here)
+        info |= {"segments": segments, "drift": [turn.drift.to_dict() for turn in turns if turn.drift is not None]}
+        info["branch"] = branch.number
+        if reason == "length":
+            info["truncated"] = "context" if branch.full else "turn"
+        if branch.errors:
+            info["errors"] = [dict(error) for error in branch.errors]
+        if branch.failed is not None and branch.continued_as is None:
+            info["error"] = branch.failed
+        if "images" not in info and (images := encode_for_record(branch.images)):
+            info["images"] = images
+        reward, by_token = self._rewards(branch, end, response, mask, outcome)
+        renderer, tools = self.tree.renderer, self.tree.prompt.tools
+        return Experience(
+            eid=self.tree.id_of(branch),
+            tokens=[token for span in spans for token in span.ids],
+            prompt_length=prompt,
+            action_mask=mask,
+            logprobs=_per_token(response, "logprobs"),
+            policy_versions=_per_token(response, "versions"),
+            routed_experts=_experts(response),
+            reward=reward,
+            token_level_reward=by_token,
+            finish_reason=reason,
+            truncate_status="response_truncated" if reason == "length" else None,
+            prompt_text=None if renderer is None or not spans else renderer.decode(spans[0].ids),
+            response_text=sampled_text(turns),
+            messages=[dict(message) for message in full_conversation(branch)] if self.tree.chat else None,
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            multi_modal_inputs=branch.engine_media if branch.engine_media is not None else join_media(branch.media),
+            sampling=_sampling(turns),
+            parent=parent,
+            group_size=self.tree.group_size,
+            info=info,
+            metrics=_metrics(branch, spans, turns, sum(mask)),
+            experience_type="multi_turn",
+        )
+
+    def _segments(self, spans: Sequence[Span], turns: Sequence[Turn], trained_here: set[int]) -> list[dict[str, Any]]:
+        """What the tokens are, from the first to the last: `tokens[start:stop]` of each kind."""
+        numbers = {span.number for span in spans}
+        common = _sampling([turn for turn in turns if turn.key in numbers]) or {}
+        place = {piece.number: i for i, turn in enumerate(turns) for piece in turn.pieces}
+        segments: list[dict[str, Any]] = []
+        at = 0
+        for span in spans:
+            start, at = at, at + len(span.ids)
+            segment: dict[str, Any] = {"kind": span.kind, "start": start, "stop": at}
+            if span.number in place:
+                turn = turns[place[span.number]]
+                segment |= {"turn": place[span.number], "trained": span.number in trained_here}
+                segment["finish_reason"] = turn.finish_reason if span.number == turn.key else "abort"
+                others = {name: value for name, value in turn.sampling.items() if common.get(name) != value}
+                more: dict[str, Any] = {"sampling": others or None, "stop_reason": turn.stop_reason}
+                more["reward"] = self.tree.turn_rewards.get(span.number)
+                segment |= {name: value for name, value in more.items() if value is not None}
+            if at > start or span.kind == "model":
+                segments.append(segment)
+        return segments
+
+    def _rewards(
+        self, branch: Branch, end: Branch, response: Sequence[Span], mask: Sequence[bool], outcome: float | None
+    ) -> tuple[float | None, list[float] | None]:
+        """The whole episode's reward, and by token: a turn's on its last token, where that is trained; what comes
+        later, other branches' turns and the outcome, on the last token that is."""
+        scores = {
+            turn.key: self.tree.turn_rewards[turn.key] for turn in end.turns if turn.key in self.tree.turn_rewards
+        }
+        if not scores:
+            return outcome, None
+        total = sum(scores.values()) + (0.0 if outcome is None else outcome)
+        here = {turn.key for turn in branch.turns}
+        actions = [i for i, trains in enumerate(mask) if trains]
+        by_token = [0.0] * len(mask)
+        if actions:
+            later = sum(score for key, score in scores.items() if key not in here)
+            by_token[actions[-1]] += later + (0.0 if outcome is None else outcome)
+            at = 0
+            for span in response:
+                at += len(span.ids)
+                trains = mask[at - 1] if span.ids else False
+                if span.number in scores and (trains or not span.ids):
+                    # A turn without tokens has none of its own to put it on.
+                    by_token[max((i for i in actions if i < at), default=actions[0])] += scores[span.number]
+        return total, by_token
+
+
+def join_media(media: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Join the tensors of several observations by key, in order.
+
+    Args:
+        media: Of each observation, as `place_media` gives it.
+
+    Returns:
+        Tensors joined along their first axis; by-token ones, (1, n) from the first token on, laid over each other, and
+        left out if an observation has none: a model derives them (`batch.vision.token_types`). `None` without media.
+
+    >>> import torch
+    >>> first = {"pixel_values": torch.zeros(2, 3), "mm_token_type_ids": torch.tensor([[0, 1]])}
+    >>> second = {"pixel_values": torch.ones(1, 3), "mm_token_type_ids": torch.tensor([[0, 0, 0, 1]])}
+    >>> joined = join_media([first, second])
+    >>> joined["pixel_values"].shape, joined["mm_token_type_ids"]
+    (torch.Size([3, 3]), tensor([[0, 1, 0, 1]]))
+    """
+    import torch
+
+    from rollbook.batch.media import BY_TOKEN
+
+    joined: dict[str, Any] = {}
+    for key in dict.fromkeys(key for observation in media for key in observation):
+        tensors = [observation[key] for observation in media if key in observation]
+        if key not in BY_TOKEN:
+            joined[key] = torch.cat(tensors)
+        elif len(tensors) == len(media):
+            entries = tensors[0].new_zeros((1, max(tensor.shape[1] for tensor in tensors)))
+            for tensor in tensors:
+                entries[:, : tensor.shape[1]] += tensor.to(entries)
+            joined[key] = entries
+    return joined or None
+
+
+def _per_token(response: Sequence[Span], name: Literal["logprobs", "versions"]) -> list[Any] | None:
+    """[R] What sampled tokens have. On observed ones a log-prob is 0, a version that of the token sampled last, so
+    that the oldest and the newest version of a record are those of what was sampled."""
+    if any(getattr(span, name) is None for span in response if span.kind == "model"):
+        return None
+    values: list[Any] = []
+    for span in response:
+        here = getattr(span, name)
+        if span.kind != "model":
+            here = [0.0 if name == "logprobs" else values[-1] if values else 0] * len(span.ids)
+        values += here
+    return values
+
+
+def _experts(response: Sequence[Span]) -> Any:
+    """[R, layers, k] The experts that were chosen, -1 where nobody said."""
+    import torch
+
+    with_experts = [span for span in response if span.experts is not None and len(span.ids)]
+    if not with_experts:
+        return None
+    tensors = {span.number: torch.as_tensor(span.experts) for span in with_experts}
+    first = tensors[with_experts[0].number]
+    kind = torch.int16 if first.dtype == torch.uint8 else first.dtype
+    return torch.cat(
+        [
+            tensors[span.number].to(kind)
+            if span.number in tensors
+            else torch.full((len(span.ids), *first.shape[1:]), -1, dtype=kind)
+            for span in response
+        ]
+    )
+
+
+def _sampling(turns: Sequence[Turn]) -> dict[str, Any] | None:
+    """The options of the first turn; another turn's, where they differ, and its seed stand on its segment."""
+    if not turns:
+        return None
+    first = turns[0]
+    options = {name: value for name, value in first.sampling.items() if name != "seed"}
+    has = all(piece.logprobs is not None for turn in turns for piece in turn.pieces)
+    options["logprobs"] = first.logprobs_kind if has else None
+    return options if first.run_id is None else {**options, "run": first.run_id}
+
+
+def _metrics(branch: Branch, spans: Sequence[Span], turns: Sequence[Turn], trained: int) -> dict[str, float]:
+    """Counts of what the record holds; `trained_tokens` alone are of no other record."""
+    counts = {kind: sum(len(span.ids) for span in spans[1:] if span.kind == kind) for kind in ("model", "observation")}
+    calls = [turn.message.get("tool_calls") or () for turn in turns if turn.message is not None]
+    metrics: dict[str, float] = {
+        "turns": len(turns),
+        "sampled_tokens": counts["model"],
+        "trained_tokens": trained,
+        "observed_tokens": counts["observation"],
+        "tool_calls": sum(len(turn_calls) for turn_calls in calls),
+        "tool_messages": sum(message.get("role") == "tool" for message in full_conversation(branch)),
+        "errors": len(branch.errors),
+    }
+    return metrics | {f"drift/{name}": count for name, count in collect_drifts(turns).counts.items()}
+
+
+POLICIES = ("keep", "fork")
+
+
+class Episode:
+    """A multi-turn conversation of a model with tools or an environment; it refers to one branch.
+
+    Use an episode from one thread at a time; its branches can act concurrently in one event loop.
+
+    Args:
+        engine: Samples the turns. Without one, turns are appended by `append_turn` or `append_sample`.
+        tokenizer: Tokenizer or processor of the engine's model, which renders messages. Not needed for token ids.
+        prompt: Everything before the first turn: messages, text, token ids or a `Prompt`.
+        messages: Chat messages, instead of `prompt`.
+        eid: Id of the run.
+        tools: Tools offered to the model.
+        sampling: Sampling options of every turn; `act` takes changes. With a `seed`, each turn and branch has its own
+            random stream.
+        context_limit: Largest number of tokens of a branch, including the prompt. Turns are truncated to fit; when
+            nothing is left, `act` returns a sample without tokens and finish reason `length`.
+        group_size: Number of runs of the task; `Episode.group` creates all of them.
+        on_realign: `keep` or `fork`, if rendering the conversation again gives other tokens for the same text (see
+            `rollbook.rollout.chat.Outcome`). `keep` continues from the sampled tokens. `fork` starts a branch whose
+            prompt is the new rendering; sampled tokens are trained where they were sampled.
+        on_fork: The same, if rendering gives another text.
+        parse: Converts the text of a turn to the assistant's message (with `tool_calls`, say) or `None`. By default the
+            message is the server's (`Sample.message`), or the text.
+        template_options: Options of the chat template, such as `enable_thinking`.
+        media: Processed images of the prompt, for the record, if the engine does not return them.
+
+    >>> from rollbook.rollout import ScriptedEngine
+    >>> engine = ScriptedEngine([[7, 8, 2], [9, 2]])
+    >>> episode = Episode(engine, prompt=[1, 5, 6], eid=EID(batch=0, task=3, suffix="a"))
+    >>> episode.act().response_ids, episode.observe_tokens([4, 4]), episode.act().response_ids
+    ([7, 8, 2], None, [9, 2])
+    >>> (record,) = episode.experiences(reward=1.0)
+    >>> record
+    Experience(0/3/0/0/a, multi_turn, 3+7 tokens, reward=1.0)
+    >>> record.tokens.tolist(), record.action_mask.int().tolist(), record.logprobs.tolist()
+    ([1, 5, 6, 7, 8, 2, 4, 4, 9, 2], [1, 1, 1, 0, 0, 1, 1], [-1.0, -1.0, -1.0, 0.0, 0.0, -1.0, -1.0])
+    """
+
+    def __init__(
+        self,
+        engine: BaseEngine | None = None,
+        tokenizer: Any = None,
+        prompt: Any = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        eid: EID | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        context_limit: int | None = None,
+        group_size: int | None = None,
+        on_realign: DriftPolicy = "keep",
+        on_fork: DriftPolicy = "keep",
+        parse: Parse | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        media: Mapping[str, Any] | None = None,
+    ) -> None:
+        if (prompt is None) == (messages is None):
+            raise ValueError("prompt: got both or neither of prompt and messages, expected one of them")
+        if isinstance(messages, (str, bytes)):
+            raise ValueError(f"messages: got {type(messages).__name__}, expected a list of messages; text is a prompt")
+        task = Prompt.of(messages if prompt is None else prompt)
+        if tools is not None:
+            task = task.replace(tools=tools)
+        check_choice("on_realign", on_realign, POLICIES)
+        check_choice("on_fork", on_fork, POLICIES)
+        self.engine = engine
+        self._tree = Tree(
+            renderer=make_renderer(tokenizer, task, template_options),
+            prompt=task,
+            eid=_with_batch(eid if eid is not None else task.eid),
+            sampling=check_single(Sampling.of(sampling)),
+            context_limit=None if context_limit is None else check_int("context_limit", context_limit, 1),
+            group_size=None if group_size is None else check_int("group_size", group_size, 1),
+            policies={"realigned": on_realign, "forked": on_fork},
+            parse=parse,
+        )
+        self._branch = Branch(number=0)
+        self._tree.branches.append(self._branch)
+        self._known: tuple[tuple[int, int, int], NextTokens] | None = None
+        if task.token_ids is not None:
+            self.observe_tokens(task.token_ids, images=task.images, media=media)
+        else:
+            self.observe(task.messages if task.text is None else task.text, images=task.images, media=media)  # type: ignore[arg-type]
+
+    @classmethod
+    def group(cls, n: int, *arguments: Any, eid: EID | None = None, **options: Any) -> list[Self]:
+        """n episodes of one task: its runs, one group, each with an id of its own; other arguments as of `Episode`.
+
+        >>> [one.eid.rid for one in Episode.group(2, prompt=[1], eid=EID(batch=0, task=4))]
+        ['0/4/0', '0/4/1']
+        """
+        check_int("n", n, 1)
+        prompt = arguments[2] if len(arguments) > 2 else options.get("prompt")
+        first = _with_batch(eid if eid is not None else prompt.eid if isinstance(prompt, Prompt) else None)
+        ids = [first, *(first.replace(run=first.run + k, suffix=os.urandom(8).hex()) for k in range(1, n))]
+        return [cls(*arguments, **{"group_size": n, **options}, eid=run_eid) for run_eid in ids]
+
+    def _beside(self, branch: Branch) -> Self:
+        sibling = type(self).__new__(type(self))
+        sibling.engine, sibling._tree, sibling._branch, sibling._known = self.engine, self._tree, branch, None
+        return sibling
+
+    # --- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def eid(self) -> EID:
+        """The id of this branch's record: the episode's run, the branch's number for a step."""
+        return self._tree.id_of(self._branch)
+
+    @property
+    def number(self) -> int:
+        """Which branch this is. It changes when the conversation goes on in a fork."""
+        return self._branch.number
+
+    @property
+    def branches(self) -> list[Self]:
+        """All branches that can go on, this one too."""
+        alive = [branch for branch in self._tree.branches if branch.continued_as is None]
+        return [self if branch is self._branch else self._beside(branch) for branch in alive]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens: what the engine would be given now."""
+        return list(self._next()[0])
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """The conversation, where it is one of messages."""
+        return full_conversation(self._branch) if self._tree.chat else []
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The model's turns, those before a fork too: `text`, `ids`, `message`, `finish_reason`, `drift` of each."""
+        return list(self._branch.turns)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the last turn ended; `length` also if the context has no room for one, `error` if it failed."""
+        if self._branch.failed is not None:
+            return "error"
+        if self._branch.full:
+            return "length"
+        return self._branch.turns[-1].finish_reason if self._branch.turns else None
+
+    @property
+    def tokens_left(self) -> int | None:
+        """How many tokens the context has room for, `None` where it has no limit."""
+        limit = self._tree.context_limit
+        return None if limit is None else max(limit - len(self.tokens), 0)
+
+    @property
+    def drift(self) -> Drifts:
+        """What templates and tokenizers would have done to earlier tokens, in all branches; see `Drifts.counts`."""
+        return collect_drifts(turn for branch in self._tree.branches for turn in branch.turns)
+
+    @property
+    def errors(self) -> list[dict[str, Any]]:
+        """What went wrong, `{"turn", "error"}` each; the turn may have succeeded since."""
+        return [dict(error) for error in self._branch.errors]
+
+    @property
+    def reward(self) -> float | None:
+        """The outcome of this branch, if it was given one; `experiences` takes one for all."""
+        return self._branch.reward
+
+    @reward.setter
+    def reward(self, value: float | None) -> None:
+        self._branch.reward = None if value is None else _check_reward(value)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What its record's `info` shall hold, to be written to; a branch begins with a copy."""
+        return self._branch.info
+
+    def sampled_text(self) -> str | None:
+        """What the model wrote in all turns, and nothing that was observed; `None` without a tokenizer."""
+        return sampled_text(self._branch.turns)
+
+    def score_turn(self, reward: float, turn: int = -1) -> None:
+        """Give one turn a reward of its own (the last unless told otherwise); another replaces it.
+
+        It lies on the turn's last token, in the record that trains it.
+        """
+        turns = self._branch.turns
+        if not -len(turns) <= turn < len(turns):
+            raise ValueError(f"turn: got {turn}, expected one of the {len(turns)} there are")
+        if turns[turn] is self._branch.open:
+            raise ValueError(f"turn: got {turn}, which is unfinished, expected one that ended")
+        self._tree.turn_rewards[turns[turn].key] = _check_reward(reward)
+
+    # --- the model's turns ------------------------------------------------------------------------------------------
+
+    def act(self, *, cancel: Cancel | None = None, pause_after: int | None = None, **options: Any) -> Sample:
+        """Have the engine sample the next turn, append it, and give it back. `options` change the sampling.
+
+        A turn that was paused or cancelled (`abort`) goes on, if nothing was observed since. A turn that fails is
+        given back as the engine did; it is recorded and changes nothing else: act again, or give up.
+        """
+        return act_all([self], cancel=cancel, pause_after=pause_after, **options)[0]
+
+    async def aact(self, *, cancel: Cancel | None = None, pause_after: int | None = None, **options: Any) -> Sample:
+        """`act` for an event loop."""
+        engine, question = _engine(self), self._tree.ask(self._branch, self._next(), options)
+        if isinstance(question, Sample):
+            return question
+        samples = await engine.agenerate([question.prompt], [question.sampling], cancel=cancel, pause_after=pause_after)
+        return self._answered(question, samples[0])
+
+    def append_turn(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        *,
+        versions: Sequence[int] | int | None = None,
+        finish_reason: FinishReason = "stop",
+        message: Mapping[str, Any] | None = None,
+        logprobs_kind: LogprobsKind = "processed",
+    ) -> None:
+        """Append a turn that was sampled elsewhere, after `tokens`: its ids, log-probs and versions (or one for all).
+
+        >>> episode = Episode(prompt=[1, 2])
+        >>> episode.append_turn([3, 4], [-0.5, -0.25], versions=7)
+        >>> episode.experiences()[0].policy_versions.tolist()
+        [7, 7]
+        """
+        sampled = token_ids("ids", list(ids))
+        sample = Sample(
+            prompt=self._tree.prompt,
+            eid=self.eid,
+            prompt_ids=[],
+            response_ids=sampled,
+            logprobs=None if logprobs is None else [float(logprob) for logprob in logprobs],
+            logprobs_kind=logprobs_kind,
+            versions=[versions] * len(sampled) if isinstance(versions, int) else versions,
+            finish_reason=finish_reason,
+            message=message,
+        )
+        self.append_sample(sample)
+
+    def append_sample(self, sample: Sample) -> None:
+        """Append a turn as an engine gave it.
+
+        Its `prompt_ids`, if it has any, are what the model was given. Where they are not `tokens`, what was observed
+        since the last turn is taken from them; where they differ from what was there before, too, the turn begins a
+        branch with them as its prompt: nothing is recorded after tokens that the model did not see.
+        """
+        self._branch = self._tree.append(self._branch, sample)
+
+    def _next(self) -> NextTokens:
+        """What `Tree.next` gives, rendered once."""
+        if self._known is None or self._known[0] != self._branch.state:
+            self._known = self._branch.state, self._tree.next(self._branch)
+        return self._known[1]
+
+    def _answered(self, question: TurnRequest, sample: Sample) -> Sample:
+        if question.state != self._branch.state:
+            raise ValueError("act: the branch was changed while the engine was at work, expected it to be left alone")
+        self._branch = self._tree.append(self._branch, sample, question.next)
+        return sample
+
+    # --- what is observed -------------------------------------------------------------------------------------------
+
+    def observe(
+        self,
+        observation: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str,
+        *,
+        images: Sequence[Any] = (),
+        media: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append what a tool, a user or the environment said: a message or several, or text where the prompt is text.
+
+        Messages are rendered together with those observed before them since the last turn. `images` (or those within
+        the messages) go to the engine with the next turn, `media` (what a processor made of them) to the record.
+        """
+        renderer, row = self._tree.renderer, self._branch
+        pictures = list(as_media("images", images))
+        if renderer is not None and renderer.chat:
+            messages = [observation] if isinstance(observation, Mapping) else observation
+            if isinstance(messages, str) or not all(
+                isinstance(message, Mapping) and "role" in message for message in messages
+            ):
+                raise ValueError(f"observation: got {observation!r}, expected a message or several, each with a role")
+            if any(pending.ids is not None for pending in row.pending):
+                raise ValueError(
+                    "observation: got a message after token ids, expected a turn between them, or more ids"
+                )
+            beside = iter(pictures)
+            observations = [extract_images(message, beside) for message in messages]
+            left = tuple(beside)  # their places are marked in the messages' text
+            if left and observations:
+                observations[-1] = replace(observations[-1], images=(*observations[-1].images, *left))
+        elif not isinstance(observation, str):
+            raise ValueError(
+                f"observation: got {type(observation).__name__}, expected text: the prompt is not of messages"
+            )
+        elif renderer is None:
+            raise ValueError("observation: got text, expected token ids (observe_tokens): the episode has no tokenizer")
+        elif row.unchecked or any(pending.ids is not None for pending in row.pending):
+            ids = tuple(renderer.encode_after("", observation, pictures))
+            observations = [PendingObservation(ids=ids, images=tuple(pictures))]
+        else:
+            role = "observation" if row.turns else "prompt"
+            observations = [PendingObservation(message={"role": role, "content": observation}, images=tuple(pictures))]
+        self._observe(observations, media)
+
+    def observe_tokens(
+        self,
+        ids: Sequence[int],
+        *,
+        message: Mapping[str, Any] | None = None,
+        images: Sequence[Any] = (),
+        media: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append token ids as they are: nothing is put before or after them, what a turn begins with neither.
+
+        `message` is what they are in the conversation; without it the conversation is not compared with its
+        rendering from here on (`unchecked`). Images have their placeholders among the ids; `media` with an entry for
+        each token (`mm_token_type_ids`) have one for each of the ids.
+        """
+        plain_message = None if message is None else dict(message)
+        observation = PendingObservation(
+            ids=token_ids("ids", list(ids)), message=plain_message, images=as_media("images", images)
+        )
+        self._observe([observation], media)
+
+    def _observe(self, observations: list[PendingObservation], media: Mapping[str, Any] | None) -> None:
+        row = self._branch
+        placed = place_media(media, row, observations) if media else None
+        row.pending += observations
+        row.images += [image for observation in observations for image in observation.images]
+        try:
+            self._next()  # what cannot be rendered is said here, and leaves the episode as it was
+        except Exception:
+            del row.pending[len(row.pending) - len(observations) :]
+            del row.images[len(row.images) - sum(len(observation.images) for observation in observations) :]
+            raise
+        if placed:
+            row.media.append(placed)
+
+    # --- branches and records ---------------------------------------------------------------------------------------
+
+    def branch(self) -> Self:
+        """Another episode that so far went as this one did; from here on each goes its own way.
+
+        >>> from rollbook.rollout import ScriptedEngine
+        >>> episode = Episode(ScriptedEngine([[5], [6], [7]]), prompt=[1], eid=EID(batch=0, task=0))
+        >>> _ = episode.act(), episode.observe_tokens([2])
+        >>> other = episode.branch()
+        >>> _ = episode.act(), other.act()
+        >>> [(one.tokens.tolist(), one.action_mask.tolist()) for one in episode.experiences()]
+        [([1, 5, 2, 6], [True, False, True]), ([1, 5, 2, 7], [False, False, True])]
+        """
+        branch = self._branch.copy(len(self._tree.branches))
+        self._tree.branches.append(branch)
+        return self._beside(branch)
+
+    def experiences(self, reward: float | Callable[[Episode], float | None] | None = None) -> list[Experience]:
+        """The records of all branches, whichever of them is asked: one, or one for each that no other goes on from.
+
+        `reward`: the outcome of every branch that has no `reward` of its own, or a function of the branch. To it the
+        rewards of turns are added; where there are any, `token_level_reward` has them too: a turn's on its last
+        token, the outcome on the last token of the record that is trained. A fork and what it was forked from are
+        one trajectory, and have one reward.
+
+        A sampled token that several branches share is trained in the first of them (by number), where the mask is
+        True; in the others it is context, with its log-prob. The records are of one run, `eid.step` is the branch's
+        number, `parent` the record it branched off.
+        """
+        tree, prompt = self._tree, self._tree.prompt
+
+        def outcome(branch: Branch) -> float | None:
+            if branch.reward is not None or reward is None:
+                return branch.reward
+            score = reward(self._beside(branch)) if callable(reward) else reward
+            return None if score is None else _check_reward(score)
+
+        fields = {"reference": prompt.reference, "label": prompt.label}
+        recorder = Recorder(
+            tree=tree, info={**prompt.info, **{name: value for name, value in fields.items() if value is not None}}
+        )
+        return recorder.records(outcome)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All branches as plain values, to be kept and gone on with later, maybe under a newer policy.
+
+        What the caller put in (images, media, `info`, references) is there as it was given.
+
+        >>> episode = Episode(prompt=[1, 2], eid=EID(batch=0, task=0, suffix="a"))
+        >>> episode.append_turn([3])
+        >>> Episode.from_dict(episode.to_dict()).tokens
+        [1, 2, 3]
+        """
+        return {**self._tree.to_dict(), "branch": self._branch.number}
+
+    @classmethod
+    def from_dict(
+        cls,
+        plain: Mapping[str, Any],
+        engine: BaseEngine | None = None,
+        tokenizer: Any = None,
+        *,
+        parse: Parse | None = None,
+    ) -> Self:
+        """The episode that gave `plain`, the branch in hand that was; `branches` has the others."""
+        episode = cls.__new__(cls)
+        episode.engine, episode._known = engine, None
+        episode._tree = Tree.from_dict(plain, tokenizer, parse)
+        episode._branch = episode._tree.branches[plain["branch"]]
+        return episode
+
+
+def act_all(
+    episodes: Sequence[Episode], *, cancel: Cancel | None = None, pause_after: int | None = None, **options: Any
+) -> list[Sample]:
+    """Sample the next turn of several episodes or branches in one call of their engine.
+
+    Args:
+        episodes: Episodes that share one engine.
+        cancel: Stops the call from another thread.
+        pause_after: Limit on the tokens of this call; unfinished turns continue with the next one.
+        options: Changes of the sampling options.
+
+    Returns:
+        One sample per episode.
+
+    >>> from rollbook.rollout import ScriptedEngine
+    >>> episodes = Episode.group(2, ScriptedEngine([[5], [6, 7]]), prompt=[1])
+    >>> [sample.response_ids for sample in act_all(episodes)]
+    [[5], [6, 7]]
+    """
+    questions = [
+        (episode, episode._tree.ask(episode._branch, episode._next(), options))
+        for episode in episodes
+        if _engine(episode)
+    ]
+    if any(episode.engine is not episodes[0].engine for episode in episodes):
+        raise ValueError("episodes: got several engines, expected one that all of them share")
+    waiting = [question for _, question in questions if isinstance(question, TurnRequest)]
+    samples: Iterator[Sample] = iter(())
+    if waiting:
+        prompts, samplings = [question.prompt for question in waiting], [question.sampling for question in waiting]
+        engine = _engine(episodes[0])
+        samples = iter(engine.generate(prompts, samplings, cancel=cancel, pause_after=pause_after))
+    return [
+        question if isinstance(question, Sample) else episode._answered(question, next(samples))
+        for episode, question in questions
+    ]
+
+
+def _engine(episode: Episode) -> BaseEngine:
+    if episode.engine is None:
+        raise ValueError("engine: got None, expected one to act with; append_turn takes what was sampled elsewhere")
+    return episode.engine
+
+
+def _with_batch(eid: EID | None) -> EID:
+    """An id whose branches are one run: without a batch and a task every record would be a run of its own."""
+    base = eid if eid is not None else EID()
+    return base if base.batch != "" or base.task != "" else base.replace(batch=random_batch_id(), task=0)
+
+
+def _check_reward(value: Any) -> float:
+    """A reward; NaN is one that could not be had."""
+    return float(value) if value != value else check_float("reward", value)
+
 
 Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What an environment says: text, or where the prompt is a chat a message or several; a text is then a user's."""
@@ -399,6 +1136,3 @@ def _episode_metrics(runs: Sequence[_Run]) -> dict[str, float]:
         "episode/out_of_context": sum(row.info.get("truncated") == "context" for row in last_rows) / count,
         "episode/environment_errors": float(sum((run.error or "").startswith("environment") for run in runs)),
     }
-
-
-__all__ = ["Environment", "EnvironmentConfig", "Observation", "Reply", "play_episodes"]

@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any, Literal
 
 from rollbook.core.checks import check_bool, check_choice, check_float
-from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
 from rollbook.core.retry import RETRIED, Backoff
 from rollbook.core.sampling import KINDS, FinishReason, LogprobsKind, Prompt, RunInfo, Sample
+from rollbook.core.vocabulary import template_fingerprint, tokenizer_fingerprint
 from rollbook.rollout.chat import chat_messages, has_media_parts
 from rollbook.rollout.engine import BaseEngine, Cancel, Request, derive_seed
 from rollbook.rollout.llama_cpp import LlamaCpp

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
 from rollbook.core.sampling import FinishReason, Prompt, RunInfo, Sample, token_ids
+from rollbook.core.vocabulary import template_fingerprint, tokenizer_fingerprint
 from rollbook.rollout.engine import BaseEngine, Cancel, Request
 
 if TYPE_CHECKING:

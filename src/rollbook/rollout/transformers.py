@@ -30,10 +30,9 @@ import torch
 
 from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, placeholders, token_types
 from rollbook.core.checks import check_int
-from rollbook.core.fingerprints import template_fingerprint, tokenizer_fingerprint
-from rollbook.core.images import load_image, source_key
-from rollbook.core.media import SHARED
+from rollbook.core.media import SHARED, load_image, source_key
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, RunInfo, Sample, Sampling
+from rollbook.core.vocabulary import template_fingerprint, tokenizer_fingerprint
 from rollbook.models.actor import Actor
 from rollbook.models.head import scoring
 from rollbook.rollout.decoding import (

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rollbook.core.fingerprints import template_fingerprint
 from rollbook.core.ids import EID
-from rollbook.core.images import source_key
+from rollbook.core.media import source_key
 from rollbook.core.sampling import LogprobsKind, Prompt, Sample, Sampling
+from rollbook.core.vocabulary import template_fingerprint
 from rollbook.rollout.chat import Drift, Drifts, Renderer, compare_tokens
 from rollbook.rollout.engine import derive_seed
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.book.failpoints import hit
+from rollbook.book.disk import hit
 from rollbook.core.checks import check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import make_folder, make_private

@@ -26,7 +26,7 @@ from rollbook.algorithms.results import Advantages, as_advantages
 from rollbook.algorithms.shaping import RunningNorm, clip_scores, normalize_advantages, shape_rewards
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
-from rollbook.core.images import as_path
+from rollbook.core.media import as_path
 from rollbook.core.metrics import StepMetrics, advise
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_ranks
 from rollbook.core.sampling import Prompt, Sampling

@@ -29,7 +29,7 @@ import orjson
 from rollbook.core.checks import check_bool, check_float, check_int, suggest
 from rollbook.core.files import check_regular
 from rollbook.core.ids import EID
-from rollbook.core.images import source_key
+from rollbook.core.media import source_key
 from rollbook.core.sampling import Prompt, as_media
 from rollbook.io.tables import MAX_ROW_BYTES
 from rollbook.train.user_code import resolve

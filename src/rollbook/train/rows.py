@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.algorithms.corrections import importance_weights
-from rollbook.algorithms.masks import high_entropy_mask
+from rollbook.algorithms.filters import high_entropy_mask
 from rollbook.batch.columns import RECORD_NAMES, mask_unpredicted
 from rollbook.core.experience import split_preference_pairs
 from rollbook.core.experiences import Experiences

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
-from rollbook.book.failpoints import hit
+from rollbook.book.disk import hit
 from rollbook.core.files import FILE, make_folder, private_opener
 from rollbook.core.metrics import advise
 from rollbook.models.loading import transformers_module

@@ -26,10 +26,9 @@ from rollbook.models import Actor
 from rollbook.models.forward import policy_log_probs, reference_log_probs, values
 from rollbook.rewards.recipes import CombinedReward
 from rollbook.rewards.types import RewardInput, RewardResult
-from rollbook.train import builders, comparison
+from rollbook.train import builders
 from rollbook.train import checkpoint as saving
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.comparison import Check, Tolerance, counted, rank
 from rollbook.train.config.files import effective
 from rollbook.train.config.schema import Config, differences
 from rollbook.train.learner import Learner, UpdateResult
@@ -37,6 +36,178 @@ from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.pipeline import Models, annotate, estimate, with_reward
 from rollbook.train.run import BOOK, CONFIG
 from rollbook.train.user_code import check_trusted
+
+__all__ = [
+    *[
+        "Changed",
+        "Moved",
+        "change",
+        "choices",
+    ]
+]
+
+SAME, ROUNDING, DIFFERS, NOT = "same", "differs by rounding", "differs", "not compared"
+_PLAN = ("minibatch", "micro_batch", "weight", "left_out")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was recorded, and computed again.
+
+    >>> Check("loss", 0.5, 0.5, 0.0, SAME).verdict
+    'same'
+    """
+
+    what: str
+    recorded: float | str | None
+    recomputed: float | str | None
+    difference: float | None
+    """The largest; of a plan, how many records are elsewhere."""
+    verdict: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What counts as rounding.
+
+    Numbers: up to `absolute`, and `relative` of the larger one. Log-probs and values: up to `tokens` on the average of
+    all tokens, since a few unlikely ones can be far off.
+    """
+
+    absolute: float
+    relative: float
+    tokens: float
+    update: float
+    """Of new weights: the length of the difference, as a share of the update's."""
+
+    def __str__(self) -> str:
+        numbers = f"{self.absolute:g} and {self.relative:g} of a number"
+        return f"{numbers}, {self.tokens:g} on the average over tokens, {self.update:g} of an update"
+
+
+HERE = Tolerance(1e-5, 1e-3, 1e-4, 1e-2)
+"""Of a run that was trained in float32 on a CPU, as it is replayed."""
+ELSEWHERE = Tolerance(5e-3, 1e-1, 3e-2, 5e-1)
+"""Of one that was trained on a GPU, or in bfloat16."""
+
+EXACT = Tolerance(2e-9, 1e-9, 0.0, 0.0)
+"""Of counts, rates and shares, which no model is asked for."""
+COUNTS = ("lr", "updates", "skipped", "rows")
+_FIRST = ("loss", "grad_norm", "policy/pg_loss", "kl", "entropy", "critic/value_loss", "critic/grad_norm")
+
+
+def rank(name: str) -> tuple[int, str]:
+    """Where a metric stands: losses before others, counts last.
+
+    >>> sorted(["lr", "policy/ppo_kl", "grad_norm", "loss"], key=rank)
+    ['loss', 'grad_norm', 'policy/ppo_kl', 'lr']
+    """
+    if name in _FIRST:
+        return _FIRST.index(name), ""
+    return (len(_FIRST) if "/" in name and not name.startswith("left_out/") else len(_FIRST) + 1), name
+
+
+def skipped(what: str, note: str, recorded: float | str | None = None) -> Check:
+    """Something that is not compared, and why."""
+    return Check(what, recorded, None, None, NOT, note)
+
+
+def compare_rows(
+    what: str, recorded: Sequence[Any], recomputed: Sequence[Any], tolerance: Tolerance, *, size: bool = False
+) -> Check:
+    """Numbers of rows, or of their tokens: each must be within the tolerance. Shown is their mean, or with `size` that
+    of their sizes.
+
+    >>> compare_rows("loss", [0.5], [0.50001], HERE).verdict, compare_rows("loss", [0.5], [0.6], HERE).verdict
+    ('differs by rounding', 'differs')
+    """
+    old, new = _flat(recorded), _flat(recomputed)
+    if old.shape != new.shape:
+        return Check(what, f"{old.size} numbers", f"{new.size} numbers", None, DIFFERS)
+    gap = _gap(old, new)
+    most = np.maximum(np.abs(old), np.abs(new))
+    near = gap <= tolerance.absolute + tolerance.relative * np.where(np.isfinite(most), most, 0.0)
+    verdict = SAME if not gap.any() else ROUNDING if near.all() else DIFFERS
+    shown = [_mean(np.abs(one) if size else one) for one in (old, new)]
+    return Check(what, shown[0], shown[1], float(gap.max(initial=0.0)), verdict)
+
+
+def tokens(what: str, recorded: Sequence[Any], recomputed: Sequence[Any], most: float, note: str = "") -> Check:
+    """What a model says of tokens: the mean difference must be at most `most`.
+
+    >>> tokens("log-probs", [[-1.0, -2.0]], [[-1.0, -2.001]], 1e-2).verdict
+    'differs by rounding'
+    """
+    old, new = _flat(recorded), _flat(recomputed)
+    if old.shape != new.shape:
+        return Check(what, f"{old.size} numbers", f"{new.size} numbers", None, DIFFERS)
+    gap = _gap(old, new)
+    mean = float(gap.mean()) if gap.size else 0.0
+    verdict = SAME if not gap.any() else ROUNDING if mean <= most else DIFFERS
+    said = "; ".join(part for part in (note, f"mean difference {mean:.3g}" if mean else "") if part)
+    return Check(what, _mean(old), _mean(new), float(gap.max(initial=0.0)), verdict, said)
+
+
+def plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """Where records were, of each kind of place.
+
+    >>> one = {"minibatch": 0, "micro_batch": 0, "weight": 0.5}
+    >>> [each.verdict for each in plans([one, one], [one, {**one, "micro_batch": 1}])]
+    ['same', 'differs by rounding', 'same']
+    """
+    if not any(name in one for one in recorded for name in _PLAN):
+        return [skipped("plan", "the ledger has no places: another trainer acknowledged these records")]
+    made: list[Check] = []
+    pairs = list(zip(recorded, recomputed, strict=True))
+    for name, what in (("minibatch", "plan: minibatches"), ("micro_batch", "plan: micro-batches")):
+        names = (name, "left_out") if name == "minibatch" else (name,)
+        odd = sum(any(old.get(each) != new.get(each) for each in names) for old, new in pairs)
+        shown = [str(len({str(one[name]) for one in side if name in one})) for side in (recorded, recomputed)]
+        note = ""
+        verdict = DIFFERS if odd else SAME
+        if odd and name == "micro_batch" and made[0].verdict == SAME:
+            verdict = ROUNDING
+            note = "cut for another token budget or layout, which changes numbers by rounding alone"
+        made.append(Check(what, shown[0], shown[1], float(odd), verdict, note))
+    weights = [[_listed(one.get("weight", 0.0)) for one in side] for side in (recorded, recomputed)]
+    return [*made, compare_rows("plan: shares of tokens", weights[0], weights[1], EXACT)]
+
+
+def counted(row: Any, values: Any) -> Any:
+    """What a field of a record says of the tokens that count.
+
+    >>> from rollbook import Experience
+    >>> row = Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[True, False])
+    >>> counted(row, [0.5, 0.7])
+    array([0.5])
+    """
+    found = np.asarray(values, dtype=np.float64)
+    return found if row.action_mask is None else found[np.asarray(row.action_mask, dtype=bool)]
+
+
+def _listed(value: Any) -> list[float]:
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _flat(values: Sequence[Any]) -> Any:
+    parts = [np.asarray(one, dtype=np.float64).reshape(-1) for one in values]
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _gap(old: Any, new: Any) -> Any:
+    """How far apart numbers are: not at all where both are the same infinity or both no number, infinitely where one
+    is."""
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(old - new)
+    gap[(old == new) | (np.isnan(old) & np.isnan(new))] = 0.0
+    return np.where(np.isnan(gap), np.inf, gap)
+
+
+def _mean(values: Any) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if known.size else None
+
 
 _PLACE = ("minibatch", "micro_batch", "weight", "left_out")
 
@@ -584,7 +755,7 @@ class ReplayResult:
     @property
     def agrees(self) -> bool:
         """Whether nothing differs by more than rounding."""
-        return all(check.verdict != comparison.DIFFERS for check in self.checks)
+        return all(check.verdict != DIFFERS for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
@@ -648,7 +819,7 @@ class _Replay:
 
     def __init__(self, run: Rebuilt, config: Config) -> None:
         self.run = run
-        tolerance = comparison.HERE if run.exact else comparison.ELSEWHERE
+        tolerance = HERE if run.exact else ELSEWHERE
         self.out = ReplayResult(run.folder, run.step, len(run.own), saving.name_of(run.begun.step), tolerance)
         self.checks, self.notes = self.out.checks, self.out.notes
         if not run.exact:
@@ -688,7 +859,7 @@ class _Replay:
             self.notes.append(f"the newest checkpoint before the step is {self.out.checkpoint}: {span} replayed first")
             if found:
                 old, new = [told for _, told, _ in found], [loss for _, _, loss in found]
-                self.checks.append(comparison.rows(f"loss of {span}", old, new, self.out.tolerance))
+                self.checks.append(compare_rows(f"loss of {span}", old, new, self.out.tolerance))
 
     # --- what was recorded, and what is found now ---------------------------------------------------------------------
 
@@ -707,22 +878,20 @@ class _Replay:
         if not run.config.algorithm.needs_rollouts or (not rewards and not played):
             return
         if played:
-            self.checks.append(
-                comparison.skipped("rewards: environment", "they came with its turns, not from the record")
-            )
+            self.checks.append(skipped("rewards: environment", "they came with its turns, not from the record"))
         if not rewards:
             return
         try:
             source = builders.reward_of(rewards)
         except (ValueError, ImportError, OSError) as error:
-            self.checks.append(comparison.skipped("rewards", f"their source cannot be made: {error}"))
+            self.checks.append(skipped("rewards", f"their source cannot be made: {error}"))
             return
         local = [one.remote is None and one.model is None for one in rewards]
         if all(local):
             told = [row.metrics.get("source") if played else row.reward for row in run.own]
             self.checks.append(self._rewards("rewards", source, told))
             return
-        self.checks.append(comparison.skipped("rewards", "a server or a model gives some of them"))
+        self.checks.append(skipped("rewards", "a server or a model gives some of them"))
         if isinstance(source, CombinedReward):
             for (name, part), known in zip(source.rewards.items(), local, strict=True):
                 if known:
@@ -733,15 +902,15 @@ class _Replay:
         """Scores of the step's records against those that were recorded, where there are both."""
         known = [i for i, value in enumerate(told) if value is not None and not math.isnan(value)]
         if not known:
-            return comparison.skipped(what, "no record has one")
+            return skipped(what, "no record has one")
         found = self.run.scores(source, self.run.own.take(known))
         source.close()
         kept = [k for k, error in enumerate(found.errors) if error is None]
         failed = next((error for error in found.errors if error is not None), None)
         if not kept:
-            return comparison.skipped(what, str(failed))
+            return skipped(what, str(failed))
         new = found.to_tensors()[0].tolist()  # in float32, as records have them
-        made = comparison.rows(what, [told[known[k]] for k in kept], [new[k] for k in kept], comparison.HERE)
+        made = compare_rows(what, [told[known[k]] for k in kept], [new[k] for k in kept], HERE)
         if len(kept) == len(told):
             return made
         why = "" if failed is None else f": {failed}"
@@ -756,7 +925,7 @@ class _Replay:
             "policy log-probs", "policy_logprobs", most, actor, policy_log_probs, {**options, "entropy": True}
         )
         if not any(row.policy_logprobs is not None for row in run.own):
-            self._compare("engine log-probs", "logprobs", comparison.ELSEWHERE.tokens, actor, policy_log_probs, options)
+            self._compare("engine log-probs", "logprobs", ELSEWHERE.tokens, actor, policy_log_probs, options)
         fixed = {"moves": False}
         reference, teacher = run.models.reference, run.models.teacher
         self._compare("reference log-probs", "ref_logprobs", most, reference, reference_log_probs, options, **fixed)
@@ -775,7 +944,7 @@ class _Replay:
             known = [row for row in known if _version(row) == run.step - 1]
             if not known:
                 why = "these records were made by older policies, or do not say by which"
-                self.checks.append(comparison.skipped(what, why))
+                self.checks.append(skipped(what, why))
                 return
         wanted = {row.eid.uid for row in known}
         found: dict[str, Any] = {}
@@ -787,7 +956,7 @@ class _Replay:
                 found.update(zip(uids, column, strict=True))
         old = [counted(row, getattr(row, name)) for row in known]
         new = [counted(row, found[row.eid.uid]) for row in known]
-        self.checks.append(comparison.tokens(what, old, new, most))
+        self.checks.append(tokens(what, old, new, most))
 
     def _look_at_advantages(self) -> None:
         run, algorithm = self.run, self.run.config.algorithm
@@ -795,36 +964,34 @@ class _Replay:
             return
         known = [row for row in run.own if row.advantages is not None]
         if not known:
-            self.checks.append(
-                comparison.skipped("advantages", "none were recorded: they were made for the step alone")
-            )
+            self.checks.append(skipped("advantages", "none were recorded: they were made for the step alone"))
             return
         if algorithm.reward_norm is not None:
             why = "algorithm.reward_norm: the statistics of all rewards before the step are not recorded"
-            self.checks.append(comparison.skipped("advantages", why))
+            self.checks.append(skipped("advantages", why))
             return
         try:
             found = run.estimated(algorithm)
         except ValueError as error:
-            self.checks.append(comparison.skipped("advantages", str(error)))
+            self.checks.append(skipped("advantages", str(error)))
             return
         for name in ("advantages", "returns"):
             rows = [row for row in known if getattr(row, name) is not None]
             old = [counted(row, getattr(row, name)) for row in rows]
             new = [counted(row, found[row.eid.uid][name]) for row in rows]
-            self.checks.append(comparison.rows(name, old, new, comparison.HERE, size=True))
+            self.checks.append(compare_rows(name, old, new, HERE, size=True))
 
     def _look_at_learning(self, learned: UpdateResult) -> None:
         """Plan, losses and gradients."""
         run, told = self.run, self.run.metrics.get(self.run.step, {})
-        self.checks += comparison.plans(run.traced.places, learned.placements[: len(run.own)])
+        self.checks += plans(run.traced.places, learned.placements[: len(run.own)])
         if not told:
             self.notes.append(f"the book has no metrics of step {run.step}: the run ended before they were written")
-        for name in sorted(learned.metrics, key=comparison.rank):
+        for name in sorted(learned.metrics, key=rank):
             if name in told:
-                counts = name in comparison.COUNTS or name.startswith("left_out/")
-                how = comparison.EXACT if counts else self.out.tolerance
-                self.checks.append(comparison.rows(name, [told[name]], [learned.metrics[name]], how))
+                counts = name in COUNTS or name.startswith("left_out/")
+                how = EXACT if counts else self.out.tolerance
+                self.checks.append(compare_rows(name, [told[name]], [learned.metrics[name]], how))
 
     def _look_at_new_weights(self, weights: Weights) -> None:
         """What came of the step, against the checkpoint after it, if there is one."""
@@ -849,7 +1016,7 @@ class _Replay:
             # Of bfloat16 weights, what rounding alone does is more than a small update.
             bound += 2**-8 * math.sqrt(sum(float(one.double().square().sum()) for one in kept.values()))
         far, most = float(gap.norm()), float(gap.abs().max())
-        verdict = comparison.SAME if not most else comparison.ROUNDING if far <= bound else comparison.DIFFERS
+        verdict = SAME if not most else ROUNDING if far <= bound else DIFFERS
         note = f"the update's length, against {saving.name_of(self.run.step)}"
         return Check(what, lengths[0], lengths[1], most, verdict, note)
 
@@ -860,11 +1027,3 @@ def _version(row: Any) -> int | None:
         return None
     found = np.unique(np.asarray(row.policy_versions))
     return int(found[0]) if len(found) == 1 else None
-
-
-__all__ = [
-    "Changed",
-    "Moved",
-    "change",
-    "choices",
-]

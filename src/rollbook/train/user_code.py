@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from rollbook.core.checks import suggest
-from rollbook.core.fingerprints import load_module_file
+from rollbook.core.vocabulary import load_module_file
 from rollbook.train.config.schema import Config, Reward
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import rollbook
-from rollbook.book import BookError, LeaseLostError, failpoints
+from rollbook.book import BookError, LeaseLostError, disk
 from rollbook.book.book import Book
 from tests.book.trials import verify
 from tests.book.trials.log import Log, Logger, fork, kill, wait
@@ -90,7 +90,7 @@ class Worker:
     def live(self, doom: tuple[str, int] | None, retries: list[Piece], pause: float) -> None:
         """Work until death, at the n-th time a window is reached if that is its doom."""
         self.doom = doom
-        failpoints.watch(self.reached)
+        disk.watch(self.reached)
         acts = [self.append] * 5 + [self.take] * 5 + [self.revise] * 2 + [self.compact]
         if doom is not None and doom[0] in BIAS:
             acts += [getattr(self, BIAS[doom[0]])] * 13

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import rollbook
-from rollbook.book import BookError, LeaseLostError, failpoints
+from rollbook.book import BookError, LeaseLostError, disk
 from rollbook.book.book import Book
 from tests.book.trials.crash import CONSUMERS, Report, acknowledge, checked, leased, warm
 from tests.book.trials.log import Logger, fork, kill, wait
@@ -130,7 +130,7 @@ def _hold(url: str, say: Callable[[str], None], ended: Path, seed: int) -> None:
 
     book = repeat(lambda: _open(url), say)
     book.close()
-    failpoints.watch(reached)
+    disk.watch(reached)
     _write(url, say, 9, ended, seed)
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from rollbook.algorithms.filters import make_up
-from rollbook.algorithms.groups import Floats, Grouped, as_ids, segment_sums
+from rollbook.algorithms.groups import STD, Floats, Grouped, as_ids, segment_sums
 from rollbook.algorithms.layout import PerRow, PerToken
-from rollbook.algorithms.moments import STD
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int

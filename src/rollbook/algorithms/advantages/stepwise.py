@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.algorithms.advantages.grouped import LEVELS
-from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, last_steps, numbered
+from rollbook.algorithms.groups import STD, Floats, Grouped, as_ids, as_rewards, last_steps, numbered
 from rollbook.algorithms.layout import PerRow, PerToken
-from rollbook.algorithms.moments import STD
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float

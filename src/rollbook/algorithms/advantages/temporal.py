@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms import moments
-from rollbook.algorithms.groups import Grouped, as_rewards
+from rollbook.algorithms.groups import STD, Grouped, as_rewards
+from rollbook.algorithms.groups import whiten as whiten_rows
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_mask
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
@@ -76,7 +76,7 @@ class _Placed:
         Every rank comes to the same collective calls, whatever its rows are.
         """
         check_bool("whiten", whiten)
-        check_choice("std", std, moments.STD)
+        check_choice("std", std, STD)
         check_float("eps", eps, 0)
         layout = self.layout
         if self.left_out.any():
@@ -86,7 +86,7 @@ class _Placed:
             advantages, returns = layout.masked(advantages), self.layout.masked(returns)
         if whiten:
             given = layout.give(advantages), layout.give(layout.mask)
-            advantages = layout.whole("advantages", moments.whiten(*given, std=std, eps=eps, ranks=ranks))
+            advantages = layout.whole("advantages", whiten_rows(*given, std=std, eps=eps, ranks=ranks))
         metrics = dict(self.metrics)
         if clip is not None:
             check_float("clip", clip, 1e-30, what="a positive number, or None")

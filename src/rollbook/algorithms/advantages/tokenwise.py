@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from rollbook.algorithms.advantages.grouped import grpo
+from rollbook.algorithms.groups import moments
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats
-from rollbook.algorithms.moments import moments
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float

@@ -24,10 +24,20 @@ log_ratio_clamp, sequence_delta, policy_gradient, mode, norm, whole, weights)
 from rollbook.algorithms.kl import kl_loss
 from rollbook.algorithms.losses.critic import entropy_loss, value_loss
 from rollbook.algorithms.losses.mixed import chord_mu, mix, mix_chord, mix_denominators
-from rollbook.algorithms.losses.policy import cpg, gmpo, gspo, ppo, sapo
-from rollbook.algorithms.losses.preference import dpo, dpo_sums, interleaved
-from rollbook.algorithms.losses.reinforce import cispo, importance_sampling, opmd, rec, sppo, topr
-from rollbook.algorithms.losses.supervised import sft, sft_is, sft_phi
+from rollbook.algorithms.losses.policy import (
+    cispo,
+    cpg,
+    gmpo,
+    gspo,
+    importance_sampling,
+    opmd,
+    ppo,
+    rec,
+    sapo,
+    sppo,
+    topr,
+)
+from rollbook.algorithms.losses.supervised import dpo, dpo_sums, interleaved, sft, sft_is, sft_phi
 from rollbook.algorithms.registry import LOSSES
 
 LOSSES.register("kl", source="coef times the aggregate of a KL estimate (Schulman, 2020)", role="regularizer")(kl_loss)

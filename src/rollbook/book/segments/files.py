@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import xxhash
 
-from rollbook.book import failpoints
+from rollbook.book import disk
 from rollbook.book.disk import Disk, File, identity, read_private
 from rollbook.book.errors import (
     CorruptBookError,
@@ -323,8 +323,8 @@ class FileSegmentStore:
             file, fresh, base = self._file, not self._size, self._size or ALIGN
             try:
                 size = self._size + self.disk.append(file, [header(), *pieces] if fresh else pieces)
-                if failpoints.active:
-                    failpoints.hit("after write")
+                if disk.active:
+                    disk.hit("after write")
                 self.disk.sync(file)
                 if fresh:
                     self.disk.sync_folder(self.folder)
@@ -340,8 +340,8 @@ class FileSegmentStore:
                 with suppress(OSError):
                     self._end()
                 raise
-        if failpoints.active:
-            failpoints.hit("after sync")
+        if disk.active:
+            disk.hit("after sync")
         segment = os.path.basename(file.path)
         return [Place(segment, base + at, length) for at, length in places]
 

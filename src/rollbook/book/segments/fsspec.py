@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from rollbook.book.disk import Disk
+from rollbook.book.disk import Disk, hit
 from rollbook.book.errors import MissingSegmentError
-from rollbook.book.failpoints import hit
 from rollbook.book.segments.files import (
     ALIGN,
     Place,

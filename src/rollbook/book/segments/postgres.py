@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from rollbook.book.disk import hit
 from rollbook.book.errors import BookError, MissingSegmentError, NotABookError
-from rollbook.book.failpoints import hit
 from rollbook.book.ledger import Transaction
 from rollbook.book.postgres import CONNECTIONS, PostgresLedger
 from rollbook.book.segments.files import (

@@ -26,10 +26,9 @@ from numpy.typing import NDArray
 from rollbook.algorithms import ESTIMATORS
 from rollbook.algorithms.advantages import cumulative_returns, dr_grpo, grpo, reinforce_plus_plus_baseline, rloo
 from rollbook.algorithms.filters import zero_variance
-from rollbook.algorithms.groups import block_means, sums_of_blocks
+from rollbook.algorithms.groups import block_means, sums_of_blocks, whiten
 from rollbook.algorithms.inputs import INFO_KEYS, group_id, run_id
 from rollbook.algorithms.kl import penalise
-from rollbook.algorithms.moments import whiten
 from rollbook.algorithms.results import Advantages, Report, as_advantages
 from rollbook.algorithms.shaping import RunningNorm, clip_advantages, clip_rewards, shape_overlong
 from rollbook.compat.lightrft.batch import ExperienceBatch

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms.masks import high_entropy_mask
+from rollbook.algorithms.filters import high_entropy_mask
 from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, peek
 from rollbook.compat.lightrft.ragged_batch import SAMPLE_LISTS, RaggedBatch, sheet_of_batch
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
@@ -36,31 +36,32 @@ from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.core.metrics import advise
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_ranks
 from rollbook.core.sampling import Sample
-from rollbook.io.response_text import REFLECTIONS, Decoder, reflections, repeat_score
 from rollbook.io.trajectories import (
+    DEFAULT_PREFIX,
+    IMAGES,
     KEEP,
+    REFLECTIONS,
+    BackgroundWriter,
     Candidate,
+    Decoder,
+    EncodedImage,
+    ImageEncoder,
     RecordSource,
     ResponseStats,
     Trajectory,
     TrajectoryEncoder,
+    TrajectoryFiles,
     TrajectorySet,
     TrajectorySource,
+    check_prefix,
     extract_response,
+    image_stem,
     measure_response,
+    reflections,
+    repeat_score,
     sample_std,
     select,
     to_numpy,
-)
-from rollbook.io.trajectory_files import (
-    DEFAULT_PREFIX,
-    IMAGES,
-    BackgroundWriter,
-    EncodedImage,
-    ImageEncoder,
-    TrajectoryFiles,
-    check_prefix,
-    image_stem,
 )
 
 _RESPONSE_FIELDS = tuple(name for name, field in BATCH_FIELDS.items() if field.axis == "response")

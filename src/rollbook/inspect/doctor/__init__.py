@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from rollbook.inspect.doctor.checks import CHECKS, Check, describe_checks, format_report, render_markdown
 from rollbook.inspect.doctor.diagnosis import examine, triage
-from rollbook.inspect.doctor.findings import SEVERITIES, CheckStatus, Diagnosis, Finding
-from rollbook.inspect.doctor.thresholds import Thresholds
+from rollbook.inspect.doctor.findings import SEVERITIES, CheckStatus, Diagnosis, Finding, Thresholds
 
 __all__ = [
     "CHECKS",

@@ -16,9 +16,8 @@ from functools import cache
 from typing import Any
 
 from rollbook.inspect.doctor import reward_checks, rollout_checks
-from rollbook.inspect.doctor.findings import CheckResult, Diagnosis, Finding
+from rollbook.inspect.doctor.findings import CheckResult, Diagnosis, Finding, Thresholds
 from rollbook.inspect.doctor.samples import Samples
-from rollbook.inspect.doctor.thresholds import Thresholds
 
 CheckFunction = Callable[[Samples, Thresholds], CheckResult]
 

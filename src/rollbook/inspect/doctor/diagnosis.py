@@ -13,9 +13,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollbook.inspect.doctor.checks import CHECKS, EXPLAINED
-from rollbook.inspect.doctor.findings import CheckResult, CheckStatus, Diagnosis, Finding, rank_findings, skipped
+from rollbook.inspect.doctor.findings import (
+    TRIAGE,
+    CheckResult,
+    CheckStatus,
+    Diagnosis,
+    Finding,
+    Thresholds,
+    rank_findings,
+    skipped,
+)
 from rollbook.inspect.doctor.samples import COLUMNS, Samples
-from rollbook.inspect.doctor.thresholds import TRIAGE, Thresholds
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book

@@ -5,8 +5,10 @@ Invariant: `as_dict` is strict JSON; ids are the only text in it that came with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from rollbook.core.checks import check_choice
@@ -165,3 +167,216 @@ def rank_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(
         sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), -finding.share, finding.check))
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """When a check is triggered.
+
+    >>> Thresholds.of("zero_variance=0.8", "groups=4") == Thresholds(zero_variance=0.8, groups=4)
+    True
+    >>> Thresholds.of("zero_varianse=0.8")
+    Traceback (most recent call last):
+        ...
+    ValueError: threshold 'zero_varianse' is not known; did you mean 'zero_variance'?
+    """
+
+    # How much data is needed, and how sure the doctor must be.
+
+    samples: int = 32
+    """Fewest samples on which a share or a mean is judged: with fewer, the error of a share is above 0.15."""
+    groups: int = 8
+    """Fewest groups on which anything about groups is judged."""
+    certainty: float = 2.0
+    """Standard errors by which a share must be above its threshold: 2 is one false alarm in 40 at the threshold itself,
+    and far fewer in a run that is well below it."""
+    trend_steps: int = 4
+    """Fewest steps in which a trend is looked for; shorter runs are judged on levels alone."""
+    trend: float = 1.64
+    """How clear a trend must be, as the z of a Mann-Kendall test: 1.64 is 5% on one side, about what 4 steps can
+    give."""
+    window: float = 0.25
+    """The share of the steps that is "recent", and the share that is "early"."""
+    window_steps: int = 16
+    """Most steps in either, so that a long run is not judged by what has long passed."""
+    window_samples: int = 96
+    """Levels are read from the recent steps, or from as many more as it takes to have this many samples."""
+
+    order_samples: int = 256
+    """The same for what is read from the order of samples within groups, which says less per sample."""
+
+    # Rewards.
+
+    zero_variance: float = 0.6
+    """Share of recent groups whose samples all have one reward. Up to half is usual in runs with binary rewards; above
+    0.6 most of what is generated gives no gradient. In groups of 2 or 3 chance alone gives so many that the threshold
+    is moved up, half way from what chance gives to 1."""
+    reward_collapse: float = 0.5
+    """Share of the best window's reward, above the run's floor (5th percentile), that the recent window has lost."""
+    saturation: float = 0.95
+    """Share of recent samples at the run's top reward: with more, groups of 8 are all alike two times in three."""
+    top: float = 0.02
+    """How near to the run's top reward is "at the top", as a share of the range from lowest to highest."""
+    good_reward: float = 0.8
+    """Where in the range of rewards (1st to 99th percentile) a sample counts as rewarded."""
+    truncation: float = 0.5
+    """Share of recent samples that were cut off at a limit of tokens or turns. Runs that learn to think longer reach
+    0.2 to 0.3."""
+    truncation_rewarded: float = 0.1
+    """Share of truncated samples that are rewarded: an answer that was cut off is seldom right."""
+    length_reward: float = 0.75
+    """How far the order of rewards within a group is that of lengths: Somers' d, 0 is not at all, 1 is wholly. Right
+    answers that are somewhat shorter give 0.2 to 0.5."""
+    format_reward: float = 0.9
+    """How far the order of rewards within a group is that of its format part alone: Somers' d."""
+    dominance: float = 0.9
+    """How far the order of rewards within a group is that of one part alone: Somers' d."""
+    influence: float = 0.2
+    """Somers' d, over the pairs in which a part differs, up to which it has no say; and the share of pairs in which a
+    part must differ to count as one that varies."""
+    advantage_mean: float = 0.1
+    """Mean advantage, in standard deviations of it. Estimators with a baseline centre it at 0."""
+
+    evaluation_fall: float = 0.05
+    """How far the mean reward of held-out prompts may be below its best, as a share of the range of rewards."""
+
+    # The policy.
+
+    entropy_floor: float = 0.03
+    """Mean entropy per token, in nats, below which sampling hardly explores; usual runs have 0.1 to 1."""
+    entropy_fall: float = 0.25
+    """Recent entropy as a share of the early one, with a falling trend. A fall to a third is usual in healthy runs."""
+    length_growth: float = 2.0
+    """Recent mean length as a multiple of the early one, with a rising trend."""
+    length_gain: float = 0.1
+    """A rise of the reward, as a share of its range, that makes growing lengths worth their price."""
+    mismatch: float = 0.05
+    """Mean |log-prob of the trainer - log-prob of the engine| per token, in nats; bf16 engines have 0.005 to 0.03."""
+    mismatch_share: float = 0.1
+    """Share of samples above `mismatch` at which a step triggers the check."""
+    mismatch_lag: int = 1
+    """Samples up to this many versions old are compared: older ones differ because the policy has moved."""
+    kl: float = 1.0
+    """Mean KL to the reference per token (k3), in nats. Runs with a KL penalty stay below 0.2."""
+    kl_growth: float = 8.0
+    """Recent KL as a multiple of that of the steps before, with a rising trend: steady growth from 0 gives 2 to 3."""
+    kl_least: float = 0.1
+    """KL below which growth does not matter, in nats."""
+
+    # Samples.
+
+    loops: float = 0.05
+    """Share of samples that end in a loop or are mostly repetition."""
+    loop_share: float = 0.5
+    """Share of a response that must be repetition for the sample to count as a loop."""
+    duplicates: float = 0.1
+    """Share of samples whose response is, token for token, one that its group already has."""
+    duplicate_tokens: int = 16
+    """Responses shorter than this are alike by chance, and are not counted."""
+    nan_records: float = 0.0
+    """Share of records with a NaN or infinity in a per-token field; more than this triggers the check."""
+    nan_rewards: float = 0.01
+    """Share of records whose reward is NaN ("could not be scored"); a sandbox that fails now and then stays below."""
+
+    # The flow of data.
+
+    stale_lag: int = 4
+    """Versions behind the trainer above which a sample is stale. Where a step moves the version by more than one, it is
+    counted in steps."""
+    stale: float = 0.2
+    """Share of samples that are stale."""
+    keep_bias: float = 0.2
+    """Difference between the share of the shortest and of the longest quarter of each step that was trained on."""
+    incomplete: float = 0.05
+    """Share of groups that lack runs although later steps have come."""
+    patience: int = 2
+    """Steps that must have come after a group's own before it counts as one that will not be complete."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            low, high = _RANGES.get(field.name, (0.0, 1.0))
+            is_int = isinstance(field.default, int)
+            if isinstance(value, bool) or not isinstance(value, int if is_int else (int, float)):
+                expected = "a whole number" if is_int else "a number"
+                raise ValueError(f"threshold {field.name!r}: got {value!r}, expected {expected}")
+            if not low <= value <= high:
+                limit = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
+                raise ValueError(f"threshold {field.name!r}: got {value!r}, expected a number {limit}")
+
+    @classmethod
+    def of(cls, *sources: Thresholds | Mapping[str, Any] | str | None, **named: Any) -> Thresholds:
+        """Thresholds from others, from mappings, from texts "name=value" (several may be joined by commas) and from
+        keywords; what is given later wins, `None` gives nothing."""
+        thresholds = cls()
+        for source in (*sources, named):
+            if isinstance(source, Thresholds):
+                thresholds = source
+            elif isinstance(source, str):
+                thresholds = thresholds.but(dict(_parsed(part) for part in source.split(",") if part.strip()))
+            elif isinstance(source, Mapping):
+                thresholds = thresholds.but(source)
+            elif source is not None:
+                raise ValueError(
+                    f"thresholds: got {type(source).__name__}, expected Thresholds, a mapping or text 'name=value'"
+                )
+        return thresholds
+
+    def but(self, changes: Mapping[str, Any]) -> Thresholds:
+        """These, with some of them changed; numbers may come as texts."""
+        defaults = {field.name: field.default for field in fields(self)}
+        values: dict[str, Any] = {}
+        for name, value in changes.items():
+            if name not in defaults:
+                raise ValueError(f"threshold {name!r} is not known{_near(name, defaults)}")
+            values[name] = _number(name, value, isinstance(defaults[name], int)) if isinstance(value, str) else value
+        return replace(self, **values)
+
+
+_MANY = (1.0, math.inf)
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(
+        ("samples", "window_samples", "order_samples", "window_steps", "kl_growth", "length_growth"),
+        _MANY,
+    ),
+    **dict.fromkeys(("certainty", "trend", "entropy_floor", "mismatch", "kl", "kl_least"), (0.0, math.inf)),
+    **dict.fromkeys(("mismatch_lag", "stale_lag", "patience", "duplicate_tokens", "advantage_mean"), (0.0, math.inf)),
+    "groups": (2.0, math.inf),
+    "trend_steps": (3.0, math.inf),
+    "window": (0.01, 0.5),
+}
+"""What is not here is a share."""
+
+
+def _parsed(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not value.strip():
+        raise ValueError(f"threshold: got {text.strip()!r}, expected name=value, such as zero_variance=0.8")
+    return name.strip(), value.strip()
+
+
+def _number(name: str, text: str, is_int: bool) -> float:
+    try:
+        return int(text) if is_int else float(text)
+    except ValueError:
+        expected = "a whole number" if is_int else "a number"
+        raise ValueError(f"threshold {name!r}: got {text!r}, expected {expected}") from None
+
+
+def _near(name: object, names: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(str(name), list(names), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+TRIAGE = Thresholds(
+    samples=8,
+    groups=4,
+    zero_variance=0.25,
+    truncation_rewarded=0.0,
+    loops=0.0,
+    duplicates=0.02,
+    mismatch_share=0.02,
+    stale=0.05,
+    incomplete=0.0,
+)
+"""Lower thresholds for what is worth a look: the queue of the viewer's overview."""

@@ -15,6 +15,7 @@ from rollbook.inspect.doctor.findings import (
     CheckResult,
     Finding,
     Severity,
+    Thresholds,
     amount,
     exact,
     passed,
@@ -23,7 +24,6 @@ from rollbook.inspect.doctor.findings import (
     triggered,
 )
 from rollbook.inspect.doctor.samples import Samples
-from rollbook.inspect.doctor.thresholds import Thresholds
 from rollbook.inspect.statistics import Floats, Ints, Mask, Order, Pairs, Series, at_least, fit_weights, order, pairs
 
 _SOLVED = (

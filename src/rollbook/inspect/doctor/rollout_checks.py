@@ -11,9 +11,18 @@ import math
 
 import numpy as np
 
-from rollbook.inspect.doctor.findings import CheckResult, Finding, amount, exact, passed, percent, skipped, triggered
+from rollbook.inspect.doctor.findings import (
+    CheckResult,
+    Finding,
+    Thresholds,
+    amount,
+    exact,
+    passed,
+    percent,
+    skipped,
+    triggered,
+)
 from rollbook.inspect.doctor.samples import Samples, count_distinct
-from rollbook.inspect.doctor.thresholds import Thresholds
 from rollbook.inspect.statistics import Floats, Ints, Mask, Series, at_least, by_step, trend
 
 _SURE = "The policy is sure, and mostly right: stop here, or go on with harder prompts, for which it may be too sure."

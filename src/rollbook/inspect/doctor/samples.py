@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rollbook.inspect.doctor.findings import EVIDENCE
-from rollbook.inspect.doctor.thresholds import Thresholds
+from rollbook.inspect.doctor.findings import EVIDENCE, Thresholds
 from rollbook.inspect.statistics import Floats, Ints, Mask, Series, by_step
 
 NUMBERS = (

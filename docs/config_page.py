@@ -1,4 +1,4 @@
-"""The reference page of the configuration, made from the schema: `python -m rollbook.train.config.page > PAGE`.
+"""The reference page of the configuration, made from the schema: `python docs/config_page.py > PAGE`.
 
 Invariant: the page says nothing about a key that the schema does not say.
 """
@@ -16,7 +16,7 @@ from rollbook.train.config.values import Key, Listing, section_in, section_of
 BEGINNING = """\
 # Configuration
 
-Every key of `rollbook train`. This page is made from the code (`python -m rollbook.train.config.page`).
+Every key of `rollbook train`. This page is made from the code (`python docs/config_page.py`).
 
 ```sh
 rollbook train                                       # the embedded recipe
