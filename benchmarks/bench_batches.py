@@ -69,7 +69,7 @@ PEAK_TARGET = 1.05
 ROUNDS = 9
 
 RECORD_FIELDS = {
-    "policy_logprobs": "action_log_probs",
+    "old_logprobs": "action_log_probs",
     "logprobs": "base_action_log_probs",
     "token_level_reward": "values",
     "returns": "returns",

@@ -230,7 +230,7 @@ def bench_hidden(rounds: int, seed: int) -> BatchReport:
     some = slice(1000, 1016)
     found = from_hidden(left, right, chosen, entropy=True)
     exact = left[some].double() @ right.double().T
-    error = off(TokenStats(found.log_probs[some], found.entropy[some]), exact, chosen[some])  # type: ignore[index]
+    error = off(TokenStats(found.logprobs[some], found.entropy[some]), exact, chosen[some])  # type: ignore[index]
     del exact, found
     more = given(MORE_TOKENS)
     more_size = (hidden.nbytes + weight.nbytes) / MIB

@@ -95,7 +95,7 @@ def ours(logits: torch.Tensor, labels: torch.Tensor) -> Pair:
     found = from_logits(logits, labels, entropy=True)
     if found.entropy is None:
         raise AssertionError("entropy was asked for")
-    return found.log_probs, found.entropy
+    return found.logprobs, found.entropy
 
 
 SIDES: dict[str, Callable[[torch.Tensor, torch.Tensor], Pair]] = {

@@ -56,7 +56,7 @@ def rollout(step: int, dice: np.random.Generator) -> list[Experience]:
                 tokens=np.array([*prompt, *(said + 200)], dtype=np.int32),
                 prompt_length=len(prompt),
                 logprobs=logprobs,
-                policy_logprobs=policy,
+                old_logprobs=policy,
                 ref_logprobs=policy + dice.normal(0, 0.05, count).astype(np.float32),
                 entropy=entropy,
                 advantages=np.full(count, float(right) - 0.5, dtype=np.float32),

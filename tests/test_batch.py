@@ -901,13 +901,13 @@ def test_records_make_a_batch() -> None:
 
 
 def test_recomputed_log_probs_are_the_ones_to_train_on() -> None:
-    new = Experience(tokens=[1, 2], logprobs=[-1.0], policy_logprobs=[-2.0])
+    new = Experience(tokens=[1, 2], logprobs=[-1.0], old_logprobs=[-2.0])
     old = Experience(tokens=[1, 2], logprobs=[-1.0])
     both = from_experiences([new, new])
     assert both.action_log_probs.tolist() == [[-2], [-2]] and both.extras["logprobs"].tolist() == [[-1], [-1]]
     some = from_experiences([new, old])
     assert some.action_log_probs.tolist() == [[-1], [-1]], "some recomputed, some not, would be neither policy's"
-    assert some.extras["policy_logprobs"].tolist() == [[-2], [0]]
+    assert some.extras["old_logprobs"].tolist() == [[-2], [0]]
 
 
 def test_records_with_a_cut_prompt() -> None:

@@ -655,14 +655,14 @@ _KINDS = ("single_turn", "multi_turn", "single_turn cut", "multi_turn cut")
 
 
 def item_of(row: Experience, recomputed: bool) -> BufferItem:
-    """A record as an item; `recomputed`: every record has `policy_logprobs`, which are the ones to train on then."""
+    """A record as an item; `recomputed`: every record has `old_logprobs`, which are the ones to train on then."""
     tokens = len(row.tokens)
     cut = row.truncate_status == "prompt_truncated"
     response = len(row.logprobs) if cut else tokens - row.prompt_length
     if response > tokens:
         raise CannotJoin("more log-probs than tokens")
     extras = {}
-    used = {"returns", "advantages", "action_mask", "policy_logprobs" if recomputed else "logprobs"}
+    used = {"returns", "advantages", "action_mask", "old_logprobs" if recomputed else "logprobs"}
     used |= {"ref_logprobs", "entropy", "values"}
     for name, field in FIELDS.items():
         value = getattr(row, name)
@@ -679,7 +679,7 @@ def item_of(row: Experience, recomputed: bool) -> BufferItem:
         0,
         0,
         sequences=row.tokens.long(),
-        action_log_probs=row.policy_logprobs if recomputed else row.logprobs,
+        action_log_probs=row.old_logprobs if recomputed else row.logprobs,
         base_action_log_probs=row.ref_logprobs,
         values=row.values,
         action_entropy=row.entropy,
@@ -719,7 +719,7 @@ def test_records_to_a_batch(rows: list[Experience], layout: str, pad: int) -> No
     # A key with a NaN in it is found by no look-up once it was written and read.
     assume(all(findable(row.info) and findable(row.metrics) for row in rows))
     options: dict[str, Any] = {"packing_samples": True} if layout == "packed" else {"layout": layout}
-    recomputed = all(row.policy_logprobs is not None for row in rows)
+    recomputed = all(row.old_logprobs is not None for row in rows)
     try:
         items = [item_of(row, recomputed) for row in rows]
         for name, values in token_rows(items).items():

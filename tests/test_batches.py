@@ -35,7 +35,7 @@ def record_lists(draw: st.DrawFn) -> Experiences:
     records = []
     for i, (prompt, response) in enumerate(shapes):
         columns: dict[str, Any] = {}
-        for name in ("logprobs", "policy_logprobs", "ref_logprobs", "entropy", "values", "advantages", "loss_weights"):
+        for name in ("logprobs", "old_logprobs", "ref_logprobs", "entropy", "values", "advantages", "loss_weights"):
             kind = draw(st.sampled_from(["float32", "float32", "float64", None]))
             if kind is not None:
                 columns[name] = torch.randn(response, generator=source).to(getattr(torch, kind))
@@ -80,7 +80,7 @@ def test_the_same_numbers_as_an_experience_batch(records: Experiences, packed: b
     extras = other.extras or {}
     for name in ("teacher_logprobs", "loss_weights"):
         assert same(getattr(batch, name), extras.get(name))
-    assert {*batch.extra} == {*extras} - {*TOKEN_COLUMNS, "policy_logprobs"}
+    assert {*batch.extra} == {*extras} - {*TOKEN_COLUMNS, "old_logprobs"}
     assert all(same(column, extras[name]) for name, column in batch.extra.items())
     assert torch.equal(batch.position_ids, other.position_ids) and batch.layout == other.layout
     assert batch.eids == records.eids() and batch.reward is not None
@@ -88,7 +88,7 @@ def test_the_same_numbers_as_an_experience_batch(records: Experiences, packed: b
     if packed:
         assert torch.equal(batch.cu_seqlens, other.cu_seqlens)
         assert torch.equal(batch.response_cu_seqlens, other.action_cu_seqlens)
-    for name, field in (("logprobs", "logprobs"), ("old_logprobs", "policy_logprobs")):
+    for name, field in (("logprobs", "logprobs"), ("old_logprobs", "old_logprobs")):
         column, rows = getattr(batch, name), records.values(field)
         if all(row is None for row in rows):
             assert column is None
@@ -120,7 +120,7 @@ def test_pack_pad_and_split(records: Experiences, side: Any, seed: int) -> None:
 
 def test_only_the_columns_that_are_named() -> None:
     records = Experiences([
-        Experience(tokens=[1, 2, 3], logprobs=[-1.0, -2.0], policy_logprobs=[-3.0, -4.0], advantages=[1.0, 1.0],
+        Experience(tokens=[1, 2, 3], logprobs=[-1.0, -2.0], old_logprobs=[-3.0, -4.0], advantages=[1.0, 1.0],
                    action_mask=[True, False], eid={"task": 1}),
         Experience(tokens=[4, 5], logprobs=[-5.0], eid={"task": 2}),
     ])  # fmt: skip

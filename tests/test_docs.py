@@ -142,7 +142,7 @@ def test_algorithms_page() -> None:
     finally:
         ESTIMATORS.withdraw("above_worst")
         LOSSES.withdraw("hinge_pg")
-    assert scope["stats"].log_probs.shape == (6,)
+    assert scope["stats"].logprobs.shape == (6,)
     text = page.read_text()
     for registry in (ESTIMATORS, KL, LOSSES):
         for name in registry.names():
@@ -211,7 +211,7 @@ def test_book_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_seeing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's code runs, and every command and every lens with a key is named on it."""
     from rollbook.cli.parser import COMMANDS
-    from rollbook.inspect import search
+    from rollbook.inspect import filters
     from rollbook.inspect.trajectory import LENSES
 
     monkeypatch.chdir(tmp_path)
@@ -222,7 +222,7 @@ def test_seeing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert scope["page"].trajectories == 4 and scope["page"].redactions > 0 and not scope["saver"].errors
     text = page.read_text()
     for line in text.split("### Filters\n\n```\n")[1].split("```")[0].splitlines():
-        assert search.parse(line, ["accuracy", "format"]).sql
+        assert filters.parse(line, ["accuracy", "format"]).sql
     assert all(name in text for name in COMMANDS)
     assert all(
         f"| `{lens.key}` | {lens.label.lower()} |" in text.replace("KL", "kl") for lens in LENSES.values() if lens.key

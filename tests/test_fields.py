@@ -436,7 +436,7 @@ OWN = [
     "parent",
     "group_size",
     "sampling",
-    "policy_logprobs",
+    "old_logprobs",
     "ref_logprobs",
     "entropy",
     "values",

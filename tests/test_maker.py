@@ -803,7 +803,7 @@ def test_records_hold_everything(actor: Actor, reference: Actor, critic: Critic)
         assert row.tokens.tolist() == packed.sequences[i].tolist() and row.reward == batch.info["reward"][i].item()
         for field, name in (
             ("advantages", "advantages"),
-            ("policy_logprobs", "action_log_probs"),
+            ("old_logprobs", "action_log_probs"),
             ("ref_logprobs", "base_action_log_probs"),
             ("values", "values"),
         ):

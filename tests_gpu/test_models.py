@@ -38,7 +38,7 @@ def test_scored_there_as_here(name: str, packed: bool) -> None:
     want = policy_log_probs(here, records, entropy=True)
     for budget in (1, 200, 10_000):
         found = policy_log_probs(there, records, entropy=True, packed=packed, token_budget=budget)
-        for mine, other in ((found.log_probs, want.log_probs), (found.entropy, want.entropy)):
+        for mine, other in ((found.logprobs, want.logprobs), (found.entropy, want.entropy)):
             torch.testing.assert_close(mine.tensor_of_values(), other.tensor_of_values(), rtol=1e-4, atol=1e-4)
     assert 0 < found.stats["forward_seconds"] <= found.stats["seconds"] * 1.01
     # A batch gets its results where it lies, or where it is told; it need not lie where the model does.
@@ -47,15 +47,15 @@ def test_scored_there_as_here(name: str, packed: bool) -> None:
         scored = forward_batch(there, batch, ("logprobs",))["logprobs"]
         flat = scored.values if packed else scored
         assert flat.device.type == home and batch.sequences[0].device.type == home
-        trained = there.token_stats(native_batch(batch)).log_probs
+        trained = there.token_stats(native_batch(batch)).logprobs
         assert (trained.values if packed else trained).device.type == "cuda"
         torch.testing.assert_close((trained.values if packed else trained).cpu(), flat.cpu(), rtol=1e-4, atol=1e-4)
     moved = forward_batch(there, from_experiences(records), ("logprobs",), device="cuda")["logprobs"]
     assert moved.device.type == "cuda"
     here_batch = zoo.batch_of(records, packed=packed)
     for batch in (here_batch, zoo.batch_of(records, packed=packed, device=DEVICE), here_batch.pin_memory()):
-        again = batch.flatten_response(there.token_stats(batch).log_probs).cpu()
-        torch.testing.assert_close(again, want.log_probs.tensor_of_values(), rtol=1e-4, atol=1e-4)
+        again = batch.flatten_response(there.token_stats(batch).logprobs).cpu()
+        torch.testing.assert_close(again, want.logprobs.tensor_of_values(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("packed", [None, True], ids=["padded", "packed"])
@@ -71,7 +71,7 @@ def test_sampled_and_scored(
             [[5, 6, 7, 9], [8], [10, 11]], n=8, max_tokens=64, temperature=temperature, logprobs="tempered", seed=1
         )
         records = [one.to_experience() for one in found]
-        scored = policy_log_probs(actor, records, temperature=temperature, packed=packed).log_probs
+        scored = policy_log_probs(actor, records, temperature=temperature, packed=packed).logprobs
         off = (scored.tensor_of_values() - torch.cat([one.logprobs for one in records])).abs()
         largest, mean = max(largest, float(off.max())), max(mean, float(off.mean()))
     record_property("largest difference", largest)
@@ -100,7 +100,7 @@ def test_logits_never_lie_in_memory(dtype: torch.dtype, packed: bool) -> None:
 
     def train() -> None:
         found = actor.token_stats(batch, entropy=True)
-        (found.log_probs.values if packed else found.log_probs).sum().backward()
+        (found.logprobs.values if packed else found.logprobs).sum().backward()
 
     scoring = peak(lambda: policy_log_probs(actor, records, entropy=True, packed=packed, token_budget=1 << 20))
     training = peak(train)
@@ -111,13 +111,13 @@ def test_logits_never_lie_in_memory(dtype: torch.dtype, packed: bool) -> None:
 def test_adapters_and_critics() -> None:
     records = zoo.records(SHAPES)
     actor = Actor(tiny.llama(), device=DEVICE, lora={"r": 4, "target_modules": ["q_proj", "v_proj"]}).train()
-    base = policy_log_probs(Actor(tiny.llama()), records).log_probs.tensor_of_values()
+    base = policy_log_probs(Actor(tiny.llama()), records).logprobs.tensor_of_values()
     for name, parameter in actor.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    found = reference_log_probs(actor, records).log_probs.tensor_of_values()
+    found = reference_log_probs(actor, records).logprobs.tensor_of_values()
     torch.testing.assert_close(found, base, rtol=1e-4, atol=1e-4)
-    assert float((policy_log_probs(actor, records).log_probs.tensor_of_values() - base).abs().max()) > 0.1
+    assert float((policy_log_probs(actor, records).logprobs.tensor_of_values() - base).abs().max()) > 0.1
     torch.manual_seed(0)
     critic = Critic(tiny.llama(), value_head="normal")
     here = values(critic, records).values.tensor_of_values()
@@ -130,10 +130,10 @@ def test_adapters_and_critics() -> None:
 @pytest.mark.parametrize("name", test_vision_models.MODELS)
 def test_images(name: str) -> None:
     model, records = (make() for make in test_vision_models.MODELS[name])
-    want = policy_log_probs(Actor(model), records).log_probs.tensor_of_values()
+    want = policy_log_probs(Actor(model), records).logprobs.tensor_of_values()
     there = Actor(copy.deepcopy(model), device=DEVICE)
     for packed in (None, True):
-        found = policy_log_probs(there, records, packed=packed, token_budget=40).log_probs.tensor_of_values()
+        found = policy_log_probs(there, records, packed=packed, token_budget=40).logprobs.tensor_of_values()
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
 
 

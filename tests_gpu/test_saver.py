@@ -35,7 +35,7 @@ def batch(device: str) -> Any:
                 tokens=tokens,
                 prompt_length=2,
                 logprobs=-places,
-                policy_logprobs=(-places - 0.5).to(torch.bfloat16),
+                old_logprobs=(-places - 0.5).to(torch.bfloat16),
                 entropy=places / 4,
                 advantages=places.requires_grad_(),
                 reward=float(i),

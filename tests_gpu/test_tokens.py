@@ -33,9 +33,9 @@ def _seed() -> None:
 def weights(stats: TokenStats) -> torch.Tensor:
     """A loss of both results."""
     assert stats.entropy is not None
-    factors = torch.linspace(-1, 2, stats.log_probs.numel(), device=stats.log_probs.device, dtype=torch.float64)
-    factors = factors.view(stats.log_probs.shape)
-    log_probs = torch.where(stats.log_probs.isfinite(), stats.log_probs, 0)
+    factors = torch.linspace(-1, 2, stats.logprobs.numel(), device=stats.logprobs.device, dtype=torch.float64)
+    factors = factors.view(stats.logprobs.shape)
+    log_probs = torch.where(stats.logprobs.isfinite(), stats.logprobs, 0)
     return (log_probs * factors).sum() + (stats.entropy * factors.flip(0)).sum()
 
 
@@ -70,10 +70,10 @@ def test_from_logits(dtype: torch.dtype, shape: tuple[int, ...], vocabulary: int
     how: dict[str, Any] = {"temperature": {"one": 1.0, "number": 0.7, "each": each}[temperature]}
     mine, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
     found, expected = from_logits(mine, labels, entropy=True, **how), exact(theirs, labels, **how)
-    assert found.log_probs.dtype == torch.float32
-    close(found.log_probs, expected.log_probs, 2e-5)
+    assert found.logprobs.dtype == torch.float32
+    close(found.logprobs, expected.logprobs, 2e-5)
     close(found.entropy, expected.entropy, 2e-5)
-    close(from_logits(logits, labels, **how).log_probs, expected.log_probs, 2e-5)
+    close(from_logits(logits, labels, **how).logprobs, expected.logprobs, 2e-5)
     close(entropy_from_logits(logits, **how), expected.entropy, 2e-5)
     weights(found).backward()
     weights(expected).backward()
@@ -100,7 +100,7 @@ def test_slices_and_strides() -> None:
     labels = torch.randint(0, 2000, (3, 4), device=DEVICE)
     for view in (whole[:, :-1], whole[:, 1:, ::1], whole.transpose(1, 2).contiguous().transpose(1, 2)[:, :-1]):
         found, expected = from_logits(view, labels, entropy=True), exact(view, labels)
-        close(found.log_probs, expected.log_probs, 1e-5)
+        close(found.logprobs, expected.logprobs, 1e-5)
         close(found.entropy, expected.entropy, 1e-5)
     torch.cuda.synchronize()
     large = torch.randn(4, 65, 50_000, device=DEVICE, dtype=torch.bfloat16)
@@ -117,7 +117,7 @@ def test_a_view_whose_entries_lie_further_apart_than_32_bits_say() -> None:
     labels = torch.randint(140_000, 151_936, (3,), device=DEVICE)
     mine, theirs = view.detach().requires_grad_(), view.double().requires_grad_()
     found, expected = from_logits(mine, labels, entropy=True), exact(theirs, labels)
-    close(found.log_probs, expected.log_probs, 2e-5)
+    close(found.logprobs, expected.logprobs, 2e-5)
     close(found.entropy, expected.entropy, 2e-5)
     weights(found).backward()
     weights(expected).backward()
@@ -140,8 +140,8 @@ def test_tiny_temperatures_give_the_likeliest_all(temperature: float, dtype: tor
     logits.requires_grad_()
     found = from_logits(logits, labels, temperature=temperature, entropy=True)
     assert found.entropy is not None
-    assert found.log_probs.tolist() == found.entropy.tolist() == [0.0] * 3
-    (slopes,) = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), logits)
+    assert found.logprobs.tolist() == found.entropy.tolist() == [0.0] * 3
+    (slopes,) = torch.autograd.grad(found.logprobs.sum() + found.entropy.sum(), logits)
     assert slopes.isfinite().all() and not slopes.any()
 
 
@@ -159,8 +159,8 @@ def test_tiny_temperatures_of_a_head(temperature: float, dtype: torch.dtype, voc
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     found = from_hidden(*leaves, labels, temperature=temperature, entropy=True)
     assert found.entropy is not None
-    assert found.log_probs.tolist() == found.entropy.tolist() == [0.0] * 4
-    for slopes in torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), leaves):
+    assert found.logprobs.tolist() == found.entropy.tolist() == [0.0] * 4
+    for slopes in torch.autograd.grad(found.logprobs.sum() + found.entropy.sum(), leaves):
         assert slopes.isfinite().all() and not slopes.any()
 
 
@@ -168,18 +168,18 @@ def test_what_is_not_checked_is_nan() -> None:
     logits = torch.randn(4, 10, device=DEVICE)
     labels = torch.tensor([0, 10, -1, -100], device=DEVICE)
     found = from_logits(logits, labels, entropy=True)
-    assert found.log_probs.isnan().tolist() == [False, True, True, False]
+    assert found.logprobs.isnan().tolist() == [False, True, True, False]
     assert found.entropy is not None and found.entropy.isfinite().all()
     each = torch.tensor([1.0, 0.0, -1.0, INF], device=DEVICE)
     found = from_logits(logits, labels.clamp(0, 9), temperature=each)
-    assert found.log_probs.isnan().tolist() == [False, True, True, True]
+    assert found.logprobs.isnan().tolist() == [False, True, True, True]
     hidden, weight = torch.randn(2, 64, device=DEVICE).bfloat16(), torch.randn(10, 64, device=DEVICE).bfloat16()
     found = from_hidden(hidden, weight, torch.tensor([3, 10], device=DEVICE))
-    assert found.log_probs.isnan().tolist() == [False, True]
+    assert found.logprobs.isnan().tolist() == [False, True]
     logits[1, 3] = torch.nan
     logits[2] = -INF
     found = from_logits(logits, labels.clamp(0, 9), entropy=True)
-    assert found.log_probs.isnan().tolist() == [False, True, True, False]
+    assert found.logprobs.isnan().tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize("poison", [torch.nan, INF, -INF])
@@ -196,12 +196,12 @@ def test_ignored_logits_may_be_anything(poison: float, dtype: torch.dtype, tempe
     found = from_logits(mine, labels, temperature=temperature, entropy=True)
     expected = from_logits(alone, labels[kept], temperature=temperature, entropy=True)
     assert found.entropy is not None and expected.entropy is not None
-    assert torch.equal(found.log_probs[kept], expected.log_probs) and not found.log_probs[~kept].any()
+    assert torch.equal(found.logprobs[kept], expected.logprobs) and not found.logprobs[~kept].any()
     for ours, theirs in (
-        (found.log_probs.sum(), expected.log_probs.sum()),
+        (found.logprobs.sum(), expected.logprobs.sum()),
         (
-            found.log_probs.sum() + torch.where(kept, found.entropy, 0).sum(),
-            expected.log_probs.sum() + expected.entropy.sum(),
+            found.logprobs.sum() + torch.where(kept, found.entropy, 0).sum(),
+            expected.logprobs.sum() + expected.entropy.sum(),
         ),
     ):
         (one,) = torch.autograd.grad(ours, mine, retain_graph=True)
@@ -220,8 +220,8 @@ def test_where_there_is_no_distribution(dtype: torch.dtype) -> None:
     logits.requires_grad_()
     found = from_logits(logits, torch.zeros(4, dtype=torch.int64, device=DEVICE), entropy=True)
     assert found.entropy is not None
-    assert found.log_probs.isnan().tolist() == found.entropy.isnan().tolist() == [True, True, True, False]
-    (slopes,) = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), logits)
+    assert found.logprobs.isnan().tolist() == found.entropy.isnan().tolist() == [True, True, True, False]
+    (slopes,) = torch.autograd.grad(found.logprobs.sum() + found.entropy.sum(), logits)
     assert slopes[:3].isnan().all() and slopes[3].isfinite().all()
 
 
@@ -246,17 +246,17 @@ def test_ignored_hidden_states_may_be_anything(
     found = from_hidden(mine[0], mine[1], labels, bias=mine[2], softcap=softcap, entropy=True)
     expected = from_hidden(theirs[0], theirs[1], labels[kept], bias=theirs[2], softcap=softcap, entropy=True)
     assert found.entropy is not None and expected.entropy is not None
-    assert not found.log_probs[~kept].any()
-    close(found.log_probs[kept], expected.log_probs, 2e-5)
-    (found.log_probs.sum() + torch.where(kept, found.entropy, 0).sum()).backward()
-    (expected.log_probs.sum() + expected.entropy.sum()).backward()
+    assert not found.logprobs[~kept].any()
+    close(found.logprobs[kept], expected.logprobs, 2e-5)
+    (found.logprobs.sum() + torch.where(kept, found.entropy, 0).sum()).backward()
+    (expected.logprobs.sum() + expected.entropy.sum()).backward()
     assert mine[0].grad is not None and not mine[0].grad[~kept].any()
     for one, other in zip((mine[0].grad[kept], mine[1].grad, mine[2].grad), theirs, strict=True):
         assert one is not None and other.grad is not None
         error = (one.double() - other.grad).norm() / other.grad.norm()
         assert error < (1e-2 if dtype.itemsize == 2 else 1e-4)
     # The weight's gradient alone, of the log-probs alone.
-    alone = from_hidden(spoilt, mine[1], labels, softcap=softcap).log_probs.sum()
+    alone = from_hidden(spoilt, mine[1], labels, softcap=softcap).logprobs.sum()
     (slopes,) = torch.autograd.grad(alone, mine[1])
     assert slopes.isfinite().all() and slopes.any()
 
@@ -294,7 +294,7 @@ def test_from_hidden(dtype: torch.dtype, count: int, vocabulary: int, width: int
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     expected = exact(logits, labels, **head)
-    close(found.log_probs, expected.log_probs, 2e-5)
+    close(found.logprobs, expected.logprobs, 2e-5)
     close(found.entropy, expected.entropy, 2e-5)
     weights(found).backward()
     weights(expected).backward()
@@ -314,7 +314,7 @@ def test_every_way_to_a_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) 
     for tile in ((4096, 16384), (128, 1000), (300, 8192)):
         monkeypatch.setattr(logprobs, "_TILE_CUDA", tile)
         tiled = from_hidden(hidden, weight, labels, entropy=True)
-        close(tiled.log_probs, fused.log_probs, 2e-5)
+        close(tiled.logprobs, fused.logprobs, 2e-5)
         close(tiled.entropy, fused.entropy, 2e-5)
     grads = []
     for entries in (1 << 25, 1 << 16):
@@ -327,7 +327,7 @@ def test_every_way_to_a_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) 
         assert (one - other).norm() / other.norm() < 5e-3
     monkeypatch.setattr(_vocabulary, "kernels_for", lambda _: None)
     plain = from_hidden(hidden, weight, labels, entropy=True)
-    close(plain.log_probs, fused.log_probs, 2e-5)
+    close(plain.logprobs, fused.logprobs, 2e-5)
     close(plain.entropy, fused.entropy, 2e-5)
 
 
@@ -338,17 +338,17 @@ def test_impossible_tokens_by_bias() -> None:
     labels = torch.tensor([0, 700, 899, 300], device=DEVICE)
     found = from_hidden(hidden, weight, labels, bias=bias, entropy=True)
     expected = exact(hidden.double() @ weight.double().T + bias, labels)
-    assert found.log_probs.isinf().tolist() == [True, False, False, True]
-    close(found.log_probs, expected.log_probs, 2e-5)
+    assert found.logprobs.isinf().tolist() == [True, False, False, True]
+    close(found.logprobs, expected.logprobs, 2e-5)
     close(found.entropy, expected.entropy, 2e-5)
 
 
 def test_autocast_outside_changes_nothing() -> None:
     hidden, weight = torch.randn(40, 64, device=DEVICE), torch.randn(300, 64, device=DEVICE)
     labels = torch.randint(0, 300, (40,), device=DEVICE)
-    alone = from_hidden(hidden, weight, labels).log_probs
+    alone = from_hidden(hidden, weight, labels).logprobs
     with torch.autocast("cuda", torch.bfloat16):
-        assert torch.equal(from_hidden(hidden, weight, labels).log_probs, alone)
+        assert torch.equal(from_hidden(hidden, weight, labels).logprobs, alone)
 
 
 @pytest.mark.parametrize("dtype", [*KINDS, torch.float64])
@@ -358,12 +358,12 @@ def test_top_k(dtype: torch.dtype) -> None:
     found = top_k(logits, 120, temperature=0.7)
     expected = torch.log_softmax(logits.double() / 0.7, -1).sort(dim=-1, descending=True, stable=True)
     assert torch.equal(found.ids, expected.indices[:, :120])
-    close(found.log_probs, expected.values[:, :120], 2e-5)
+    close(found.logprobs, expected.values[:, :120], 2e-5)
     hidden, weight = torch.randn(70, 64, device=DEVICE).to(dtype), torch.randn(30_000, 64, device=DEVICE).to(dtype)
     found = top_k_from_hidden(hidden, weight, 8)
     values = torch.log_softmax(hidden.double() @ weight.double().T, -1)
-    close(found.log_probs, values.topk(8).values, 5e-5)
-    close(found.log_probs, values.gather(1, found.ids), 5e-5)
+    close(found.logprobs, values.topk(8).values, 5e-5)
+    close(found.logprobs, values.gather(1, found.ids), 5e-5)
 
 
 def test_memory_of_a_large_head() -> None:
@@ -381,10 +381,10 @@ def test_memory_of_a_large_head() -> None:
     found = from_hidden(hidden, weight, labels, entropy=True)
     assert peak(before) < 512
     assert found.entropy is not None
-    (found.log_probs.sum() + found.entropy.sum()).backward()
+    (found.logprobs.sum() + found.entropy.sum()).backward()
     gradients = (hidden.nbytes + weight.nbytes) / MIB
     assert peak(before) - gradients < 1024
     some = slice(8000, 8016)
     expected = exact(hidden.detach()[some].double() @ weight.detach().double().T, labels[some])
-    close(found.log_probs[some], expected.log_probs, 1e-4)
+    close(found.logprobs[some], expected.logprobs, 1e-4)
     close(found.entropy[some], expected.entropy, 1e-4)

@@ -99,7 +99,7 @@ def test_log_probs_and_gradients_of_a_model(name: str, dtype: torch.dtype, monke
         return Actor(Actor(config).model, dtype=kind, device=device, attn_implementation=attention)
 
     def learned(actor: Actor, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        found = zoo.stats_of(actor, records, packed).log_probs.values
+        found = zoo.stats_of(actor, records, packed).logprobs.values
         ramp = torch.linspace(-1, 1, len(found), device=found.device)
         loss = (found * ramp).sum() / len(found)
         pulls = torch.autograd.grad(loss, [one for one in actor.parameters() if one.requires_grad])
@@ -136,7 +136,7 @@ def test_gradient_checkpointing_and_autocast(monkeypatch: pytest.MonkeyPatch) ->
     def slope() -> torch.Tensor:
         actor.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            found = zoo.stats_of(actor, records).log_probs.values
+            found = zoo.stats_of(actor, records).logprobs.values
         found.mean().backward()
         return torch.cat([one.grad.flatten() for one in actor.parameters() if one.grad is not None])
 
@@ -161,7 +161,7 @@ def test_the_same_is_sampled_as_with_sdpa(dtype: torch.dtype) -> None:
     assert [one.response_ids for one in mine] == [one.response_ids for one in theirs]
     records = [one.to_experience() for one in mine]
     said = torch.cat([one.logprobs for one in records])
-    scored = policy_log_probs(ours, records, temperature=0.8).log_probs.tensor_of_values()
+    scored = policy_log_probs(ours, records, temperature=0.8).logprobs.tensor_of_values()
     off = (scored - said).abs()
     assert off.max() < 1e-4 if dtype == torch.float32 else off.mean() < 0.03
 

@@ -15,9 +15,9 @@ from tests.strategies import make_tensor
 
 LAYOUTS = ("left", "prompt_left_response_right", "packed")
 LAYOUT = "prompt_left_response_right"
-RESPONSE = ("logprobs", "policy_logprobs", "advantages", "returns", "token_level_reward", "teacher_logprobs")
+RESPONSE = ("logprobs", "old_logprobs", "advantages", "returns", "token_level_reward", "teacher_logprobs")
 """Fields that a test may give to all its records."""
-TRL_NAMES = ("logprobs", "policy_logprobs")
+TRL_NAMES = ("logprobs", "old_logprobs")
 MORE = ("loss_weights", "policy_versions", "routed_experts")
 
 
@@ -60,7 +60,7 @@ def make_records(
 
 def make_batch(seed: int, layout: str = LAYOUT, media: bool = False) -> ExperienceBatch:
     """A batch with every field that a batch has and a record has not."""
-    records = make_records(seed, names=("policy_logprobs", "logprobs", "advantages", "returns", *MORE), media=media)
+    records = make_records(seed, names=("old_logprobs", "logprobs", "advantages", "returns", *MORE), media=media)
     batch = from_experiences(records, packing_samples=True)
     for name in ("base_action_log_probs", "values", "kl", "action_entropy"):
         batch.__setattr__(name, [torch.randn(len(row)) for row in batch.action_mask])
@@ -74,8 +74,8 @@ def scored_records(seed: int, count: int = 4, spread: float = 0.2) -> Experience
     rows = []
     for row in make_records(seed, count=count, names=TRL_NAMES):
         advantages = row.action_mask.float() * row.reward
-        near = -4.16 + spread * row.policy_logprobs
-        rows.append(row.replace(advantages=advantages, policy_logprobs=near, logprobs=near + 0.1))
+        near = -4.16 + spread * row.old_logprobs
+        rows.append(row.replace(advantages=advantages, old_logprobs=near, logprobs=near + 0.1))
     return Experiences(rows)
 
 

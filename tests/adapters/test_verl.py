@@ -289,10 +289,10 @@ def test_what_verl_adds_comes_back(verl: Any, algorithms: Any) -> None:
     for i, (row, old) in enumerate(zip(back, records, strict=True)):
         width = len(old.logprobs)
         assert row.logprobs.tolist() == old.logprobs.tolist() and row.reward == old.reward
-        assert row.policy_logprobs.tolist() == (old.logprobs + 1).tolist()
+        assert row.old_logprobs.tolist() == (old.logprobs + 1).tolist()
         assert row.advantages.tolist() == advantages[i, :width].tolist()
         assert row.values.tolist() == [0.0] * width
-        assert row.replace(info=old.info, policy_logprobs=None, advantages=None, returns=None, values=None) == old
+        assert row.replace(info=old.info, old_logprobs=None, advantages=None, returns=None, values=None) == old
     batch = from_verl(data)
     assert batch.action_log_probs.tolist() == data.batch["old_log_probs"].masked_fill(~_own(batch), 0).tolist()
     assert batch.extras["logprobs"].tolist() == data.batch["rollout_log_probs"].tolist()
@@ -369,7 +369,7 @@ def test_a_rollout_that_verl_made(verl: Any) -> None:
     assert batch.info["reward"].tolist() == [0.75, 1.0]
     records = experiences_from_verl(data)
     assert [row.experience_type for row in records] == ["multi_turn", "single_turn"]
-    assert records[0].logprobs.tolist() == [-1.0, -2.0, -3.0] and records[0].policy_logprobs is None
+    assert records[0].logprobs.tolist() == [-1.0, -2.0, -3.0] and records[0].old_logprobs is None
 
     again = to_verl(batch, pad_token_id=0, max_prompt_length=4, max_response_length=5)
     attended = data.batch["attention_mask"] != 0

@@ -194,9 +194,9 @@ def test_a_sequence_is_masked_as_a_whole_and_a_token_alone() -> None:
 
 
 def test_equal_policies_weigh_exactly_one() -> None:
-    log_probs = torch.randn(4, 9).exp().neg()
+    logprobs = torch.randn(4, 9).exp().neg()
     for level in ("token", "sequence", "geometric"):
-        found = importance_weights(log_probs, log_probs, level=level, normalise=True)
+        found = importance_weights(logprobs, logprobs, level=level, normalise=True)
         assert torch.equal(found.weights, torch.ones(4, 9)) and found.report.metrics["weight_ess"] == 1.0
         assert found.report.metrics["capped"] == 0.0
 
@@ -394,8 +394,8 @@ ONE = torch.zeros(1, 2)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: importance_weights(ONE, torch.zeros(1, 3)), "behaviour_log_probs: got shape [1, 3], expected [1, 2]"),
-        (lambda: importance_weights(ONE, ONE, torch.ones(2, 2)), "policy_log_probs: got shape [1, 2], expected [2, 2]"),
+        (lambda: importance_weights(ONE, torch.zeros(1, 3)), "logprobs: got shape [1, 3], expected [1, 2]"),
+        (lambda: importance_weights(ONE, ONE, torch.ones(2, 2)), "old_logprobs: got shape [1, 2], expected [2, 2]"),
         (lambda: importance_weights(ONE, ONE, level="row"), "level: got 'row', expected one of 'token', 'sequence'"),
         (lambda: importance_weights(ONE, ONE, truncate=0.0), "truncate: got 0.0, expected a positive number"),
         (lambda: importance_weights(ONE, ONE, low=3.0), "low: got 3.0, expected a number from 0 to 2"),

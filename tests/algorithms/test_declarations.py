@@ -34,6 +34,6 @@ def test_losses() -> None:
     assert declared(LOSSES, data="answers") == ["sft", "sft_is", "sft_phi"]
     assert declared(LOSSES, data="pairs") == ["dpo", "dpo_sums"]
     assert declared(LOSSES, data="mixed") == ["mix", "mix_chord"]
-    assert [name for name in LOSSES.names() if LOSSES[name].denominators is not None] == ["mix", "mix_chord", "dpo"]
+    assert [name for name in LOSSES.names() if LOSSES[name].denominators is not None] == ["dpo", "mix", "mix_chord"]
     assert [name for name in LOSSES.names() if LOSSES[name].needs_reference({})] == ["dpo"]
     assert not LOSSES["dpo"].needs_reference({"reference_free": True})

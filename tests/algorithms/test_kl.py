@@ -64,9 +64,9 @@ def test_aliases_and_unknown_names():
         kl("k4", [0.0], [0.0])
     with pytest.raises(ValueError, match=r"corrected_k3: unknown option 'cpa'; did you mean 'cap'"):
         kl("corrected_k3", [0.0], [0.0], cpa=3.0)
-    with pytest.raises(ValueError, match=r"ref_log_probs: got shape \[1\], expected \[2\]"):
+    with pytest.raises(ValueError, match=r"ref_logprobs: got shape \[1\], expected \[2\]"):
         kl("k1", [0.0, 0.0], [0.0])
-    with pytest.raises(ValueError, match=r"old_log_probs: got shape \[1\], expected \[2\]"):
+    with pytest.raises(ValueError, match=r"old_logprobs: got shape \[1\], expected \[2\]"):
         corrected_k3([0.0, 0.0], [0.0, 0.0], [0.0])
     with pytest.raises(ValueError, match=r"cap: got -1"):
         corrected_k3([0.0], [0.0], [0.0], cap=-1)
@@ -182,9 +182,9 @@ def test_lists_join_what_is_on_a_device():
     for name in KL.names():
         assert kl(name, [-1.0, -2.0], there).device.type == kl(name, there, [-1.0, -2.0]).device.type == "meta"
     assert corrected_k3([-1.0, -2.0], [-1.0, -2.0], there).device.type == "meta"
-    with pytest.raises(ValueError, match="ref_log_probs: got device cpu, expected meta"):
+    with pytest.raises(ValueError, match="ref_logprobs: got device cpu, expected meta"):
         k3(there, torch.zeros(2))
-    with pytest.raises(ValueError, match=r"old_log_probs: got shape \[3\], expected \[2\], as log_probs have"):
+    with pytest.raises(ValueError, match=r"old_logprobs: got shape \[3\], expected \[2\], as logprobs have"):
         corrected_k3([-1.0, -2.0], [-1.0, -2.0], torch.zeros(3))
 
 

@@ -112,7 +112,7 @@ def data_of(arrays: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
     """Arguments under every name that a loss may ask for, and the leaf that carries the gradient."""
     leaf = arrays["lp"].clone().requires_grad_()
     old, adv, ref = arrays["old"], arrays["adv"], arrays["ref"]
-    data = {"log_probs": leaf, "old_log_probs": old, "advantages": adv, "ref_log_probs": ref, "mask": arrays["mask"]}
+    data = {"new_logprobs": leaf, "old_logprobs": old, "advantages": adv, "ref_logprobs": ref, "mask": arrays["mask"]}
     return data | {"values": leaf, "returns": adv, "old_values": old, "entropy": leaf}, leaf
 
 
@@ -475,7 +475,7 @@ def test_gradcheck(name, layout):
 
     def value(leaf: torch.Tensor) -> torch.Tensor:
         data, _ = data_of(arrays)
-        data |= {"log_probs": leaf, "values": leaf, "entropy": leaf}
+        data |= {"new_logprobs": leaf, "values": leaf, "entropy": leaf}
         return LOSSES.call(name, data, **({"coef": 0.5} if name in ("entropy", "kl") else {})).value
 
     kept = arrays["mask"].values if layout == "packed" else arrays["mask"]
@@ -487,7 +487,7 @@ def test_gradcheck(name, layout):
 def test_on_policy_gradient_is_the_policy_gradient(name):
     x = torch.randn(3, 4, dtype=torch.float64).requires_grad_()
     advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    LOSSES.call(name, {"log_probs": x, "old_log_probs": x, "advantages": advantages}, mode=MEAN).backward()
+    LOSSES.call(name, {"new_logprobs": x, "old_logprobs": x, "advantages": advantages}, mode=MEAN).backward()
     assert torch.allclose(x.grad, -advantages[:, None].expand(3, 4) / 12)  # old is a constant even if it is x itself
 
 
@@ -519,7 +519,7 @@ def test_no_token_at_all_is_zero_with_a_gradient(name, options):
     leaf = torch.full((2, 3), math.nan, requires_grad=True)
     junk = torch.full((2, 3), math.nan)
     data, _ = data_of({"lp": leaf, "old": junk, "adv": junk, "ref": junk, "mask": torch.zeros(2, 3)})
-    data |= {"log_probs": leaf, "values": leaf, "entropy": leaf}
+    data |= {"new_logprobs": leaf, "values": leaf, "entropy": leaf}
     loss = LOSSES.call(name, data, **options)
     assert loss.value.item() == 0 and all(v.item() == 0 for v in loss.metrics.values())
     loss.backward()
@@ -550,7 +550,7 @@ REPORTED = {"importance_sampling": "approx_kl"} | dict.fromkeys(
 
 @pytest.mark.parametrize("name", REPORTED)
 def test_the_kl_that_is_reported_is_of_the_ratio_as_it_is(name):
-    data = {"log_probs": [[-1.0, -52.0, -0.5]], "old_log_probs": [[-1.5, -2.0, -40.5]], "advantages": [1.0]}
+    data = {"new_logprobs": [[-1.0, -52.0, -0.5]], "old_logprobs": [[-1.5, -2.0, -40.5]], "advantages": [1.0]}
     found = LOSSES.call(name, data).metrics[REPORTED[name]]
     assert found.item() == pytest.approx((-0.5 + 50.0 - 40.0) / 3)
     mixed = LOSSES.call("mix", data | {"expert_mask": [False]}).metrics["usual/ppo_kl"]
@@ -566,7 +566,7 @@ def test_a_plain_policy_gradient_clips_nothing_and_reports_the_true_distance():
 def test_extreme_ratios_stay_finite(name):
     x = torch.tensor([[-500.0, -0.1, -500.0, -0.1]], requires_grad=True)
     old = torch.tensor([[-0.1, -500.0, -0.1, -500.0]])
-    data = {"log_probs": x, "old_log_probs": old, "advantages": torch.tensor([[1.0, 1.0, -1.0, -1.0]])}
+    data = {"new_logprobs": x, "old_logprobs": old, "advantages": torch.tensor([[1.0, 1.0, -1.0, -1.0]])}
     loss = LOSSES.call(name, data)
     loss.backward()
     assert loss.value.isfinite() and x.grad.isfinite().all()
@@ -661,7 +661,7 @@ X = torch.zeros(2, 3)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ppo(X, X[:, :2], X), r"old_log_probs: got shape \[2, 2\], expected \[2, 3\]"),
+        (lambda: ppo(X, X[:, :2], X), r"old_logprobs: got shape \[2, 2\], expected \[2, 3\]"),
         (lambda: ppo(X, X, X[:, :2]), r"advantages: got shape \[2, 2\], expected \[2, 3\]"),
         (lambda: ppo(X, X, X[:, 0].repeat(2)), r"advantages: got shape \[4\], expected \[2\], one for each row"),
         (
@@ -712,24 +712,24 @@ X = torch.zeros(2, 3)
         (lambda: dpo(X, ["a", "a"], [1, 0], X, whole={"tokens": 3}), r"whole: got {'tokens': 3}, expected how many"),
         (lambda: dpo(X, ["a", "a"], [1, 1], X), r"pairs: 'a' has rows 0 and 1 as chosen, expected one of each"),
         (lambda: dpo(X, ["a", "b"], [1, 0], X), r"pairs: 'a' has a chosen row and no rejected one"),
-        (lambda: dpo(X, ["a", "a"], [1, 0]), r"ref_log_probs: got None, expected .* or reference_free=True"),
+        (lambda: dpo(X, ["a", "a"], [1, 0]), r"ref_logprobs: got None, expected .* or reference_free=True"),
         (
             lambda: dpo(X, ["a", "a"], [1, 0], X, reference_free=True),
-            r"ref_log_probs: got a reference, expected None, since reference_free is True",
+            r"ref_logprobs: got a reference, expected None, since reference_free is True",
         ),
         (
             lambda: dpo_sums([1.0], [1.0], None, [1.0], reference_free=True),
-            r"ref_rejected_log_probs: got a reference, expected None, since reference_free is True",
+            r"ref_rejected_logprobs: got a reference, expected None, since reference_free is True",
         ),
         (
             lambda: dpo_sums([1.0], [1.0], [1.0]),
-            r"ref_rejected_log_probs: got None, expected the reference's log-probs",
+            r"ref_rejected_logprobs: got None, expected the reference's log-probs",
         ),
-        (lambda: dpo_sums(1.0, 1.0, 1.0, 1.0), r"chosen_log_probs: got shape \[\], expected one number for each pair"),
-        (lambda: dpo_sums([1.0], None, [1.0], [1.0]), r"rejected_log_probs: got what is no array of numbers"),
+        (lambda: dpo_sums(1.0, 1.0, 1.0, 1.0), r"chosen_logprobs: got shape \[\], expected one number for each pair"),
+        (lambda: dpo_sums([1.0], None, [1.0], [1.0]), r"rejected_logprobs: got what is no array of numbers"),
         (
             lambda: dpo_sums(X[0], X[0].to("meta"), reference_free=True),
-            r"chosen_log_probs: got device cpu, expected meta",
+            r"chosen_logprobs: got device cpu, expected meta",
         ),
         (lambda: cispo(X, X, X, mask_clip="false"), r"mask_clip: got 'false', expected True or False"),
         (lambda: ppo(X, X, X, policy_gradient=1), r"policy_gradient: got 1, expected True or False"),
@@ -740,8 +740,8 @@ X = torch.zeros(2, 3)
         (lambda: dpo(X, ["a", "a"], [1, 0], X, beta=0), r"beta: got 0, expected a positive number"),
         (lambda: dpo(X, ["a", "a"], [1, 0], X, variant="x"), r"variant: got 'x'"),
         (lambda: dpo(X, ["a", "a"], [1, 0], X, variant="ipo", label_smoothing=0.1), r"label_smoothing: got 0.1"),
-        (lambda: dpo_sums([1.0], [1.0]), r"ref_chosen_log_probs: got None"),
-        (lambda: dpo_sums([1.0], [1.0, 2.0], reference_free=True), r"rejected_log_probs: got shape \[2\]"),
+        (lambda: dpo_sums([1.0], [1.0]), r"ref_chosen_logprobs: got None"),
+        (lambda: dpo_sums([1.0], [1.0, 2.0], reference_free=True), r"rejected_logprobs: got shape \[2\]"),
         (lambda: interleaved(3), r"rows: got 3, expected an even number"),
     ],
 )
@@ -886,7 +886,7 @@ def test_mix(name, mode, seed):
 
 def test_mix_of_one_kind_is_that_loss():
     data, _ = data_of(Batch(33, rows=4).padded("right"))
-    rows = (data["log_probs"], data["old_log_probs"], data["advantages"])
+    rows = (data["new_logprobs"], data["old_logprobs"], data["advantages"])
     assert mix(*rows, [False] * 4, data["mask"], mu=0.0).value == ppo(*rows, data["mask"]).value
     assert mix(*rows, [True] * 4, data["mask"], mu=1.0).value == sft(rows[0], data["mask"]).value
     plain = mix_chord(*rows, [True] * 4, 9, data["mask"], peak=1.0, valley=1.0, phi=False)
@@ -940,7 +940,7 @@ def test_dpo_per_pair(variant, smoothing, free, seed):
     small = batch.sub(order)
 
     def referred(arrays: dict[str, Any]) -> dict[str, Any]:
-        return data_of(arrays)[0] | ({"ref_log_probs": None} if free else {})
+        return data_of(arrays)[0] | ({"ref_logprobs": None} if free else {})
 
     for arrays in layouts(small).values():
         data = referred(arrays)

@@ -549,7 +549,7 @@ def test_pass_rates_are_means_by_key(rows: list[tuple[float | None, tuple[int, i
         (lambda: shape_repetition([1.0], [[1], [2]]), "tokens: got 2 rows, expected 1, one for each reward"),
         (lambda: shape_repetition([1.0], [[1.5]], n=1), "tokens: got float32, expected integers"),
         (lambda: shape_rank([1.0], ["a"], [-1.0], ["x", "y"]), "runs: got 2, expected 1"),
-        (lambda: shape_rank([1.0], ["a"], [-1.0, -2.0]), "log_probs: got 2, expected 1"),
+        (lambda: shape_rank([1.0], ["a"], [-1.0, -2.0]), "logprobs: got 2, expected 1"),
         (lambda: shape_rank([1.0], None, [-1.0]), "groups: got None"),
         (lambda: shape_by([1.0], [1.0], reason=""), "reason: got '', expected a name other than 'missing reward'"),
         (lambda: shape_by([1.0], [1.0], reason="zero divisor"), "reason: got 'zero divisor', expected a name other"),
@@ -627,9 +627,9 @@ def test_equal_rewards_with_a_rank_penalty_score_against_each_other() -> None:
 def test_rank_penalty_names_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="penalty: got 2, expected a number from 0 to 1"):
         rank_penalty([1.0], ["a"], [0.0], penalty=2)
-    with pytest.raises(ValueError, match="log_probs: got NaN at row 0"):
+    with pytest.raises(ValueError, match="logprobs: got NaN at row 0"):
         rank_penalty([1.0], ["a"], [math.nan])
-    with pytest.raises(ValueError, match="log_probs: got 2, expected 1"):
+    with pytest.raises(ValueError, match="logprobs: got 2, expected 1"):
         rank_penalty([1.0], ["a"], [0.0, 0.0])
 
 

@@ -90,10 +90,10 @@ def test_values_are_the_textbooks(
     with cut(*size):
         found = from_logits(logits, labels, temperature=temperature, entropy=True)
         assert found.entropy is not None
-        assert found.log_probs.dtype == found.entropy.dtype == torch.float64
-        close(found.log_probs, log_probs)
+        assert found.logprobs.dtype == found.entropy.dtype == torch.float64
+        close(found.logprobs, log_probs)
         close(found.entropy, entropy)
-        close(from_logits(logits, labels, temperature=temperature).log_probs, log_probs)
+        close(from_logits(logits, labels, temperature=temperature).logprobs, log_probs)
         close(entropy_from_logits(logits, temperature=temperature), entropy)
 
 
@@ -115,9 +115,9 @@ def test_gradients_are_the_textbooks(
         found = from_logits(logits, labels, temperature=temperature, entropy=True)
         assert found.entropy is not None
         for ours, theirs in (
-            ((found.log_probs, None), (log_probs, None)),
+            ((found.logprobs, None), (log_probs, None)),
             ((None, found.entropy), (None, entropy)),
-            ((found.log_probs, found.entropy), (log_probs, entropy)),
+            ((found.logprobs, found.entropy), (log_probs, entropy)),
         ):
             (one,) = torch.autograd.grad(weighed(ours, weights), logits, retain_graph=True)
             (other,) = torch.autograd.grad(weighed(theirs, weights), low, retain_graph=True)
@@ -212,7 +212,7 @@ def test_from_hidden_is_from_logits(
         expected = from_logits(logits, labels, temperature=0.9, entropy=True)
         assert expected.entropy is not None
         close_enough = 1e-10 if dtype == torch.float64 else 2e-5
-        close(found.log_probs, expected.log_probs, close_enough)
+        close(found.logprobs, expected.logprobs, close_enough)
         close(found.entropy, expected.entropy, close_enough)
         weighed(tuple(found), weights).backward()
         weighed(tuple(expected), weights).backward()
@@ -274,7 +274,7 @@ def test_products_of_sixteen_bits(dtype: torch.dtype, count: int, tile: tuple[in
     capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     expected = textbook(capped, labels, 0.9)
     assert found.entropy is not None
-    close(found.log_probs, expected[0], 2e-5)
+    close(found.logprobs, expected[0], 2e-5)
     close(found.entropy, expected[1], 2e-5)
     (slopes,) = torch.autograd.grad(weighed(expected, weights), logits)
     ones = torch.ones(count, 1, dtype=torch.float64)
@@ -293,15 +293,15 @@ def test_few_bits_lose_nothing(dtype: torch.dtype) -> None:
     log_probs, entropy = textbook(logits, labels, 0.9)
     found = from_logits(logits, labels, temperature=0.9, entropy=True)
     assert found.entropy is not None
-    assert found.log_probs.dtype == found.entropy.dtype == torch.float32
-    assert (found.log_probs - log_probs).abs().max() < 1e-5
+    assert found.logprobs.dtype == found.entropy.dtype == torch.float32
+    assert (found.logprobs - log_probs).abs().max() < 1e-5
     assert (found.entropy - entropy).abs().max() < 1e-5
     hidden, weight = torch.randn(6, 96).to(dtype), torch.randn(5000, 96).to(dtype)
     labels = torch.randint(0, 5000, (6,))
     log_probs, entropy = textbook(hidden.double() @ weight.double().T, labels)
     found = from_hidden(hidden, weight, labels, entropy=True)
     assert found.entropy is not None
-    assert (found.log_probs - log_probs).abs().max() < 1e-4
+    assert (found.logprobs - log_probs).abs().max() < 1e-4
     assert (found.entropy - entropy).abs().max() < 1e-4
 
 
@@ -331,41 +331,41 @@ def test_large_logits_lose_no_digits() -> None:
     labels = torch.tensor([0, 1, 2, 3])
     near, far = (from_logits(logits + shift, labels, entropy=True) for shift in (0.0, 4096.0))
     assert near.entropy is not None and far.entropy is not None
-    assert torch.equal(near.log_probs, far.log_probs)
+    assert torch.equal(near.logprobs, far.logprobs)
     assert torch.equal(near.entropy, far.entropy)
     sharp = torch.tensor([[0.0, -1e4, -3e38]])
     found = from_logits(sharp, torch.tensor([0]), entropy=True, temperature=1e-3)
-    assert found.log_probs.item() == 0 and found.entropy is not None and found.entropy.item() == 0
+    assert found.logprobs.item() == 0 and found.entropy is not None and found.entropy.item() == 0
 
 
 def test_tokens_that_cannot_be() -> None:
     logits = torch.tensor([[0.0, -INF, 0.0], [-INF, 5.0, -INF]], requires_grad=True)
     found = from_logits(logits, torch.tensor([1, 1]), entropy=True)
     assert found.entropy is not None
-    assert found.log_probs.tolist() == [-INF, 0.0]
+    assert found.logprobs.tolist() == [-INF, 0.0]
     close(found.entropy, torch.tensor([math.log(2), 0.0]), 1e-6)
     found.entropy.sum().backward()
     assert logits.grad is not None and torch.equal(logits.grad, torch.zeros(2, 3))
-    assert from_logits(torch.full((1, 3), -INF), torch.tensor([0])).log_probs.isnan().all()
-    assert from_logits(torch.tensor([[1.0, torch.nan]]), torch.tensor([0])).log_probs.isnan().all()
+    assert from_logits(torch.full((1, 3), -INF), torch.tensor([0])).logprobs.isnan().all()
+    assert from_logits(torch.tensor([[1.0, torch.nan]]), torch.tensor([0])).logprobs.isnan().all()
     bias = torch.tensor([0.0, -INF, 0.0])
     through = from_hidden(torch.zeros(1, 2), torch.ones(3, 2), torch.tensor([1]), bias=bias, entropy=True)
     assert through.entropy is not None
-    assert through.log_probs.tolist() == [-INF] and through.entropy.item() == pytest.approx(math.log(2))
+    assert through.logprobs.tolist() == [-INF] and through.entropy.item() == pytest.approx(math.log(2))
     with cut(1, (1, 1)):
         through = from_hidden(torch.zeros(1, 2), torch.ones(3, 2), torch.tensor([0]), bias=bias.flip(0).roll(1))
-    assert through.log_probs.item() == pytest.approx(-math.log(2))
+    assert through.logprobs.item() == pytest.approx(-math.log(2))
 
 
 def test_ignored_labels() -> None:
     logits = torch.randn(3, 4, requires_grad=True)
     labels = torch.tensor([1, -100, 2])
     found = from_logits(logits, labels, entropy=True)
-    assert found.log_probs[1] == 0 and found.entropy is not None and found.entropy[1] > 0
-    found.log_probs.sum().backward()
+    assert found.logprobs[1] == 0 and found.entropy is not None and found.entropy[1] > 0
+    found.logprobs.sum().backward()
     assert logits.grad is not None
     assert not logits.grad[1].any() and logits.grad[0].any()
-    zero = from_logits(logits, torch.tensor([0, 3, 0]), ignore_index=0).log_probs
+    zero = from_logits(logits, torch.tensor([0, 3, 0]), ignore_index=0).logprobs
     assert (zero == 0).tolist() == [True, False, True]
     assert from_logits(logits, labels).entropy is None
 
@@ -390,13 +390,13 @@ def test_ignored_logits_may_be_anything(
         found = from_logits(mine, labels, temperature=temperature, entropy=True)
         expected = from_logits(alone, labels[kept], temperature=temperature, entropy=True)
         assert found.entropy is not None and expected.entropy is not None
-        assert torch.equal(found.log_probs[kept], expected.log_probs) and not found.log_probs[~kept].any()
+        assert torch.equal(found.logprobs[kept], expected.logprobs) and not found.logprobs[~kept].any()
         # The log-probs alone; then also the entropies, of which the loss leaves out some.
         for ours, theirs in (
-            (found.log_probs.sum(), expected.log_probs.sum()),
+            (found.logprobs.sum(), expected.logprobs.sum()),
             (
-                found.log_probs.sum() + torch.where(kept, found.entropy, 0).sum(),
-                expected.log_probs.sum() + expected.entropy.sum(),
+                found.logprobs.sum() + torch.where(kept, found.entropy, 0).sum(),
+                expected.logprobs.sum() + expected.entropy.sum(),
             ),
         ):
             (one,) = torch.autograd.grad(ours, mine, retain_graph=True)
@@ -426,17 +426,17 @@ def test_ignored_hidden_states_may_be_anything(
     with cut(64, tile), sixteen_bits() if narrow else nullcontext():
         found = from_hidden(mine[0], mine[1], labels, bias=mine[2], softcap=softcap, entropy=True)
         assert found.entropy is not None
-        (found.log_probs.sum() + torch.where(kept, found.entropy, 0).sum()).backward()
+        (found.logprobs.sum() + torch.where(kept, found.entropy, 0).sum()).backward()
         # The weight's gradient alone, and the hidden states' alone.
-        by_weight = from_hidden(spoilt, mine[1], labels, softcap=softcap).log_probs.sum()
+        by_weight = from_hidden(spoilt, mine[1], labels, softcap=softcap).logprobs.sum()
         (weight_only,) = torch.autograd.grad(by_weight, mine[1])
-        by_hidden = from_hidden(mine[0], parts[1], labels, softcap=softcap).log_probs.sum()
+        by_hidden = from_hidden(mine[0], parts[1], labels, softcap=softcap).logprobs.sum()
         (hidden_only,) = torch.autograd.grad(by_hidden, mine[0])
     assert weight_only.isfinite().all() and weight_only.any()
     assert hidden_only.isfinite().all() and hidden_only[kept].any() and not hidden_only[~kept].any()
     expected = from_hidden(exact[0], exact[1], labels[kept], bias=exact[2], softcap=softcap, entropy=True)
     assert expected.entropy is not None
-    (expected.log_probs.sum() + expected.entropy.sum()).backward()
+    (expected.logprobs.sum() + expected.entropy.sum()).backward()
     assert mine[0].grad is not None and not mine[0].grad[~kept].any()
     close_enough = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}[dtype]
     for one, other in zip((mine[0].grad[kept], mine[1].grad, mine[2].grad), exact, strict=True):
@@ -449,12 +449,12 @@ def test_ignored_hidden_states_may_be_anything(
 def test_what_a_loss_leaves_out_has_no_gradient() -> None:
     # No label is ignored here: it is the loss that takes some tokens only.
     logits = torch.tensor([[torch.nan, 1.0], [0.0, 1.0]], requires_grad=True)
-    found = from_logits(logits, torch.tensor([0, 0])).log_probs
+    found = from_logits(logits, torch.tensor([0, 0])).logprobs
     torch.where(torch.tensor([False, True]), found, 0).sum().backward()
     assert logits.grad is not None and logits.grad[0].tolist() == [0, 0]
     assert logits.grad[1, 0].item() == pytest.approx(1 - 1 / (1 + math.e))
     # One that counts is not hidden, and its gradient stays its own.
-    (slopes,) = torch.autograd.grad(from_logits(logits, torch.tensor([0, 0])).log_probs.sum(), logits)
+    (slopes,) = torch.autograd.grad(from_logits(logits, torch.tensor([0, 0])).logprobs.sum(), logits)
     assert slopes.isnan().tolist() == [[True, True], [False, False]]
 
 
@@ -466,36 +466,36 @@ def test_where_there_is_no_distribution(cell: tuple[float, ...], size: tuple[int
     with cut(*size):
         found = from_logits(logits, torch.tensor([0, 0]), entropy=True)
         assert found.entropy is not None
-        assert found.log_probs.isnan().tolist() == found.entropy.isnan().tolist() == [True, False]
-        (slopes,) = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), logits)
+        assert found.logprobs.isnan().tolist() == found.entropy.isnan().tolist() == [True, False]
+        (slopes,) = torch.autograd.grad(found.logprobs.sum() + found.entropy.sum(), logits)
         assert slopes[0].isnan().all() and slopes[1].isfinite().all()
         through = from_hidden(torch.zeros(1, 2), torch.ones(3, 2), torch.tensor([0]), bias=bias, entropy=True)
         assert through.entropy is not None
-        assert through.log_probs.isnan().all() and through.entropy.isnan().all()
+        assert through.logprobs.isnan().all() and through.entropy.isnan().all()
         assert entropy_from_logits(logits).isnan().tolist() == [True, False]
 
 
 def test_numbers_may_be_numpys() -> None:
     logits, labels = torch.randn(2, 5), torch.tensor([0, 3])
-    expected = from_logits(logits, labels, temperature=0.5, ignore_index=3).log_probs
+    expected = from_logits(logits, labels, temperature=0.5, ignore_index=3).logprobs
     for half in (np.float32(0.5), np.float64(0.5), np.float16(0.5)):
         found = from_logits(logits, labels, temperature=half, ignore_index=np.int64(3))  # type: ignore[arg-type]
-        assert torch.equal(found.log_probs, expected)
-    two = from_logits(logits, labels, temperature=np.int32(2)).log_probs  # type: ignore[arg-type]
-    assert torch.equal(two, from_logits(logits, labels, temperature=2).log_probs)
+        assert torch.equal(found.logprobs, expected)
+    two = from_logits(logits, labels, temperature=np.int32(2)).logprobs  # type: ignore[arg-type]
+    assert torch.equal(two, from_logits(logits, labels, temperature=2).logprobs)
     assert torch.equal(top_k(logits, np.int64(2)).ids, top_k(logits, 2).ids)  # type: ignore[arg-type]
     hidden, weight = torch.randn(2, 4), torch.randn(5, 4)
-    capped = from_hidden(hidden, weight, labels, softcap=np.float32(2)).log_probs  # type: ignore[arg-type]
-    assert torch.equal(capped, from_hidden(hidden, weight, labels, softcap=2.0).log_probs)
+    capped = from_hidden(hidden, weight, labels, softcap=np.float32(2)).logprobs  # type: ignore[arg-type]
+    assert torch.equal(capped, from_hidden(hidden, weight, labels, softcap=2.0).logprobs)
 
 
 def test_the_smallest_temperatures() -> None:
     # Those that can be inverted give the likeliest token all; in float64 there are smaller ones.
     logits, labels = torch.tensor([[0.0, 1.0, -INF]]), torch.tensor([1])
-    assert from_logits(logits, labels, temperature=3e-39).log_probs.item() == 0
-    assert from_logits(logits.double(), labels, temperature=1e-300).log_probs.item() == 0
-    assert from_logits(logits, labels, temperature=torch.tensor([3e-39])).log_probs.item() == 0
-    assert from_logits(logits, labels, temperature=1e38).log_probs.item() == pytest.approx(-math.log(2))
+    assert from_logits(logits, labels, temperature=3e-39).logprobs.item() == 0
+    assert from_logits(logits.double(), labels, temperature=1e-300).logprobs.item() == 0
+    assert from_logits(logits, labels, temperature=torch.tensor([3e-39])).logprobs.item() == 0
+    assert from_logits(logits, labels, temperature=1e38).logprobs.item() == pytest.approx(-math.log(2))
 
 
 def test_slices_are_not_copied() -> None:
@@ -505,7 +505,7 @@ def test_slices_are_not_copied() -> None:
         log_probs, entropy = textbook(view, labels)
         with cut(8, (1, 1)):
             found = from_logits(view, labels, entropy=True)
-        close(found.log_probs, log_probs)
+        close(found.logprobs, log_probs)
         assert found.entropy is not None
         close(found.entropy, entropy)
     assert _vocabulary.pieces_of(whole[:, :-1]).data_ptr() == whole.data_ptr()
@@ -514,7 +514,7 @@ def test_slices_are_not_copied() -> None:
     close(entropy_from_logits(odd), textbook(odd, torch.zeros(2, 2, 3, dtype=torch.int64))[1])
     logits = whole.clone().requires_grad_()
     exact = whole.clone().requires_grad_()
-    from_logits(logits[:, :-1], labels).log_probs.sum().backward()
+    from_logits(logits[:, :-1], labels).logprobs.sum().backward()
     textbook(exact[:, :-1], labels)[0].sum().backward()
     assert logits.grad is not None and exact.grad is not None
     close(logits.grad, exact.grad)
@@ -523,24 +523,24 @@ def test_slices_are_not_copied() -> None:
 def test_no_gradient_is_asked_for() -> None:
     logits = torch.randn(2, 3)
     found = from_logits(logits, torch.tensor([0, 1]), entropy=True)
-    assert not found.log_probs.requires_grad
+    assert not found.logprobs.requires_grad
     kept = from_logits(logits.requires_grad_(), torch.tensor([0, 1]))
-    assert kept.log_probs.requires_grad
+    assert kept.logprobs.requires_grad
     with pytest.raises(RuntimeError, match="differentiated once"):
-        torch.autograd.grad(kept.log_probs.sum(), logits, create_graph=True)
+        torch.autograd.grad(kept.logprobs.sum(), logits, create_graph=True)
     hidden, weight = torch.randn(2, 4), torch.randn(3, 4, requires_grad=True)
     both = from_hidden(hidden, weight, torch.tensor([0, 1]), entropy=True)
     with pytest.raises(RuntimeError, match="differentiated once"):
-        torch.autograd.grad(both.log_probs.sum(), weight, create_graph=True)
+        torch.autograd.grad(both.logprobs.sum(), weight, create_graph=True)
 
 
 def test_autocast_outside_changes_nothing() -> None:
     hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     labels = torch.tensor([0, 1, 2, 3])
-    alone = from_hidden(hidden, weight, labels).log_probs
+    alone = from_hidden(hidden, weight, labels).logprobs
     slopes = torch.autograd.grad(alone.sum(), (hidden, weight))
     with torch.autocast("cpu", torch.bfloat16):
-        inside = from_hidden(hidden, weight, labels).log_probs
+        inside = from_hidden(hidden, weight, labels).logprobs
         others = torch.autograd.grad(inside.sum(), (hidden, weight))
     assert torch.equal(alone, inside)
     assert all(map(torch.equal, slopes, others))
@@ -549,8 +549,8 @@ def test_autocast_outside_changes_nothing() -> None:
 def test_types_may_differ() -> None:
     hidden, weight = torch.randn(4, 8).bfloat16(), torch.randn(20, 8)
     labels = torch.tensor([0, 1, 2, 3])
-    found = from_hidden(hidden, weight, labels).log_probs
-    close(found, from_logits(hidden.float() @ weight.T, labels).log_probs, 1e-5)
+    found = from_hidden(hidden, weight, labels).logprobs
+    close(found, from_logits(hidden.float() @ weight.T, labels).logprobs, 1e-5)
 
 
 @given(
@@ -574,7 +574,7 @@ def test_top_k_is_a_stable_sort(
     with cut(*size):
         found = top_k(logits, k, temperature=0.7)
     assert torch.equal(found.ids, expected.indices[..., :k])
-    close(found.log_probs, expected.values[..., :k], 1e-5)
+    close(found.logprobs, expected.values[..., :k], 1e-5)
     hidden = torch.eye(vocabulary, dtype=dtype)[0].expand(*shape, vocabulary)
     weight = torch.zeros(vocabulary, vocabulary, dtype=dtype)
     weight[:, 0] = torch.randint(-3, 4, (vocabulary,), generator=draw).to(dtype)
@@ -583,7 +583,7 @@ def test_top_k_is_a_stable_sort(
         found = top_k_from_hidden(hidden, weight, k, temperature=0.7, softcap=4.0)
     expected = torch.log_softmax(4 * torch.tanh(product / 4) / 0.7, -1).sort(dim=-1, descending=True, stable=True)
     assert torch.equal(found.ids, expected.indices[..., :k])
-    close(found.log_probs, expected.values[..., :k], 1e-5)
+    close(found.logprobs, expected.values[..., :k], 1e-5)
 
 
 def test_top_k_of_a_real_vocabulary() -> None:
@@ -591,12 +591,12 @@ def test_top_k_of_a_real_vocabulary() -> None:
     found = top_k(logits, 5)
     values, ids = torch.log_softmax(logits.double(), -1).topk(5)
     assert torch.equal(found.ids, ids)
-    close(found.log_probs, values, 1e-5)
+    close(found.logprobs, values, 1e-5)
     hidden, weight, bias = torch.randn(3, 16), torch.randn(5000, 16), torch.randn(5000)
     found = top_k_from_hidden(hidden, weight, 7, bias=bias)
     values, ids = torch.log_softmax(hidden.double() @ weight.double().T + bias.double(), -1).topk(7)
     assert torch.equal(found.ids, ids)
-    close(found.log_probs, values, 1e-5)
+    close(found.logprobs, values, 1e-5)
 
 
 LOGITS, LABELS = torch.zeros(2, 3), torch.tensor([0, 1])
@@ -707,7 +707,7 @@ del logits
 hidden, weight = torch.ones(2048, 64, requires_grad=True), torch.ones(25_000, 64, requires_grad=True)
 before = peak()
 found = from_hidden(hidden, weight, torch.zeros(2048, dtype=torch.int64), entropy=True)
-(found.log_probs.sum() + found.entropy.sum()).backward()
+(found.logprobs.sum() + found.entropy.sum()).backward()
 print(first * 1024 / (256 * 100_000 * 4), (peak() - before) * 1024 / (2048 * 25_000 * 4))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
@@ -717,5 +717,5 @@ print(first * 1024 / (256 * 100_000 * 4), (peak() - before) * 1024 / (2048 * 25_
 
 
 def test_results_are_named() -> None:
-    assert TokenStats._fields == ("log_probs", "entropy")
-    assert logprobs.TopK._fields == ("ids", "log_probs")
+    assert TokenStats._fields == ("logprobs", "entropy")
+    assert logprobs.TopK._fields == ("ids", "logprobs")

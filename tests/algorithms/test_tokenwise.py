@@ -138,7 +138,7 @@ def test_bad_options_are_named() -> None:
         jsd([[0.0]], [[0.0]], beta=2)
     with pytest.raises(ValueError, match="zero_advantage: got 'drop'"):
         clip_v([0.0], ["a"], [[1]], [[0.0]], [[0.0]], [[0.0]], zero_advantage="drop")
-    with pytest.raises(ValueError, match="teacher_log_probs: got rows of lengths"):
+    with pytest.raises(ValueError, match="teacher_logprobs: got rows of lengths"):
         on_policy_distill([[0.0, 0.0]], [[0.0]])
 
 

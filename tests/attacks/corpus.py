@@ -55,7 +55,7 @@ def single_turn() -> list[Experience]:
             advantages=torch.arange(3 + i, dtype=torch.float32),
             returns=torch.ones(3 + i),
             teacher_logprobs=torch.zeros(3 + i),
-            policy_logprobs=torch.full((3 + i,), -0.25),
+            old_logprobs=torch.full((3 + i,), -0.25),
             ref_logprobs=torch.full((3 + i,), -0.5),
             entropy=torch.full((3 + i,), 0.75),
             values=torch.full((3 + i,), 0.125),

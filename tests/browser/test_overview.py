@@ -195,7 +195,7 @@ def test_a_run_that_records_little_says_what_to_record(chrome: Chrome, tmp_path:
         page.wait("document.querySelectorAll('tr[aria-rowindex]').length === 1")
         said = page.text("section[aria-label='Not recorded']")
         assert "ref_logprobs" in said
-        assert "policy_logprobs" in said
+        assert "old_logprobs" in said
         assert "1 sample" in page.text("h1 + span")
         page.key("j", "Enter")
         page.wait("location.hash === '#/step/0'")

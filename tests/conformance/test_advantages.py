@@ -126,8 +126,8 @@ def test_trinity_by_batch(case: str) -> None:
         "rewards": torch.tensor(data["token_level_rewards"]).sum(-1),
         "groups": data["uid"],
         "mask": mask,
-        "log_probs": torch.tensor(data.get("old_log_probs", [[0.0]])),
-        "teacher_log_probs": torch.tensor(data.get("teacher_logprobs", [[0.0]])),
+        "old_logprobs": torch.tensor(data.get("old_log_probs", [[0.0]])),
+        "teacher_logprobs": torch.tensor(data.get("teacher_logprobs", [[0.0]])),
         "entropy": torch.tensor(data.get("entropys", [[0.0]])),
         "necs": torch.tensor(data.get("necs", [[0.0]])),
     }
@@ -167,7 +167,7 @@ def test_jsd_has_the_sign_of_distillation(case: str) -> None:
     options = {key: value for key, value in options.items() if key in ("beta", "coef")}
     data = decoded(TRINITY[case]["inputs"])
     student, teacher = torch.tensor(data["old_log_probs"]), torch.tensor(data["teacher_logprobs"])
-    found = ESTIMATORS.call(name, {"log_probs": student, "teacher_log_probs": teacher}, **options)
+    found = ESTIMATORS.call(name, {"old_logprobs": student, "teacher_logprobs": teacher}, **options)
     assert torch.equal(found.advantages.sign(), (teacher - student).sign())
     assert found.report.metrics["divergence"] >= 0
     if case == "adv_jsd_beta1":

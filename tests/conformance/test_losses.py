@@ -44,7 +44,12 @@ OPTIONS = {
     "mu_valley": "valley",
     "enable_phi_function": "phi",
 }
-INPUTS = {"logprob": "log_probs", "old_logprob": "old_log_probs", "ref_logprob": "ref_log_probs", "action_mask": "mask"}
+INPUTS = {
+    "logprob": "new_logprobs",
+    "old_logprob": "old_logprobs",
+    "ref_logprob": "ref_logprobs",
+    "action_mask": "mask",
+}
 
 
 def close(value: Any, **tolerance: float) -> Any:
@@ -64,7 +69,7 @@ def options_of(given: dict[str, Any]) -> dict[str, Any]:
 
 def data_of(case: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
     inputs = {INPUTS.get(name, name): torch.tensor(value) for name, value in case["inputs"].items()}
-    leaf = inputs["log_probs"].requires_grad_()
+    leaf = inputs["new_logprobs"].requires_grad_()
     return inputs, leaf
 
 
@@ -99,9 +104,9 @@ def test_dpo_is_per_pair(name):
     options = options_of(call_of(case)[1])
     beta, smoothing = options["beta"], options["label_smoothing"]
     pairs, chosen = interleaved(4)
-    loss = dpo(data["log_probs"], pairs, chosen, data["ref_log_probs"], data["mask"], **options)
+    loss = dpo(data["new_logprobs"], pairs, chosen, data["ref_logprobs"], data["mask"], **options)
     ratios = [0.1, 0.0, 0.2, 0.3]  # sums of log p - log ref over the tokens that count
-    assert ratios == close(((data["log_probs"] - data["ref_log_probs"]) * data["mask"]).sum(1).tolist())
+    assert ratios == close(((data["new_logprobs"] - data["ref_logprobs"]) * data["mask"]).sum(1).tolist())
     logits = [beta * (ratios[0] - ratios[1]), beta * (ratios[2] - ratios[3])]
     sure, wrong = ([math.log(1 / (1 + math.exp(-sign * z))) for z in logits] for sign in (1, -1))
     expected = -((1 - smoothing) * sum(sure) + smoothing * sum(wrong)) / 2
@@ -208,7 +213,8 @@ def test_adaptive_kl():
 
 def actor() -> dict[str, torch.Tensor]:
     given, _ = lightrft("ppo_policy_loss")
-    return {"mask" if key == "action_mask" else key: value for key, value in given.items()}
+    names = {"action_mask": "mask", "log_probs": "new_logprobs", "old_log_probs": "old_logprobs"}
+    return {names.get(key, key): value for key, value in given.items()}
 
 
 LIKE_LIGHTRFT: dict[str, Any] = {"mode": "seq-mean-token-mean", "dual_clip": None}
@@ -218,7 +224,7 @@ def test_ppo_policy_loss():
     data, expected = actor(), LIGHTRFT["ppo_policy_loss"]["lightrft_output"]["data"]
     assert ppo(**data, **LIKE_LIGHTRFT).value.item() == close(expected)
     regular = kl_loss(
-        data["log_probs"], data["old_log_probs"], data["mask"], estimator="k3", coef=0.01, mode="seq-mean-token-mean"
+        data["new_logprobs"], data["old_logprobs"], data["mask"], estimator="k3", coef=0.01, mode="seq-mean-token-mean"
     )
     total = LIGHTRFT["total_actor_loss_kl_loss_k3"]
     assert total["inputs"]["kl_coef"] == 0.01

@@ -118,7 +118,7 @@ class Run:
             values[(offsets[:-1] + counts // 2)[self.nan_at[mine]]] = np.nan
             made = {
                 "logprobs": np.repeat(-self.entropy[mine], counts),
-                "policy_logprobs": policy,
+                "old_logprobs": policy,
                 "ref_logprobs": policy + np.repeat(np.interp(self.kl[mine], _K3, _STEPS), counts),
                 "entropy": np.repeat(self.entropy[mine], counts),
                 "advantages": values,

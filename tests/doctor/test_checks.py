@@ -9,7 +9,7 @@ import pytest
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.inspect import search
+from rollbook.inspect import filters
 from rollbook.inspect.doctor import CHECKS, Diagnosis, Thresholds, examine
 from rollbook.inspect.index import Index
 from rollbook.inspect.sources import load, open_source
@@ -46,7 +46,7 @@ def test_it_is_found_and_nothing_else(check: str) -> None:
         assert 0 < len(finding.uids) <= 24
         assert len(set(finding.uids)) == len(finding.uids)
         assert set(finding.uids) <= planted
-        condition = search.parse(finding.filter, list(run.parts))
+        condition = filters.parse(finding.filter, list(run.parts))
         opened = {uid for (uid,) in index.query(f"SELECT uid FROM samples WHERE {condition.sql}", condition.values)}
     assert set(finding.uids) <= opened
     if check not in WIDER:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.inspect import search
+from rollbook.inspect import filters
 from rollbook.inspect.doctor import Thresholds, format_report
 from rollbook.inspect.doctor.diagnosis import diagnose
 from rollbook.inspect.doctor.findings import TRIAGE
@@ -75,6 +75,6 @@ def test_anything(part: int) -> None:
             json.dumps(diagnosis.as_dict(), allow_nan=False)
             assert format_report(diagnosis, verbose=True)
             for finding in diagnosis.findings:
-                search.parse(finding.filter)
+                filters.parse(finding.filter)
                 assert 0 < len(finding.uids) <= min(finding.count, 24), (seed, finding.check)
                 assert finding.steps[0] <= finding.steps[1]

@@ -160,10 +160,10 @@ def test_bad_sequences() -> None:
 
 def test_from_a_folder_a_configuration_a_module(tmp_path: Path) -> None:
     model, records = tiny.llama(), zoo.records([(3, 4)])
-    want = policy_log_probs(Actor(model), records).log_probs[0]
+    want = policy_log_probs(Actor(model), records).logprobs[0]
     Actor(model, tokenizer=tiny.words()).save_pretrained(tmp_path)
     loaded = Actor(tmp_path)
-    assert loaded.dtype == torch.float32 and torch.equal(policy_log_probs(loaded, records).log_probs[0], want)
+    assert loaded.dtype == torch.float32 and torch.equal(policy_log_probs(loaded, records).logprobs[0], want)
     assert loaded.tokenizer("the quick fox")["input_ids"] == tiny.words()("the quick fox")["input_ids"]
     assert loaded.pad_token_id == 0
     half = Actor(str(tmp_path), dtype="bfloat16", attn_implementation="eager", trainable=False)
@@ -171,7 +171,7 @@ def test_from_a_folder_a_configuration_a_module(tmp_path: Path) -> None:
     assert not any(one.requires_grad for one in half.parameters()) and not half.training
     fresh = Actor(model.config, dtype=torch.float64)
     assert fresh.dtype == torch.float64 and fresh.tokenizer is None and fresh.device.type == "cpu"
-    assert not torch.equal(policy_log_probs(fresh, records).log_probs[0], want)
+    assert not torch.equal(policy_log_probs(fresh, records).logprobs[0], want)
 
 
 def test_vision_models_are_known_by_their_configuration(tmp_path: Path) -> None:
@@ -292,11 +292,11 @@ def test_the_reference_is_a_frozen_copy() -> None:
     actor = Actor(tiny.llama(), temperature=0.5, suppress=(3,))
     records = zoo.records([(3, 4)])
     reference = actor.reference()
-    want = policy_log_probs(actor, records).log_probs[0]
+    want = policy_log_probs(actor, records).logprobs[0]
     with torch.no_grad():
         actor.model.lm_head.weight.mul_(2)
-    assert torch.equal(policy_log_probs(reference, records).log_probs[0], want)
-    assert not torch.equal(policy_log_probs(actor, records).log_probs[0], want)
+    assert torch.equal(policy_log_probs(reference, records).logprobs[0], want)
+    assert not torch.equal(policy_log_probs(actor, records).logprobs[0], want)
     assert not any(one.requires_grad for one in reference.parameters())
     assert all(one.requires_grad for one in actor.parameters())
 
@@ -309,7 +309,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         if on:
             actor.gradient_checkpointing_enable()
             assert actor.model.is_gradient_checkpointing
-        actor.token_stats(batch).log_probs.sum().backward()
+        actor.token_stats(batch).logprobs.sum().backward()
         found.append(actor.model.model.layers[0].self_attn.q_proj.weight.grad)
         actor.gradient_checkpointing_disable()
         assert not actor.model.is_gradient_checkpointing
@@ -320,9 +320,9 @@ def test_records_go_through_in_one_pass_with_gradients() -> None:
     actor, records = Actor(tiny.llama()), zoo.records([(3, 4), (2, 0), (2, 6)])
     for packed in (None, False, True):
         found = zoo.stats_of(actor, records, packed, entropy=True)
-        assert [len(row) for row in found.log_probs] == [4, 0, 6]
+        assert [len(row) for row in found.logprobs] == [4, 0, 6]
         actor.zero_grad()
-        found.log_probs.values.sum().backward()
+        found.logprobs.values.sum().backward()
         assert actor.model.lm_head.weight.grad.abs().sum() > 0
-        for row, record in zip(found.log_probs, records, strict=True):
+        for row, record in zip(found.logprobs, records, strict=True):
             torch.testing.assert_close(row, zoo.naive(actor.model, record)[0], rtol=1e-5, atol=1e-5)

@@ -42,9 +42,9 @@ def test_any_budget_gives_the_same(
 ) -> None:
     records = zoo.records(shapes, seed=seed)
     found = policy_log_probs(actor, records, token_budget=budget, packed=packed, entropy=True)
-    assert isinstance(found.log_probs, Ragged) and found.log_probs.lengths.tolist() == [r for _, r in shapes]
+    assert isinstance(found.logprobs, Ragged) and found.logprobs.lengths.tolist() == [r for _, r in shapes]
     with torch.no_grad():
-        for log_probs, entropy, record in zip(found.log_probs, found.entropy, records, strict=True):
+        for log_probs, entropy, record in zip(found.logprobs, found.entropy, records, strict=True):
             if len(log_probs):
                 want = zoo.naive(actor.model, record, 0.8)
                 torch.testing.assert_close(log_probs, want[0], rtol=1e-5, atol=1e-5)
@@ -56,8 +56,8 @@ def test_any_budget_gives_the_same(
 
 def test_the_same_budget_gives_the_same_bits(actor: Actor) -> None:
     records = zoo.records([(3, 9), (7, 4), (2, 2), (5, 5)])
-    first = policy_log_probs(actor, records, token_budget=20).log_probs
-    again = policy_log_probs(actor, Experiences(records), token_budget=20).log_probs
+    first = policy_log_probs(actor, records, token_budget=20).logprobs
+    again = policy_log_probs(actor, Experiences(records), token_budget=20).logprobs
     assert np.array_equal(first.values, again.values)
 
 
@@ -73,7 +73,7 @@ def test_a_batch_gets_its_own_layout_back(actor: Actor, critic: Critic, layout: 
     found = forward_batch(actor, batch, ("logprobs", "entropy"), token_budget=budget)
     mine = forward_batch(critic, batch, ("values",), token_budget=budget)["values"]
     for got, expected in (
-        (found["logprobs"], want.log_probs),
+        (found["logprobs"], want.logprobs),
         (found["entropy"], want.entropy),
         (mine, critic.token_values(native_batch(batch))),
     ):
@@ -100,9 +100,9 @@ def test_a_batch_without_masks(actor: Actor) -> None:
 
 
 def test_nothing_and_nothing_to_score(actor: Actor) -> None:
-    assert len(policy_log_probs(actor, []).log_probs) == 0
+    assert len(policy_log_probs(actor, []).logprobs) == 0
     found = policy_log_probs(actor, zoo.records([(3, 0), (2, 0)]))
-    assert found.log_probs.lengths.tolist() == [0, 0] and found.stats["micro_batches"] == 0
+    assert found.logprobs.lengths.tolist() == [0, 0] and found.stats["micro_batches"] == 0
 
 
 def test_a_truncated_prompts_record(actor: Actor) -> None:
@@ -113,7 +113,7 @@ def test_a_truncated_prompts_record(actor: Actor) -> None:
         action_mask=[False],
         truncate_status="prompt_truncated",
     )
-    assert policy_log_probs(actor, [record]).log_probs.lengths.tolist() == [1]
+    assert policy_log_probs(actor, [record]).logprobs.lengths.tolist() == [1]
 
 
 def test_a_preference_pair_is_refused(actor: Actor) -> None:
@@ -156,26 +156,26 @@ def test_no_dropout_and_no_gradients_and_modes_restored() -> None:
             part.p = 0.5
     records = zoo.records([(3, 8), (2, 5)])
     actor, critic = Actor(model), Critic(tiny.gpt2(), value_head="normal")
-    quiet = policy_log_probs(actor, records).log_probs
+    quiet = policy_log_probs(actor, records).logprobs
     actor.train(), critic.train()
     model.transformer.h[1].eval()
     before = [part.training for part in actor.modules()]
-    loud = zoo.stats_of(actor, records).log_probs.values
+    loud = zoo.stats_of(actor, records).logprobs.values
     assert not torch.allclose(loud, quiet.tensor_of_values())  # training does drop out
-    again = policy_log_probs(actor, records).log_probs
+    again = policy_log_probs(actor, records).logprobs
     values(critic, records)
     assert np.array_equal(again.values, quiet.values)
     assert [part.training for part in actor.modules()] == before and all(part.training for part in critic.modules())
     assert torch.is_grad_enabled() and loud.requires_grad
     # What it leaves behind can be trained with: rotary tables and the like are no inference tensors.
-    (zoo.stats_of(actor, records).log_probs.values * again.tensor_of_values()).sum().backward()
+    (zoo.stats_of(actor, records).logprobs.values * again.tensor_of_values()).sum().backward()
 
 
 def test_a_reference_of_ones_own(actor: Actor) -> None:
     records = zoo.records([(3, 4), (2, 6)])
     reference = actor.reference()
     assert np.array_equal(
-        reference_log_probs(reference, records).log_probs.values, policy_log_probs(actor, records).log_probs.values
+        reference_log_probs(reference, records).logprobs.values, policy_log_probs(actor, records).logprobs.values
     )
 
 
@@ -189,12 +189,12 @@ def test_forward_gives_columns_by_name(actor: Actor, critic: Critic, packed: boo
     found = forward(actor, records, ("old_logprobs", "entropy"), token_budget=20, packed=packed, stats=stats)
     want = policy_log_probs(actor, records, token_budget=20, packed=packed, entropy=True)
     assert list(found) == ["old_logprobs", "entropy"] and stats.keys() == want.stats.keys()
-    for name, column in (("old_logprobs", want.log_probs), ("entropy", want.entropy)):
+    for name, column in (("old_logprobs", want.logprobs), ("entropy", want.entropy)):
         assert found[name].dtype == "float32" and found[name].lengths.tolist() == [9, 4, 0, 5, 5]
         assert np.array_equal(found[name].values, column.values)
     (state,) = forward(critic, records, ("values",), token_budget=20, packed=packed).values()
     assert np.array_equal(state.values, values(critic, records, token_budget=20, packed=packed).values.values)
-    assert records.assign(policy_logprobs=found["old_logprobs"])[1].policy_logprobs is not None
+    assert records.assign(old_logprobs=found["old_logprobs"])[1].old_logprobs is not None
     assert isinstance(actor, Policy) and isinstance(critic, ValueModel) and not isinstance(critic, Policy)
     with pytest.raises(ValueError, match="outputs: got \\['values', 'entropy'\\]"):
         forward(critic, records, ("values", "entropy"))

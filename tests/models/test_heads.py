@@ -47,7 +47,7 @@ def test_the_same_as_naively(name: str) -> None:
                 batch = laid(records, layout)
                 found = actor.token_stats(batch, entropy=True, temperature=temperature)
                 assert found.entropy is not None
-                for got, i in ((found.log_probs, 0), (found.entropy, 1)):
+                for got, i in ((found.logprobs, 0), (found.entropy, 1)):
                     for row, pair in zip(by_row(batch, got), want, strict=True):
                         assert row.dtype == torch.float32
                         torch.testing.assert_close(row, pair[i], rtol=1e-5, atol=1e-5)
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_the_logits(name: str, layout: str) -> None:
     batch = laid(records, layout)
     actor = Actor(mine, suppress=() if name == "gemma2" else (7, 250), temperature=0.8)
     found = actor.token_stats(batch, entropy=True)
-    rows = zip(by_row(batch, found.log_probs), by_row(batch, found.entropy), parts, strict=True)
+    rows = zip(by_row(batch, found.logprobs), by_row(batch, found.entropy), parts, strict=True)
     sum((w * log).sum() + 0.3 * (w * more).sum() for log, more, w in rows).backward()  # type: ignore[union-attr]
     pairs = [zoo.naive(theirs, record, 0.8, actor.suppress) for record in records]
     sum((w * log).sum() + 0.3 * (w * more).sum() for (log, more), w in zip(pairs, parts, strict=True)).backward()  # type: ignore[union-attr]
@@ -94,12 +94,12 @@ def test_suppressed_tokens_have_no_share(name: str, path: str) -> None:
         for layout in LAYOUTS:
             batch = laid(records, layout)
             found = actor.token_stats(batch, entropy=True)
-            for got, i in ((found.log_probs, 0), (found.entropy, 1)):
+            for got, i in ((found.logprobs, 0), (found.entropy, 1)):
                 for row, pair in zip(by_row(batch, got), want, strict=True):
                     torch.testing.assert_close(row, pair[i], rtol=1e-5, atol=1e-5)
     assert max(float((a[0] - b[0]).abs().max()) for a, b in zip(want, other, strict=True) if len(a[0])) > 1e-3
     sampled = zoo.batch_of([Experience(tokens=[9, 8, 10], prompt_length=1)])
-    assert actor.token_stats(sampled).log_probs[0, 0] == -torch.inf
+    assert actor.token_stats(sampled).logprobs[0, 0] == -torch.inf
 
 
 def test_suppressing_what_is_no_token_is_refused() -> None:
@@ -133,7 +133,7 @@ def test_logits_never_lie_in_memory(layout: str) -> None:
         with Largest() as seen:
             found = actor.token_stats(batch, entropy=True)
             if back:
-                log_probs = found.log_probs if layout == "left" else found.log_probs.values
+                log_probs = found.logprobs if layout == "left" else found.logprobs.values
                 log_probs.sum().backward()
         assert seen.numel < slots * vocabulary / 3, back
     with Largest() as seen:
@@ -176,7 +176,7 @@ def test_other_logits_are_used_as_they_are(layout: str) -> None:
     batch = laid(records, layout)
     with torch.no_grad():
         found = actor.token_stats(batch, entropy=True)
-        for row, record in zip(by_row(batch, found.log_probs), records, strict=True):
+        for row, record in zip(by_row(batch, found.logprobs), records, strict=True):
             torch.testing.assert_close(row, zoo.naive(model, record, 0.7)[0], rtol=1e-5, atol=1e-5)
 
 
@@ -202,7 +202,7 @@ def test_a_module_of_ones_own() -> None:
     records = zoo.records(SHAPES, vocab=50)
     with torch.no_grad():
         found = policy_log_probs(actor, records, token_budget=12)
-    for row, record in zip(found.log_probs, records, strict=True):
+    for row, record in zip(found.logprobs, records, strict=True):
         tokens = record.tokens.long()
         every = torch.log_softmax(model(tokens[None], torch.ones_like(tokens)[None])[0], -1)
         naive = torch.cat([torch.zeros(1), every[:-1].gather(1, tokens[1:, None])[:, 0]])[record.prompt_length :]
@@ -215,9 +215,9 @@ def test_a_replaced_output_layer_is_looked_at_again() -> None:
     model = tiny.llama()
     actor = Actor(model)
     records = zoo.records([(3, 4)])
-    before = policy_log_probs(actor, records).log_probs[0]
+    before = policy_log_probs(actor, records).logprobs[0]
     model.lm_head = torch.nn.Linear(32, 300)
-    found = policy_log_probs(actor, records).log_probs[0]
+    found = policy_log_probs(actor, records).logprobs[0]
     torch.testing.assert_close(found, zoo.naive(model, records[0])[0].detach(), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(before, found)
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 300), torch.nn.Tanh())
@@ -262,7 +262,7 @@ def test_models_that_let_packed_samples_see_each_other_are_told_apart(name: str)
             with pytest.raises(ValueError, match="does not keep packed samples apart"):
                 policy_log_probs(actor, records, packed=True)
             continue
-        found = policy_log_probs(actor, records, packed=packed).log_probs
+        found = policy_log_probs(actor, records, packed=packed).logprobs
         torch.testing.assert_close(torch.cat(list(found)), want, rtol=1e-5, atol=1e-5)
 
 
@@ -284,9 +284,9 @@ def test_scoring_leaves_every_part_as_it_was() -> None:
 def test_a_copy_of_an_actor_is_an_actor() -> None:
     actor = Actor(tiny.llama(), temperature=0.5)
     records = zoo.records([(2, 3)])
-    want = policy_log_probs(actor, records).log_probs[0]
+    want = policy_log_probs(actor, records).logprobs[0]
     assert TransformersEngine(actor).generate([[5, 6]], max_tokens=2)[0].error is None  # which has a lock
     other = copy.deepcopy(actor)
     with torch.no_grad():
         actor.model.lm_head.weight.zero_()
-    assert torch.equal(policy_log_probs(other, records).log_probs[0], want)
+    assert torch.equal(policy_log_probs(other, records).logprobs[0], want)

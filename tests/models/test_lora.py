@@ -29,7 +29,7 @@ def adapted(**options: Any) -> Actor:
 
 
 def rows(found: Any) -> torch.Tensor:
-    return found.log_probs.tensor_of_values()
+    return found.logprobs.tensor_of_values()
 
 
 def test_the_base_is_the_reference() -> None:
@@ -62,7 +62,7 @@ def test_the_reference_is_called_as_the_actor() -> None:
     torch.testing.assert_close(found, base(ids, 2), rtol=1e-5, atol=1e-5)
     assert not found.requires_grad and not reference.training and actor.training
     stats = zoo.stats_of(reference, zoo.records(RECORDS), entropy=True)
-    assert stats.entropy is not None and not stats.log_probs.values.requires_grad
+    assert stats.entropy is not None and not stats.logprobs.values.requires_grad
     assert (reference.dtype, reference.device, reference.head_path, reference.packs) == (
         torch.float32,
         torch.device("cpu"),
@@ -79,7 +79,7 @@ def test_only_adapters_learn() -> None:
     want = rows(reference_log_probs(actor, records))
     learner = torch.optim.SGD([one for one in actor.parameters() if one.requires_grad], lr=1e-3)
     first = rows(policy_log_probs(actor, records)).sum()
-    zoo.stats_of(actor, records).log_probs.values.sum().neg().backward()
+    zoo.stats_of(actor, records).logprobs.values.sum().neg().backward()
     learner.step()
     assert rows(policy_log_probs(actor, records)).sum() > first
     torch.testing.assert_close(rows(reference_log_probs(actor, records)), want, rtol=1e-5, atol=1e-5)

@@ -32,7 +32,7 @@ def differences(actor: Actor, temperature: float, packed: bool | None, **how: An
     )
     records = [one.to_experience() for one in found]
     assert all(one.finish_reason in ("stop", "length") for one in records)
-    scored = policy_log_probs(actor, records, temperature=temperature, packed=packed, token_budget=200).log_probs
+    scored = policy_log_probs(actor, records, temperature=temperature, packed=packed, token_budget=200).logprobs
     recorded = torch.cat([one.logprobs for one in records])
     assert len(recorded) > 100 and recorded.std() > 0.1
     return (scored.tensor_of_values() - recorded).abs()
@@ -62,7 +62,7 @@ def test_another_temperature_is_another_distribution() -> None:
     actor = Actor(tiny.llama(), tokenizer=tiny.words())
     samples = TransformersEngine(actor).generate(PROMPTS, max_tokens=8, temperature=0.5, seed=1)
     found = [one.to_experience() for one in samples]
-    scored = policy_log_probs(actor, found, temperature=1.0).log_probs.tensor_of_values()
+    scored = policy_log_probs(actor, found, temperature=1.0).logprobs.tensor_of_values()
     assert float((scored - torch.cat([one.logprobs for one in found])).abs().max()) > 0.1
 
 
@@ -83,7 +83,7 @@ def test_images(record_property: Callable[[str, object], None]) -> None:
         records = [one.to_experience() for one in found]
         assert [one.error for one in found] == [None] * 9
         for packed in (None, True):
-            scored = policy_log_probs(actor, records, temperature=temperature, packed=packed).log_probs
+            scored = policy_log_probs(actor, records, temperature=temperature, packed=packed).logprobs
             off = (scored.tensor_of_values() - torch.cat([one.logprobs for one in records])).abs()
             largest = max(largest, float(off.max()))
     record_property("largest difference", largest)

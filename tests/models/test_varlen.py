@@ -88,9 +88,9 @@ def test_log_probs_and_gradients_are_those_of_padded_sdpa(name: str) -> None:
     assert watch.calls[-2 * len(SHAPES) :] == [(1, length, False) for length in lengths] * 2, "each sample, no mask"
     want = zoo.stats_of(plain, records, entropy=True, packed=False)
     assert got.entropy is not None and want.entropy is not None
-    torch.testing.assert_close(got.log_probs.values, want.log_probs.values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.logprobs.values, want.logprobs.values, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.entropy.values, want.entropy.values, rtol=1e-5, atol=1e-5)
-    mine, theirs = gradients(ours, weighted(got.log_probs.values)), gradients(plain, weighted(want.log_probs.values))
+    mine, theirs = gradients(ours, weighted(got.logprobs.values)), gradients(plain, weighted(want.logprobs.values))
     assert len(mine) == len(theirs) > 10
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -114,10 +114,10 @@ def test_a_samples_share_has_the_bits_of_the_sample_alone() -> None:
 def test_gradient_checkpointing(reentrant: bool) -> None:
     ours, plain = pair()
     records = zoo.records(SHAPES)
-    want = gradients(plain, weighted(zoo.stats_of(plain, records, packed=False).log_probs.values))
+    want = gradients(plain, weighted(zoo.stats_of(plain, records, packed=False).logprobs.values))
     ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
     ours.train()
-    loss = weighted(zoo.stats_of(ours, records).log_probs.values)
+    loss = weighted(zoo.stats_of(ours, records).logprobs.values)
     masks: list[Any] = []
     for layer in ours.model.model.layers:
         layer.self_attn.register_forward_pre_hook(
@@ -143,8 +143,8 @@ def test_critics_and_scores_of_many() -> None:
         torch.testing.assert_close(found.values.tensor_of_values(), want.values.tensor_of_values())
     assert found.stats["padding"] == 0 and found.stats["micro_batches"] == 1
     actor, other = pair()
-    scores = policy_log_probs(actor, records, token_budget=100).log_probs.tensor_of_values()
-    torch.testing.assert_close(scores, policy_log_probs(other, records).log_probs.tensor_of_values())
+    scores = policy_log_probs(actor, records, token_budget=100).logprobs.tensor_of_values()
+    torch.testing.assert_close(scores, policy_log_probs(other, records).logprobs.tensor_of_values())
 
 
 @pytest.mark.parametrize("name", test_vision_models.MODELS)
@@ -153,7 +153,7 @@ def test_the_part_that_reads_text_of_a_model_that_sees(name: str) -> None:
     ours, plain = Actor(make(), attn_implementation="varlen"), Actor(make())
     assert ours.packs_cheaply and ours.config.text_config._attn_implementation == NAME
     assert ours.config.vision_config._attn_implementation == "sdpa"
-    got, want = (policy_log_probs(one, records()).log_probs.tensor_of_values() for one in (ours, plain))
+    got, want = (policy_log_probs(one, records()).logprobs.tensor_of_values() for one in (ours, plain))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -162,19 +162,19 @@ def test_autocast_and_half() -> None:
     ours, plain = pair()
     with torch.autocast("cpu", torch.bfloat16):
         got, want = zoo.stats_of(ours, records), zoo.stats_of(plain, records)
-    assert (got.log_probs.values - want.log_probs.values).abs().mean() < 0.02
+    assert (got.logprobs.values - want.logprobs.values).abs().mean() < 0.02
     halves = [Actor(tiny.llama(dtype=torch.bfloat16), attn_implementation=one) for one in ("varlen", "sdpa")]
     got, want = (zoo.stats_of(one, records) for one in halves)
-    assert (got.log_probs.values - want.log_probs.values).abs().mean() < 0.02
+    assert (got.logprobs.values - want.logprobs.values).abs().mean() < 0.02
 
 
 def test_dropout_in_attention_is_not_lost() -> None:
     config = transformers.LlamaConfig(**zoo.TEXT, attention_dropout=0.5)
     actor = Actor(config, attn_implementation="varlen")
     records = zoo.records(SHAPES)
-    still, again = (zoo.stats_of(actor.eval(), records).log_probs.values for _ in range(2))
+    still, again = (zoo.stats_of(actor.eval(), records).logprobs.values for _ in range(2))
     assert torch.equal(still, again)
-    assert not torch.allclose(zoo.stats_of(actor.train(), records).log_probs.values, still, atol=1e-3)
+    assert not torch.allclose(zoo.stats_of(actor.train(), records).logprobs.values, still, atol=1e-3)
 
 
 # --- all that is not packed is SDPA's ---------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_padded_batches_have_sdpas_bits() -> None:
     records = zoo.records(SHAPES)
     for side in ("left", "right"):
         batch = zoo.batch_of(records, side=side)
-        assert torch.equal(ours.token_stats(batch).log_probs, plain.token_stats(batch).log_probs)
+        assert torch.equal(ours.token_stats(batch).logprobs, plain.token_stats(batch).logprobs)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
@@ -199,7 +199,7 @@ def test_the_same_is_sampled(name: str) -> None:
     records = [[one.to_experience() for one in found] for found in (mine, theirs)]
     said, other = (torch.cat([one.logprobs for one in many]) for many in records)
     assert torch.equal(said, other)
-    scored = policy_log_probs(ours, records[0], temperature=0.8).log_probs.tensor_of_values()
+    scored = policy_log_probs(ours, records[0], temperature=0.8).logprobs.tensor_of_values()
     torch.testing.assert_close(scored, said, rtol=1e-4, atol=1e-4)
     ids = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
     mask = (ids != 0).long()
@@ -236,22 +236,22 @@ def test_it_goes_where_the_model_goes(tmp_path: Path) -> None:
     plain = pair()[0]
     frozen = plain.reference()
     assert frozen.packs_cheaply
-    want = policy_log_probs(plain, records).log_probs.tensor_of_values()
-    assert torch.equal(reference_log_probs(frozen, records).log_probs.tensor_of_values(), want)
+    want = policy_log_probs(plain, records).logprobs.tensor_of_values()
+    assert torch.equal(reference_log_probs(frozen, records).logprobs.tensor_of_values(), want)
     assert copy.deepcopy(plain).packs_cheaply
     # Another process has not heard of it.
     carried = pickle.dumps(plain)
     for known in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
         del known._global_mapping[NAME]
     again = pickle.loads(carried)
-    assert torch.equal(policy_log_probs(again, records).log_probs.tensor_of_values(), want)
+    assert torch.equal(policy_log_probs(again, records).logprobs.tensor_of_values(), want)
     # What is written says nothing of it: elsewhere it loads without rollbook.
     plain.save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text()
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
     loaded = Actor(str(tmp_path), attn_implementation="varlen")
     assert loaded.packs_cheaply
-    assert torch.equal(policy_log_probs(loaded, records).log_probs.tensor_of_values(), want)
+    assert torch.equal(policy_log_probs(loaded, records).logprobs.tensor_of_values(), want)
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

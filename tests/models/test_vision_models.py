@@ -63,7 +63,7 @@ def test_each_row_as_if_alone(name: str) -> None:
     for packed in (None, True):
         for budget in (1, 40, 1000):
             found = policy_log_probs(actor, records, entropy=True, packed=packed, token_budget=budget)
-            for log_probs, entropy, pair in zip(found.log_probs, found.entropy, want, strict=True):
+            for log_probs, entropy, pair in zip(found.logprobs, found.entropy, want, strict=True):
                 torch.testing.assert_close(log_probs, pair[0], rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(entropy, pair[1], rtol=1e-4, atol=1e-4)
     for layout in ("left", "prompt_left_response_right"):
@@ -88,7 +88,7 @@ def test_media_of_a_call_in_lightrfts_way(name: str) -> None:
     }
     slots = batch.action_mask.shape[1]
     found = actor(batch.sequences, slots, batch.attention_mask, **media)
-    want = actor.token_stats(native_batch(batch)).log_probs
+    want = actor.token_stats(native_batch(batch)).logprobs
     inside = batch.action_mask
     torch.testing.assert_close(found[inside], want[inside], rtol=1e-5, atol=1e-5)
     if name == "qwen":
@@ -122,7 +122,7 @@ def test_types_of_tokens_are_derived_where_a_batch_has_none() -> None:
         state_values = critic.token_values(zoo.batch_of(typed))
         for packed in (False, True):
             batch = zoo.batch_of(bare, packed=packed)
-            rows = [*zoo.by_record(batch, actor.token_stats(batch).log_probs)]
+            rows = [*zoo.by_record(batch, actor.token_stats(batch).logprobs)]
             for got, expected in zip(rows, want, strict=True):
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
             got = critic.token_values(batch)
@@ -137,7 +137,7 @@ def test_types_of_tokens_are_derived_where_a_batch_has_none() -> None:
         images.sequences, images.pixel_values, images.image_grid_thws, action_log_probs=torch.zeros(2, slots),
         attention_mask=images.attention_mask, action_mask=images.action_mask, info={"image_num": [1, 0]},
     )  # fmt: skip
-    got = actor.token_stats(native_batch(own)).log_probs
+    got = actor.token_stats(native_batch(own)).logprobs
     torch.testing.assert_close(got[images.action_mask], torch.cat(want[:2]), rtol=1e-4, atol=1e-4)
     divergences = []
     for records in (typed, bare):
@@ -168,7 +168,7 @@ def test_gradients_reach_the_images_tower(name: str) -> None:
     actor = Actor(model)
     for packed in (False, True):
         actor.zero_grad()
-        zoo.stats_of(actor, records, packed).log_probs.values.sum().backward()
+        zoo.stats_of(actor, records, packed).logprobs.values.sum().backward()
         tower = [p for n, p in model.named_parameters() if "visi" in n or "visual" in n]
         assert tower and sum(float(p.grad.abs().sum()) for p in tower if p.grad is not None) > 0
 

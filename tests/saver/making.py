@@ -46,7 +46,7 @@ def record(prompt: str, response: str, eid: EID | None = None, **more: Any) -> E
         "prompt_length": len(first),
         "reward": 1.0,
         "logprobs": -places / 8,
-        "policy_logprobs": -places / 8 - 0.25,
+        "old_logprobs": -places / 8 - 0.25,
         "ref_logprobs": -places / 4,
         "entropy": places / 16,
         "values": places,

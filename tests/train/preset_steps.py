@@ -195,7 +195,7 @@ def build_records(groups: int, *, engine: bool = True, policy: bool = False) -> 
                     group_size=4,
                     policy_versions=0,
                     logprobs=log_probs[:length] if engine else None,
-                    policy_logprobs=log_probs[length:] if policy and run % 2 else None,
+                    old_logprobs=log_probs[length:] if policy and run % 2 else None,
                 )
             )
     return records

@@ -202,7 +202,7 @@ def test_a_model_by_path(plain: Ran) -> None:
     assert plain.last is not None and plain.last["records"] == 12 and plain.last["grad_norm"] > 0
     assert plain.moved() > 0 and plain.counts.trained == 12
     row = plain.records[0]
-    assert row.logprobs is not None and row.policy_logprobs is not None and row.info["source"] == row.eid.task
+    assert row.logprobs is not None and row.old_logprobs is not None and row.info["source"] == row.eid.task
     assert str(effective(plain.folder / "config.yaml").folder) == str(plain.folder)
 
 
@@ -497,7 +497,7 @@ def test_a_server_samples_with_its_own_weights_and_that_is_said(
             assert "nope" in refused(go, "engine.options", *where, "engine.options={nope: 1}", out="options")
     assert {int(version) for row in ran.records for version in row.policy_versions} == {0}
     assert ran.last is not None and ran.last["staleness"] == 1
-    assert all(row.logprobs is not None and row.policy_logprobs is not None for row in ran.records)
+    assert all(row.logprobs is not None and row.old_logprobs is not None for row in ran.records)
     assert {int(version) for row in ran.evaluated for version in row.policy_versions} == {0, 2}
     assert weighed.last is not None and weighed.last["grad_norm"] > 0
     assert "NO_SUCH_KEY" in refused(go, "engine.api_key_env", *where, "engine.api_key_env=NO_SUCH_KEY", out="key")

@@ -145,13 +145,13 @@ def test_each_turn_has_a_stream_of_its_own_and_other_episodes_do_not_matter(acto
 def test_log_probs_are_those_of_the_model_over_the_whole_conversation(actor: Actor) -> None:
     made = Player(Game, actor=actor, seed=1, max_turns=3, on_cut="respond")
     for row in made.make_records(["quick fox", "a"], max_tokens=5):
-        assert row.action_mask is not None and row.policy_logprobs is not None and row.logprobs is not None
+        assert row.action_mask is not None and row.old_logprobs is not None and row.logprobs is not None
         assert row.metrics["turns"] == 3 and row.metrics["observed_tokens"] > 0
         with torch.no_grad():
             spread = torch.log_softmax(actor.model(row.tokens[None].long()).logits[0].float(), -1)
         ids = row.tokens[row.prompt_length :].long()
         expected = spread[row.prompt_length - 1 : -1].gather(-1, ids[:, None])[:, 0]
-        torch.testing.assert_close(row.policy_logprobs[row.action_mask], expected[row.action_mask], atol=1e-4, rtol=0)
+        torch.testing.assert_close(row.old_logprobs[row.action_mask], expected[row.action_mask], atol=1e-4, rtol=0)
         torch.testing.assert_close(row.logprobs[row.action_mask], expected[row.action_mask], atol=1e-4, rtol=0)
         assert row.entropy is not None and row.advantages is not None
 
@@ -175,7 +175,7 @@ def test_numbers_do_not_depend_on_the_token_budget(actor: Actor) -> None:
     expected = make()
     assert expected[0].values is not None and expected[0].ref_logprobs is not None
     for ours, theirs in zip(make(token_budget=20), expected, strict=True):
-        for name in ("advantages", "returns", "values", "ref_logprobs", "policy_logprobs"):
+        for name in ("advantages", "returns", "values", "ref_logprobs", "old_logprobs"):
             torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1e-5, rtol=1e-4)
     mask = expected[1].action_mask
     assert mask is not None and not mask.all() and not expected[1].advantages[~mask].any()
@@ -472,7 +472,7 @@ def test_environments_that_wait_can_wait_together() -> None:
 def test_play_gives_rewards_alone(actor: Actor) -> None:
     made = Player(Game, actor=actor, n=4, seed=1, max_turns=2)
     rows = made.play(["ab"], n=1, max_tokens=3)
-    assert len(rows) == 1 and rows[0].policy_logprobs is None and rows[0].advantages is None
+    assert len(rows) == 1 and rows[0].old_logprobs is None and rows[0].advantages is None
     assert "policy/seconds" not in made.metrics and "kl/mean" not in made.metrics
     assert made.metrics["environment/seconds"] >= 0 and made.metrics["rollout/tokens"] > 0
     actor.train()

@@ -207,9 +207,9 @@ def test_old_log_probs_are_each_records_own() -> None:
     """Some records have the trainer's, some the engine's alone: how they are cut makes no difference."""
     given = list(made())
     for i in range(0, 16, 2):
-        given[i] = given[i].replace(policy_logprobs=None)
+        given[i] = given[i].replace(old_logprobs=None)
         given[i + 1] = given[i + 1].replace(logprobs=None)
-    filled = [row if row.policy_logprobs is not None else row.replace(policy_logprobs=row.logprobs) for row in given]
+    filled = [row if row.old_logprobs is not None else row.replace(old_logprobs=row.logprobs) for row in given]
     found = []
     for rows, budget in ((filled, 4096), (given, 4096), (given, 12)):
         mind = learner(optimizer=PLAIN, batching=MinibatchConfig(shuffle=False, token_budget=budget))
@@ -423,7 +423,7 @@ def test_records_of_several_turns_learn_from_actions_alone(monkeypatch: pytest.M
     wild = []
     for row in rows:
         off = ~row.action_mask
-        changes = {name: torch.where(off, 1e4, getattr(row, name)) for name in ("advantages", "policy_logprobs")}
+        changes = {name: torch.where(off, 1e4, getattr(row, name)) for name in ("advantages", "old_logprobs")}
         wild.append(row.replace(**changes))
     found = []
     for given in (rows, wild):

@@ -120,15 +120,15 @@ def rows(count: int = 4) -> Experiences:
 def test_only_what_is_missing_is_computed() -> None:
     actor = Actor(tiny.llama(vocab=len(TOKENIZER)), tokenizer=TOKENIZER)
     algorithm, models = AlgorithmConfig.preset("grpo", kl_coef=0.0), Models(actor)
-    partly = rows().fill([1, 3], policy_logprobs=[torch.tensor([-9.0, -9.0])] * 2)
+    partly = rows().fill([1, 3], old_logprobs=[torch.tensor([-9.0, -9.0])] * 2)
     records = annotate(partly, algorithm, models)
-    assert records[1].policy_logprobs.tolist() == [-9.0, -9.0] and records[1].entropy is None
+    assert records[1].old_logprobs.tolist() == [-9.0, -9.0] and records[1].entropy is None
     whole = annotate(rows(), algorithm, models)
-    assert torch.allclose(records[0].policy_logprobs, whole[0].policy_logprobs, atol=1e-6)
+    assert torch.allclose(records[0].old_logprobs, whole[0].old_logprobs, atol=1e-6)
     assert annotate(whole, algorithm, Models()) is whole, "nothing is missing: no model is needed"
     engine = annotate(partly, algorithm, Models(), old_logprobs="engine")
-    assert [row.policy_logprobs.tolist()[0] for row in engine] == [-1.0, -9.0, -1.0, -9.0]
-    with pytest.raises(ValueError, match="policy: missing, and records lack policy_logprobs"):
+    assert [row.old_logprobs.tolist()[0] for row in engine] == [-1.0, -9.0, -1.0, -9.0]
+    with pytest.raises(ValueError, match="policy: missing, and records lack old_logprobs"):
         annotate(partly, algorithm, Models())
     entropy = AlgorithmConfig.preset(algorithm, high_entropy_ratio=0.5)
     assert not len(annotate(partly, entropy, models).missing("entropy")), "asked for where the algorithm reads it"

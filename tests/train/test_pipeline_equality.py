@@ -19,7 +19,7 @@ from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.prompts import Prompts
 
 COLUMNS = (
-    *("tokens", "prompt_length", "reward", "action_mask", "logprobs", "policy_logprobs", "ref_logprobs", "entropy"),
+    *("tokens", "prompt_length", "reward", "action_mask", "logprobs", "old_logprobs", "ref_logprobs", "entropy"),
     *("values", "advantages", "returns", "sampling", "info", "metrics", "finish_reason", "group_size"),
     *("policy_versions", "token_level_reward"),
 )

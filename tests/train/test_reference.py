@@ -104,7 +104,7 @@ def records(given: Sequence[Sample], **columns: Sequence[Any]) -> Experiences:
                 reward=one.reward,
                 token_level_reward=one.turns or None,
                 logprobs=one.engine,
-                policy_logprobs=one.old,
+                old_logprobs=one.old,
                 ref_logprobs=one.ref,
                 teacher_logprobs=one.teacher,
                 values=one.values or None,
@@ -374,9 +374,9 @@ def test_mix(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
     algorithm = AlgorithmConfig.preset("mix", kl_coef=0.05, entropy_coef=0.02)
     rows = list(complete(records(own), algorithm))
     for i in (1, 4, 6):
-        rows[i] = rows[i].replace(policy_logprobs=None)
+        rows[i] = rows[i].replace(old_logprobs=None)
         own[i].old = own[i].engine
-    bare = dict.fromkeys(("reward", "logprobs", "policy_logprobs", "ref_logprobs", "teacher_logprobs"))
+    bare = dict.fromkeys(("reward", "logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs"))
     rows += [row.replace(**bare) for row in records([one for one in given if one.expert])]
     learner = Learner(
         actor,

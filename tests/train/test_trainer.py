@@ -76,10 +76,10 @@ def test_the_kl_is_taken_off_the_reward() -> None:
     for row in rows:
         rewards = torch.tensor([one.reward for one in rows if one.eid.tid == row.eid.tid])
         score = (row.reward - rewards.mean()) / (rewards.std() + 1e-6)
-        penalties = 2.0 * (row.policy_logprobs - row.ref_logprobs)
+        penalties = 2.0 * (row.old_logprobs - row.ref_logprobs)
         expected = [float(score - penalties[i:].sum()) for i in range(len(penalties))]
         assert row.advantages.tolist() == pytest.approx(expected, abs=1e-4)
-    divergences = torch.cat([row.policy_logprobs - row.ref_logprobs for row in rows])
+    divergences = torch.cat([row.old_logprobs - row.ref_logprobs for row in rows])
     assert report["kl"] == pytest.approx(float(divergences.mean()), abs=1e-5)
 
 

@@ -73,8 +73,8 @@ CITES = {
     "losses.dpo_sums": "DPO (Rafailov et al., 2023, arXiv 2305.18290), equation 7, of sums",
     "losses.kl": "coef times the aggregate of a KL estimate (Schulman, 2020)",
     "aggregate.aggregate": "token-mean: DAPO (Yu et al., 2025); seq-mean-token-mean: GRPO; sum-norm: Dr. GRPO",
-    "moments.whiten": "(x - mean) / sqrt(variance + eps) over the tokens that count",
-    "masks.high_entropy_mask": "Beyond the 80/20 rule (Wang et al., 2025, arXiv 2506.01939)",
+    "groups.whiten": "(x - mean) / sqrt(variance + eps) over the tokens that count",
+    "filters.high_entropy_mask": "Beyond the 80/20 rule (Wang et al., 2025, arXiv 2506.01939)",
     "filters.clip_filter_like_weight_func": "CPGD (arXiv 2505.12504): min(groups / groups that differ, clip)",
     "shaping.overlong_penalty": "DAPO (Yu et al., 2025, arXiv 2503.14476), equation 13",
     "corrections.importance_weights": "truncated importance sampling (Yao et al., 2025): min(exp(log-ratio), cap)",
@@ -332,8 +332,8 @@ case(
 
 HALF, QUARTER = round(math.log(0.5), 12), round(math.log(0.25), 12)
 TEACHER = {
-    "log_probs": [[HALF, HALF], [QUARTER, None]],
-    "teacher_log_probs": [[QUARTER, HALF], [HALF, 0.0]],
+    "old_logprobs": [[HALF, HALF], [QUARTER, None]],
+    "teacher_logprobs": [[QUARTER, HALF], [HALF, 0.0]],
     "mask": [[1, 1], [1, 0]],
 }
 case("on_policy_distill", "advantages.on_policy_distill", TEACHER, TRINITY.format("adv_opd"))
@@ -347,7 +347,7 @@ CLIPB = {
     "rewards": [0.0, 1.0],
     "groups": ["a", "a"],
     "mask": [[1, 1, 1], [1, 1, 1]],
-    "log_probs": [[-0.5, -0.5, -0.5], [-0.5, -0.5, -0.5]],
+    "old_logprobs": [[-0.5, -0.5, -0.5], [-0.5, -0.5, -0.5]],
     "entropy": [[0.7, 1.2, 1.2], [1.2, 1.2, 1.2]],
 }
 case("clip_b", "advantages.clip_b", CLIPB, mu=1.0)
@@ -356,7 +356,7 @@ CLIPV = {
     "rewards": [1.0, 3.0, 5.0],
     "groups": ["a"] * 3,
     "mask": [[1, 1], [1, 1], [1, 1]],
-    "log_probs": [[-0.1, -2.0], [-0.5, -3.0], [-1.0, -0.01]],
+    "old_logprobs": [[-0.1, -2.0], [-0.5, -3.0], [-1.0, -0.01]],
     "entropy": [[0.3, 1.0], [0.7, 2.0], [1.0, 0.05]],
     "necs": [[0.9, 0.1], [0.2, 0.3], [0.8, 0.6]],
 }
@@ -375,40 +375,46 @@ case(
 # --- divergences ----------------------------------------------------------------------------------------------------
 
 APART = {
-    "log_probs": [[-1.0, -2.0], [-0.5, None, -3.0]],
-    "ref_log_probs": [[-1.5, -1.0], [-0.75, -1.0, -3.25]],
+    "logprobs": [[-1.0, -2.0], [-0.5, None, -3.0]],
+    "ref_logprobs": [[-1.5, -1.0], [-0.75, -1.0, -3.25]],
     "mask": [[1, 1], [1, 0, 1]],
 }
 for name in ("none", "k1", "k2", "k3", "abs", "low_var_kl"):
     case(f"kl-{name}", f"kl.{name}", APART, TRINITY.format(f"kl_{name}") if name in ("k2", "k3", "abs") else "")
-FAR = {"log_probs": [[-30.0, -4.0, -0.1]], "ref_log_probs": [[0.0, -1.0, -30.0]]}
+FAR = {"logprobs": [[-30.0, -4.0, -0.1]], "ref_logprobs": [[0.0, -1.0, -30.0]]}
 case("kl-low_var_kl-far", "kl.low_var_kl", FAR, TRINITY.format("kl_low_var_clamped"))
 case("kl-low_var_kl-options", "kl.low_var_kl", FAR, log_ratio_clamp=2.0, bound=5.0)
 case("kl-corrected_k3-without", "kl.corrected_k3", APART, "without an old policy it is k3")
-OLD = {"log_probs": [[-1.0, -2.0]], "ref_log_probs": [[-1.5, -1.0]], "old_log_probs": [[-1.2, -2.5]]}
+OLD = {"logprobs": [[-1.0, -2.0]], "ref_logprobs": [[-1.5, -1.0]], "old_logprobs": [[-1.2, -2.5]]}
 case("kl-corrected_k3", "kl.corrected_k3", OLD, TRINITY.format("kl_corrected_k3"))
 case("kl-corrected_k3-detached", "kl.corrected_k3", OLD, detach_ratio=True)
 case("kl-corrected_k3-cap", "kl.corrected_k3", OLD, cap=1.5)
 
+
+def _of_update(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Name the log-probs of a divergence as a loss does."""
+    return {"new_logprobs" if name == "logprobs" else name: rows for name, rows in inputs.items()}
+
+
 # --- losses ---------------------------------------------------------------------------------------------------------
 
-HAND = {"log_probs": [[-1.0, -2.0]], "old_log_probs": [[-1.2, -1.5]], "advantages": [1.0]}
+HAND = {"new_logprobs": [[-1.0, -2.0]], "old_logprobs": [[-1.2, -1.5]], "advantages": [1.0]}
 DOWN = {**HAND, "advantages": [-1.0]}
 BATCH = {
-    "log_probs": [[-1.0, -2.0, -0.5], [-0.7, -1.2, None], [-0.2, None, -0.4], [None, -1.0, -0.1], []],
-    "old_log_probs": [[-1.2, -1.5, -0.5], [-0.7, -2.2, -1.0], [-0.25, -0.3, -2.0], [-1.0, -1.5, -0.1], []],
+    "new_logprobs": [[-1.0, -2.0, -0.5], [-0.7, -1.2, None], [-0.2, None, -0.4], [None, -1.0, -0.1], []],
+    "old_logprobs": [[-1.2, -1.5, -0.5], [-0.7, -2.2, -1.0], [-0.25, -0.3, -2.0], [-1.0, -1.5, -0.1], []],
     "advantages": [1.0, -1.0, 0.5, -2.0, 1.0],
     "mask": [[1, 1, 1], [1, 1, 0], [1, 0, 1], [0, 1, 1], []],
 }
 TWO_ROWS = {
-    "log_probs": [[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]],
-    "old_log_probs": [[-1.2, -1.5, -0.5], [-0.1, -1.5, -2.0]],
+    "new_logprobs": [[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]],
+    "old_logprobs": [[-1.2, -1.5, -0.5], [-0.1, -1.5, -2.0]],
     "advantages": [[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]],
     "mask": [[1, 1, 0], [1, 1, 1]],
 }
 AGAINST = {
-    "log_probs": [[-0.5, -1.0, -3.0], [-2.0]],
-    "old_log_probs": [[-2.5, -1.1, -1.0], [-1.5]],
+    "new_logprobs": [[-0.5, -1.0, -3.0], [-2.0]],
+    "old_logprobs": [[-2.5, -1.1, -1.0], [-1.5]],
     "advantages": [[-1.0, -0.5, -2.0], [0.5]],
 }
 case("ppo", "losses.ppo", HAND)
@@ -438,21 +444,21 @@ case("ppo-weights", "losses.ppo", TWO_ROWS, weights=[[0.5, 1.0, 1.0], [2.0, 0.0,
 case(
     "ppo-empty",
     "losses.ppo",
-    {"log_probs": [[None], []], "old_log_probs": [[None], []], "advantages": [1.0, 1.0], "mask": [[0], []]},
+    {"new_logprobs": [[None], []], "old_logprobs": [[None], []], "advantages": [1.0, 1.0], "mask": [[0], []]},
     "no token counts: 0, not NaN",
 )
 
 case("gspo", "losses.gspo", HAND, clip_low=0.2, clip_high=0.2)
 case("gspo-batch", "losses.gspo", BATCH, TRINITY.format("loss_gspo_wide"), clip_low=0.3, clip_high=0.3)
 case("gspo-default", "losses.gspo", BATCH)
-case("gmpo", "losses.gmpo", {**HAND, "old_log_probs": [[-1.8, -1.5]]})
+case("gmpo", "losses.gmpo", {**HAND, "old_logprobs": [[-1.8, -1.5]]})
 case("gmpo-batch", "losses.gmpo", BATCH)
 case("sapo", "losses.sapo", HAND)
 case("sapo-batch", "losses.sapo", BATCH, TRINITY.format("loss_sapo_gradient") + " (the better value)")
 case("sapo-detached", "losses.sapo", BATCH, TRINITY.format("loss_sapo"), detach_gate=True)
 case("cpg", "losses.cpg", HAND)
 case("cpg-rows", "losses.cpg", TWO_ROWS, "LightRFT gives 0.0838957")
-case("cpg-down", "losses.cpg", {**DOWN, "old_log_probs": [[-1.2, -1.9]]}, clip_low=0.05)
+case("cpg-down", "losses.cpg", {**DOWN, "old_logprobs": [[-1.2, -1.9]]}, clip_low=0.05)
 case("importance_sampling", "losses.importance_sampling", HAND)
 case("importance_sampling-batch", "losses.importance_sampling", BATCH, TRINITY.format("loss_importance_sampling"))
 case("cispo", "losses.cispo", HAND)
@@ -475,8 +481,8 @@ case(
     "the ratio of the whole row",
     level="sequence",
 )
-case("opmd-loss", "losses.opmd", {"log_probs": [[-1.0, -2.0]], "advantages": [1.0]})
-case("opmd-loss-tau", "losses.opmd", {key: BATCH[key] for key in ("log_probs", "advantages", "mask")}, tau=0.25)
+case("opmd-loss", "losses.opmd", {"new_logprobs": [[-1.0, -2.0]], "advantages": [1.0]})
+case("opmd-loss-tau", "losses.opmd", {key: BATCH[key] for key in ("new_logprobs", "advantages", "mask")}, tau=0.25)
 case("sppo", "losses.sppo", HAND)
 case("sppo-batch", "losses.sppo", BATCH, TRINITY.format("loss_sppo"))
 case(
@@ -516,8 +522,8 @@ case(
     regularizer="forward-kl",
     regularizer_coef=0.1,
 )
-TEXT = {"log_probs": [[-1.0, -2.0]]}
-LONG = {"log_probs": [[-1.0, -2.0, None], [-0.05, -0.7], []], "mask": [[1, 1, 0], [1, 1], []]}
+TEXT = {"new_logprobs": [[-1.0, -2.0]]}
+LONG = {"new_logprobs": [[-1.0, -2.0, None], [-0.05, -0.7], []], "mask": [[1, 1, 0], [1, 1], []]}
 case("sft", "losses.sft", TEXT)
 case("sft-batch", "losses.sft", LONG, mode="seq-mean-token-sum")
 case("sft_is", "losses.sft_is", TEXT)
@@ -529,8 +535,8 @@ case(
     "mix",
     "losses.mix",
     {
-        "log_probs": [[-1.0], [-2.0]],
-        "old_log_probs": [[-1.1], [None]],
+        "new_logprobs": [[-1.0], [-2.0]],
+        "old_logprobs": [[-1.1], [None]],
         "advantages": [1.0, 0.0],
         "expert_mask": [False, True],
     },
@@ -550,8 +556,8 @@ case(
     "mix_chord",
     "losses.mix_chord",
     {
-        "log_probs": [[-1.0], [-2.0]],
-        "old_log_probs": [[-1.1], [None]],
+        "new_logprobs": [[-1.0], [-2.0]],
+        "old_logprobs": [[-1.1], [None]],
         "advantages": [1.0, 0.0],
         "expert_mask": [False, True],
         "step": 5,
@@ -571,13 +577,13 @@ case(
     phi=False,
 )
 PAIRS = {
-    "log_probs": [[40.0], [0.0], [20.0], [0.0]],
+    "new_logprobs": [[40.0], [0.0], [20.0], [0.0]],
     "pairs": ["a", "b", "b", "a"],
     "chosen": [True, True, False, False],
 }
 REFERRED = {
-    "log_probs": [[-1.0, -2.0, -0.5], [-0.7, -1.2, None], [-0.2, None, -0.4], [None, -1.0, -0.1]],
-    "ref_log_probs": [[-1.1, -1.9, -0.6], [-0.9, -1.0, -2.5], [-0.3, -0.2, -0.5], [-1.8, -1.2, -0.2]],
+    "new_logprobs": [[-1.0, -2.0, -0.5], [-0.7, -1.2, None], [-0.2, None, -0.4], [None, -1.0, -0.1]],
+    "ref_logprobs": [[-1.1, -1.9, -0.6], [-0.9, -1.0, -2.5], [-0.3, -0.2, -0.5], [-1.8, -1.2, -0.2]],
     "mask": [[1, 1, 1], [1, 1, 0], [1, 0, 1], [0, 1, 1]],
     "pairs": ["a", "a", "b", "b"],
     "chosen": [True, False, True, False],
@@ -597,18 +603,18 @@ case("dpo-hinge", "losses.dpo", REFERRED, "SLiC-HF (Zhao et al., 2023, arXiv 230
 case(
     "dpo-empty",
     "losses.dpo",
-    {**PAIRS, "log_probs": [[40.0], [0.0], [20.0], []], "mask": [[1], [1], [1], []]},
+    {**PAIRS, "new_logprobs": [[40.0], [0.0], [20.0], []], "mask": [[1], [1], [1], []]},
     "a pair with an empty row is left out",
     reference_free=True,
 )
 SUMS = {
-    "chosen_log_probs": [40.0, 0.0],
-    "rejected_log_probs": [0.0, 20.0],
-    "ref_chosen_log_probs": [0.0, 0.0],
-    "ref_rejected_log_probs": [0.0, 0.0],
+    "chosen_logprobs": [40.0, 0.0],
+    "rejected_logprobs": [0.0, 20.0],
+    "ref_chosen_logprobs": [0.0, 0.0],
+    "ref_rejected_logprobs": [0.0, 0.0],
 }
 case("dpo_sums", "losses.dpo_sums", SUMS)
-case("dpo_sums-ipo", "losses.dpo_sums", {**SUMS, "ref_chosen_log_probs": [38.0, 1.0]}, variant="ipo", beta=0.25)
+case("dpo_sums-ipo", "losses.dpo_sums", {**SUMS, "ref_chosen_logprobs": [38.0, 1.0]}, variant="ipo", beta=0.25)
 CRITIC = {"values": [[1.0, 2.0]], "returns": [[0.0, 3.0]], "old_values": [[0.5, 1.9]]}
 case("value", "losses.value", CRITIC, LIGHTRFT.format("value_loss_clipped"))
 case(
@@ -638,13 +644,15 @@ case(
     mode="seq-mean-token-mean",
 )
 case("entropy-default", "losses.entropy", {"entropy": [[1.0, 3.0]]}, "the default coefficient is 0")
-case("kl-loss", "losses.kl", {"log_probs": [[-1.0, -2.0]], "ref_log_probs": [[-1.5, -1.0]]}, coef=0.5)
+case("kl-loss", "losses.kl", {"new_logprobs": [[-1.0, -2.0]], "ref_logprobs": [[-1.5, -1.0]]}, coef=0.5)
 for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
-    case(f"kl-loss-{mode}", "losses.kl", APART, TRINITY.format(f"kl_loss_{mode}"), estimator="k3", mode=mode)
+    case(
+        f"kl-loss-{mode}", "losses.kl", _of_update(APART), TRINITY.format(f"kl_loss_{mode}"), estimator="k3", mode=mode
+    )
 case(
     "kl-loss-corrected",
     "losses.kl",
-    {**OLD, "mask": [[1, 1]]},
+    _of_update({**OLD, "mask": [[1, 1]]}),
     estimator="corrected_k3",
     estimator_options={"cap": 1.5},
     coef=1.0,
@@ -688,27 +696,27 @@ case(
     whole={"tokens": 12, "sequences": 5, "samples": 5},
 )
 WHITE = {"values": [[1.0, 2.0], [3.0, None]], "mask": [[1, 1], [1, 0]]}
-case("whiten", "moments.whiten", WHITE, TRINITY.format("masked_whiten"))
-case("whiten-std", "moments.whiten", WHITE, "LightRFT's place of eps", eps_in="std", eps=0.5, std="population")
-case("whiten-floor", "moments.whiten", WHITE, LIGHTRFT.format("cross_batch_norm"), eps_in="floor", std="population")
-case("whiten-keep-mean", "moments.whiten", WHITE, shift_mean=False)
-case("whiten-constant", "moments.whiten", {"values": [[0.1, 0.1], [0.1]]}, "equal tokens: exactly 0")
+case("whiten", "groups.whiten", WHITE, TRINITY.format("masked_whiten"))
+case("whiten-std", "groups.whiten", WHITE, "LightRFT's place of eps", eps_in="std", eps=0.5, std="population")
+case("whiten-floor", "groups.whiten", WHITE, LIGHTRFT.format("cross_batch_norm"), eps_in="floor", std="population")
+case("whiten-keep-mean", "groups.whiten", WHITE, shift_mean=False)
+case("whiten-constant", "groups.whiten", {"values": [[0.1, 0.1], [0.1]]}, "equal tokens: exactly 0")
 ENTROPIES = {
     "entropy": [[1.0, 5.0, 2.0, 6.0, 3.0], [2.0, 4.0, 1.0, 5.0, None]],
     "mask": [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]],
     "ratio": 0.4,
 }
-case("high_entropy_mask", "masks.high_entropy_mask", ENTROPIES, LIGHTRFT.format("high_entropy_mask_doc_example"))
-case("high_entropy_mask-batch", "masks.high_entropy_mask", ENTROPIES, over="batch")
+case("high_entropy_mask", "filters.high_entropy_mask", ENTROPIES, LIGHTRFT.format("high_entropy_mask_doc_example"))
+case("high_entropy_mask-batch", "filters.high_entropy_mask", ENTROPIES, over="batch")
 case(
     "high_entropy_mask-all",
-    "masks.high_entropy_mask",
+    "filters.high_entropy_mask",
     {**ENTROPIES, "ratio": 0.0},
     LIGHTRFT.format("high_entropy_ratio_zero_returns_action_mask"),
 )
 case(
     "high_entropy_mask-masked",
-    "masks.high_entropy_mask",
+    "filters.high_entropy_mask",
     {"entropy": [[-1.0, -2.0, 0.0]], "mask": [[1, 1, 0]], "ratio": 0.5},
     LIGHTRFT.format("high_entropy_picks_masked_token") + " (the better value)",
 )
@@ -751,8 +759,8 @@ case(
     bounded=False,
 )
 BEHAVIOUR = {
-    "policy_log_probs": [[-1.0, -1.0, None], [-9.0, -1.0], []],
-    "behaviour_log_probs": [[-1.5, -3.0, 0.0], [-1.0, -1.0], []],
+    "old_logprobs": [[-1.0, -1.0, None], [-9.0, -1.0], []],
+    "logprobs": [[-1.5, -3.0, 0.0], [-1.0, -1.0], []],
     "mask": [[1, 1, 0], [1, 1], []],
 }
 case("importance_weights", "corrections.importance_weights", BEHAVIOUR)
@@ -769,12 +777,12 @@ case("importance_weights-veto", "corrections.importance_weights", BEHAVIOUR, vet
 case(
     "diagnostics",
     "corrections.diagnostics",
-    {"policy_log_probs": [[-1.0, -2.0], [-0.5]], "behaviour_log_probs": [[-1.0, -1.0], [-0.5]]},
+    {"old_logprobs": [[-1.0, -2.0], [-0.5]], "logprobs": [[-1.0, -1.0], [-0.5]]},
 )
 case(
     "diagnostics-masked",
     "corrections.diagnostics",
-    {**BEHAVIOUR, "policy_log_probs": [[-1.0, -1.0, None], [-2.0, -1.0], []]},
+    {**BEHAVIOUR, "old_logprobs": [[-1.0, -1.0, None], [-2.0, -1.0], []]},
 )
 LOGITS = {"logits": [[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0], [0.5, None, 1.0, 0.0]], "labels": [2, 3, 0]}
 case("from_logits", "logprobs.from_logits", LOGITS, LIGHTRFT.format("entropy_from_logits"))

@@ -30,8 +30,19 @@ VERL, TRINITY, TRL = (
     )
 )
 ROWS = {
-    *("mask", "response", "token_rewards", "values", "log_probs", "old_log_probs", "ref_log_probs", "entropy", "necs"),
-    *("teacher_log_probs", "returns", "old_values", "advantages"),
+    *(
+        "mask",
+        "response",
+        "token_rewards",
+        "values",
+        "logprobs",
+        "new_logprobs",
+        "old_logprobs",
+        "ref_logprobs",
+        "entropy",
+        "necs",
+    ),
+    *("teacher_logprobs", "returns", "old_values", "advantages"),
 }
 
 
@@ -203,10 +214,10 @@ def _verl_remax(sample: Sample) -> Outputs:
 
 def _verl_kl(kind: str) -> Callable[[Sample], Outputs]:
     def run(sample: Sample) -> Outputs:
-        ours = sample.leaf("log_probs")
-        found = verl().kl_penalty(ours, sample.ref_log_probs, kind) * sample.mask
+        ours = sample.leaf("logprobs")
+        found = verl().kl_penalty(ours, sample.ref_logprobs, kind) * sample.mask
         found.sum().backward()
-        return {"values": sample.read(found), "gradient": {"log_probs": sample.read(ours.grad)}}
+        return {"values": sample.read(found), "gradient": {"logprobs": sample.read(ours.grad)}}
 
     return run
 
@@ -232,12 +243,12 @@ def _verl_policy(name: str, mode: str, **defaults: float) -> Callable[[Sample], 
             config.global_batch_info.update(
                 dp_size=1, batch_num_tokens=whole["tokens"], global_batch_size=whole["sequences"]
             )
-        ours = sample.leaf("log_probs")
+        ours = sample.leaf("new_logprobs")
         given = {} if weights is None else {"rollout_is_weights": torch.tensor(weights)}
         function = verl().get_policy_loss_fn(name)
-        arguments = sample.old_log_probs, ours, sample.advantages, sample.mask, chosen
+        arguments = sample.old_logprobs, ours, sample.advantages, sample.mask, chosen
         value, _ = function(*arguments, config=config, **given)
-        return _loss(sample, value, ("log_probs", ours))
+        return _loss(sample, value, ("new_logprobs", ours))
 
     return run
 
@@ -274,7 +285,7 @@ def _logits(sample: Sample) -> torch.Tensor:
 def _verl_from_logits(sample: Sample) -> Outputs:
     functions, logits = verl("utils.torch_functional"), _logits(sample)
     chosen = functions.logprobs_from_logits_naive(logits, torch.tensor(sample.inputs["labels"]))
-    return {"log_probs": _number(chosen.tolist()), "entropy": _number(functions.entropy_from_logits(logits).tolist())}
+    return {"logprobs": _number(chosen.tolist()), "entropy": _number(functions.entropy_from_logits(logits).tolist())}
 
 
 def _verl_entropy(sample: Sample) -> Outputs:
@@ -314,7 +325,7 @@ VERL_CALLS = {
     "losses.cispo": ("compute_policy_loss_cispo", _verl_policy("cispo", "token-mean", clip_low=1.0, clip_high=0.28)),
     "losses.value": ("compute_value_loss", _verl_value),
     "aggregate.aggregate": ("agg_loss", _verl_aggregate),
-    "moments.whiten": ("masked_whiten", _verl_whiten),
+    "groups.whiten": ("masked_whiten", _verl_whiten),
     "logprobs.from_logits": ("logprobs_from_logits_naive, entropy_from_logits", _verl_from_logits),
     "logprobs.entropy_from_logits": ("entropy_from_logits", _verl_entropy),
 }
@@ -377,14 +388,14 @@ def _trinity_batch(name: str, **names: str) -> Callable[[Sample], Outputs]:
         columns = {
             "values": "values",
             "baselines": "reward_baselines",
-            "log_probs": "old_log_probs",
-            "teacher_log_probs": "teacher_logprobs",
+            "old_logprobs": "old_log_probs",
+            "teacher_logprobs": "teacher_logprobs",
             "entropy": "entropys",
             "necs": "necs",
         }
         batch |= {theirs: getattr(sample, ours) for ours, theirs in columns.items() if ours in sample.inputs}
-        if "log_probs" in sample.inputs:
-            batch["rollout_log_probs"] = sample.log_probs
+        if "old_logprobs" in sample.inputs:
+            batch["rollout_log_probs"] = sample.old_logprobs
         tensors = {"uid": sample.ids} if "groups" in sample.inputs else {}
         data = SimpleNamespace(batch=batch, non_tensor_batch=tensors)
         module = trinity(f"algorithm.advantage_fn.{_MODULES[name]}")
@@ -428,14 +439,14 @@ def _trinity_gae(sample: Sample) -> Outputs:
 def _trinity_kl(name: str) -> Callable[[Sample], Outputs]:
     def run(sample: Sample) -> Outputs:
         sample.done()
-        ours = sample.leaf("log_probs")
-        old = sample.old_log_probs if "old_log_probs" in sample.inputs else None
-        found = getattr(trinity("algorithm.kl_fn.kl_fn"), name)().calculate_kl(ours, sample.ref_log_probs, old)
+        ours = sample.leaf("logprobs")
+        old = sample.old_logprobs if "old_logprobs" in sample.inputs else None
+        found = getattr(trinity("algorithm.kl_fn.kl_fn"), name)().calculate_kl(ours, sample.ref_logprobs, old)
         found = found * sample.mask
         if found.requires_grad:
             found.sum().backward()
         slope = torch.zeros_like(ours) if ours.grad is None else ours.grad
-        return {"values": sample.read(found), "gradient": {"log_probs": sample.read(slope)}}
+        return {"values": sample.read(found), "gradient": {"logprobs": sample.read(slope)}}
 
     return run
 
@@ -463,9 +474,9 @@ def _trinity_loss(
         if name.startswith("MIX"):  # sizes by which each part's mean stays a mean
             expert = sum(sample.inputs["expert_mask"])
             defaults |= {"train_batch_size_expert": expert, "train_batch_size_usual": len(sample.lengths) - expert}
-        ours = sample.leaf("log_probs")
+        ours = sample.leaf("new_logprobs")
         given = {"logprob": ours, "action_mask": sample.mask}
-        columns = {"old_log_probs": "old_logprob", "advantages": "advantages", "ref_log_probs": "ref_logprob"}
+        columns = {"old_logprobs": "old_logprob", "advantages": "advantages", "ref_logprobs": "ref_logprob"}
         given |= {theirs: getattr(sample, mine) for mine, theirs in columns.items() if mine in sample.inputs}
         if "expert_mask" in sample.inputs:
             given["expert_mask"] = torch.tensor(sample.inputs["expert_mask"])
@@ -473,7 +484,7 @@ def _trinity_loss(
             step = sample.inputs["step"]
             given["step"] = torch.tensor(step if isinstance(step, list) else [step] * len(sample.lengths))
         value, _ = function(**{**defaults, **renamed})(**given)
-        return _loss(sample, value, ("log_probs", ours))
+        return _loss(sample, value, ("new_logprobs", ours))
 
     return run
 
@@ -485,13 +496,13 @@ def _trinity_dpo(sample: Sample) -> Outputs:
     for pair in dict.fromkeys(sample.inputs["pairs"]):
         rows = [i for i, name in enumerate(sample.inputs["pairs"]) if name == pair]
         order += sorted(rows, key=lambda i: not sample.inputs["chosen"][i])
-    ours = sample.leaf("log_probs")
+    ours = sample.leaf("new_logprobs")
     free = sample.option("reference_free", False)
-    ref = torch.zeros_like(ours) if free else sample.ref_log_probs
+    ref = torch.zeros_like(ours) if free else sample.ref_logprobs
     options = {"beta": sample.option("beta", 0.1), "label_smoothing": sample.option("label_smoothing", 0.0)}
     function = trinity("algorithm.policy_loss_fn.dpo_loss").DPOLossFn(**options)
     value, _ = function(ours[order], ref[order], sample.mask[order])
-    return _loss(sample, value, ("log_probs", ours))
+    return _loss(sample, value, ("new_logprobs", ours))
 
 
 def _trinity_entropy(sample: Sample) -> Outputs:
@@ -513,12 +524,12 @@ _KL_CLASSES = {
 
 
 def _trinity_kl_loss(sample: Sample) -> Outputs:
-    ours, mode = sample.leaf("log_probs"), sample.option("mode", "token-mean")
+    ours, mode = sample.leaf("new_logprobs"), sample.option("mode", "token-mean")
     kind = getattr(trinity("algorithm.kl_fn.kl_fn"), _KL_CLASSES[sample.option("estimator", "k2")])
-    old = sample.old_log_probs if "old_log_probs" in sample.inputs else None
+    old = sample.old_logprobs if "old_logprobs" in sample.inputs else None
     function = kind(kl_coef=sample.option("coef", 0.001))
-    value, _ = function.calculate_kl_loss(ours, sample.ref_log_probs, sample.mask, mode, old)
-    return _loss(sample, value, ("log_probs", ours))
+    value, _ = function.calculate_kl_loss(ours, sample.ref_logprobs, sample.mask, mode, old)
+    return _loss(sample, value, ("new_logprobs", ours))
 
 
 def _trinity_aggregate(sample: Sample) -> Outputs:
@@ -652,7 +663,7 @@ TRINITY_CALLS: dict[str, tuple[str, Callable[[Sample], Outputs]]] = {
     "losses.entropy": ("DefaultEntropyLossFn, with the sign of a loss", _trinity_entropy),
     "losses.kl": ("KLFn.calculate_kl_loss", _trinity_kl_loss),
     "aggregate.aggregate": ("aggregate_loss", _trinity_aggregate),
-    "moments.whiten": ("masked_whiten", _trinity_whiten),
+    "groups.whiten": ("masked_whiten", _trinity_whiten),
 }
 
 
@@ -662,7 +673,7 @@ TRINITY_CALLS: dict[str, tuple[str, Callable[[Sample], Outputs]]] = {
 def _trl_from_logits(sample: Sample) -> Outputs:
     logits = _logits(sample)
     chosen = trl().selective_log_softmax(logits, torch.tensor(sample.inputs["labels"]))
-    return {"log_probs": _number(chosen.tolist()), "entropy": _number(trl().entropy_from_logits(logits).tolist())}
+    return {"logprobs": _number(chosen.tolist()), "entropy": _number(trl().entropy_from_logits(logits).tolist())}
 
 
 def _trl_entropy(sample: Sample) -> Outputs:
@@ -681,7 +692,7 @@ def _trl_high_entropy(sample: Sample) -> Outputs:
 TRL_CALLS: dict[str, tuple[str, Callable[[Sample], Outputs]]] = {
     "logprobs.from_logits": ("selective_log_softmax, entropy_from_logits", _trl_from_logits),
     "logprobs.entropy_from_logits": ("entropy_from_logits", _trl_entropy),
-    "masks.high_entropy_mask": ("GRPOTrainer.get_high_entropy_mask", _trl_high_entropy),
+    "filters.high_entropy_mask": ("GRPOTrainer.get_high_entropy_mask", _trl_high_entropy),
 }
 CALLS = {VERL: VERL_CALLS, TRINITY: TRINITY_CALLS, TRL: TRL_CALLS}
 
@@ -799,7 +810,7 @@ LOSSES_OF_TOKENS = torch.tensor([[1.0, 2.0, 0.0], [4.0, 0.0, 0.0]])
 MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
 RETURNS = torch.tensor([[1.0, 3.0], [5.0, 7.0]])
 PAIRS = {
-    "log_probs": [[40.0], [0.0], [0.0], [20.0]],
+    "new_logprobs": [[40.0], [0.0], [0.0], [20.0]],
     "pairs": ["a", "a", "b", "b"],
     "chosen": [True, False, True, False],
 }

@@ -31,8 +31,8 @@ def expected(function: str, inputs: dict[str, Any], options: dict[str, Any]) -> 
         moving, loss = LOSSES[name]
         return differentiated(loss, moving, inputs, options)
     if room == "kl":
-        found = kl_tokens(inputs["log_probs"], inputs["log_probs"], name=name, **_but(inputs, "log_probs"), **options)
-        total = differentiated(_kl_sum, ("log_probs",), inputs, {"name": name, **options})
+        found = kl_tokens(inputs["logprobs"], inputs["logprobs"], name=name, **_but(inputs, "logprobs"), **options)
+        total = differentiated(_kl_sum, ("logprobs",), inputs, {"name": name, **options})
         return {"values": found, "gradient": total["gradient"]}
     return OTHERS[name](**inputs, **options)
 
@@ -479,14 +479,14 @@ def remax(
 # --- estimators of single tokens ------------------------------------------------------------------------------------
 
 
-def on_policy_distill(log_probs, teacher_log_probs, mask=None, *, coef=1.0):
-    mask = mask or ones(log_probs)
-    return {"advantages": each(lambda i, t: coef * (teacher_log_probs[i][t] - log_probs[i][t]), mask)}
+def on_policy_distill(old_logprobs, teacher_logprobs, mask=None, *, coef=1.0):
+    mask = mask or ones(old_logprobs)
+    return {"advantages": each(lambda i, t: coef * (teacher_logprobs[i][t] - old_logprobs[i][t]), mask)}
 
 
-def jsd(log_probs, teacher_log_probs, mask=None, *, beta=0.5, coef=1.0, normalise=True):
+def jsd(old_logprobs, teacher_logprobs, mask=None, *, beta=0.5, coef=1.0, normalise=True):
     def score(i, t):
-        p, q = math.exp(log_probs[i][t]), math.exp(teacher_log_probs[i][t])
+        p, q = math.exp(old_logprobs[i][t]), math.exp(teacher_logprobs[i][t])
         if normalise and beta == 0:
             return coef * (q / p - 1)
         if normalise and beta == 1:
@@ -494,12 +494,14 @@ def jsd(log_probs, teacher_log_probs, mask=None, *, beta=0.5, coef=1.0, normalis
         slope = (1 - beta) * math.log(p / (beta * q + (1 - beta) * p))  # of the divergence, by p
         return -coef * slope / (beta * (1 - beta) if normalise else 1)
 
-    return {"advantages": each(score, mask or ones(log_probs))}
+    return {"advantages": each(score, mask or ones(old_logprobs))}
 
 
-def clip_b(rewards, groups, mask, log_probs, entropy, runs=None, *, mu=2.5, std="sample", eps=1e-6, singleton="zero"):
+def clip_b(
+    rewards, groups, mask, old_logprobs, entropy, runs=None, *, mu=2.5, std="sample", eps=1e-6, singleton="zero"
+):
     advantages = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton)["advantages"]
-    s = each(lambda i, t: math.exp(log_probs[i][t]) * (entropy[i][t] + log_probs[i][t]), mask)
+    s = each(lambda i, t: math.exp(old_logprobs[i][t]) * (entropy[i][t] + old_logprobs[i][t]), mask)
     middle, spread = mean(counted(s, mask)), deviation(counted(s, mask), "population")
     keep = each(lambda i, t: not (advantages[i][t] < 0 and s[i][t] - middle < -mu * spread), mask)
     return {"advantages": advantages, "mask": [[int(x) for x in row] for row in keep]}
@@ -509,7 +511,7 @@ def clip_v(
     rewards,
     groups,
     mask,
-    log_probs,
+    old_logprobs,
     entropy,
     necs,
     runs=None,
@@ -523,7 +525,7 @@ def clip_v(
     singleton="zero",
 ):
     advantages = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton)["advantages"]
-    d = each(lambda i, t: necs[i][t] - math.exp(log_probs[i][t]) * (entropy[i][t] + log_probs[i][t]), mask)
+    d = each(lambda i, t: necs[i][t] - math.exp(old_logprobs[i][t]) * (entropy[i][t] + old_logprobs[i][t]), mask)
     known = counted(d, mask)
     bound = mu * deviation(known, "population") + (mean(known) if centred else 0.0)
     places = [(i, t) for i, row in enumerate(mask) for t, m in enumerate(row) if m]
@@ -561,16 +563,16 @@ def divergence(
     return {"none": 0.0, "k1": d, "k2": d * d / 2, "abs": abs(d), "low_var_kl": clip(k3, -bound, bound)}.get(name, k3)
 
 
-def kl_tokens(log_probs, frozen, ref_log_probs, mask=None, old_log_probs=None, *, name, **options) -> Rows:
+def kl_tokens(logprobs, frozen, ref_logprobs, mask=None, old_logprobs=None, *, name, **options) -> Rows:
     def at(i, t):
-        old = None if old_log_probs is None else old_log_probs[i][t]
-        return divergence(name, log_probs[i][t], frozen[i][t], ref_log_probs[i][t], old, **options)
+        old = None if old_logprobs is None else old_logprobs[i][t]
+        return divergence(name, logprobs[i][t], frozen[i][t], ref_logprobs[i][t], old, **options)
 
-    return each(at, mask or ones(log_probs))
+    return each(at, mask or ones(logprobs))
 
 
-def _kl_sum(log_probs, frozen, **rest) -> float:
-    return sum(map(sum, kl_tokens(log_probs, frozen["log_probs"], **rest)))
+def _kl_sum(logprobs, frozen, **rest) -> float:
+    return sum(map(sum, kl_tokens(logprobs, frozen["logprobs"], **rest)))
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------
@@ -591,13 +593,13 @@ def aggregate(values, mask=None, *, mode="token-mean", norm=None, whole=None, we
     return sum(map(sum, tokens)) / {"seq-mean-token-sum": rows, "seq-mean-token-sum-norm": norm}[mode]
 
 
-def policy(term, mode_by_default, moving=("log_probs",)):
+def policy(term, mode_by_default, moving=("new_logprobs",)):
     """A loss that is a `term` of each token, put together by `aggregate`."""
 
     def loss(
-        log_probs,
+        new_logprobs,
         frozen,
-        old_log_probs=None,
+        old_logprobs=None,
         advantages=None,
         mask=None,
         *,
@@ -607,17 +609,19 @@ def policy(term, mode_by_default, moving=("log_probs",)):
         weights=None,
         **options,
     ):
-        mask, constant = mask or ones(log_probs), frozen["log_probs"]
+        mask, constant = mask or ones(new_logprobs), frozen["new_logprobs"]
 
         def ratios(i, source):
-            if old_log_probs is None:
+            if old_logprobs is None:
                 return []
-            return [source[i][t] - old_log_probs[i][t] for t, m in enumerate(mask[i]) if m]
+            return [source[i][t] - old_logprobs[i][t] for t, m in enumerate(mask[i]) if m]
 
         def at(i, t):
-            old = None if old_log_probs is None else old_log_probs[i][t]
+            old = None if old_logprobs is None else old_logprobs[i][t]
             a = None if advantages is None else on_tokens(advantages, i, t)
-            return term(log_probs[i][t], constant[i][t], old, a, ratios(i, constant), ratios(i, log_probs), **options)
+            return term(
+                new_logprobs[i][t], constant[i][t], old, a, ratios(i, constant), ratios(i, new_logprobs), **options
+            )
 
         chosen = mode or (mode_by_default(options) if callable(mode_by_default) else mode_by_default)
         return aggregate(each(at, mask), mask, mode=chosen, norm=norm, whole=whole, weights=weights)
@@ -778,11 +782,11 @@ def entropy_loss(entropy, frozen, mask=None, *, coef=0.0, **how):
 
 
 def kl_loss(
-    log_probs,
+    new_logprobs,
     frozen,
-    ref_log_probs,
+    ref_logprobs,
     mask=None,
-    old_log_probs=None,
+    old_logprobs=None,
     *,
     estimator="k2",
     coef=0.001,
@@ -790,20 +794,20 @@ def kl_loss(
     **how,
 ):
     tokens = kl_tokens(
-        log_probs,
-        frozen["log_probs"],
-        ref_log_probs,
+        new_logprobs,
+        frozen["new_logprobs"],
+        ref_logprobs,
         mask,
-        old_log_probs,
+        old_logprobs,
         name=estimator,
         **(estimator_options or {}),
     )
     return coef * aggregate(tokens, mask, **how)
 
 
-def mix(log_probs, frozen, old_log_probs, advantages, expert_mask, mask=None, *, mu=0.1, expert="sft", **options):
+def mix(new_logprobs, frozen, old_logprobs, advantages, expert_mask, mask=None, *, mu=0.1, expert="sft", **options):
     """(1 - mu) times PPO over usual rows, mu times the expert's loss over the others."""
-    mask = mask or ones(log_probs)
+    mask = mask or ones(new_logprobs)
     scale = [options.pop(name, 1.0) for name in ("usual_scale", "expert_scale")]
     cutoff = {"cutoff": options.pop("cutoff", 1.0)} if expert == "sft_phi" else {}
     how = {name: options.pop(name) for name in ("mode", "norm") if name in options}
@@ -811,15 +815,15 @@ def mix(log_probs, frozen, old_log_probs, advantages, expert_mask, mask=None, *,
     def rows(flag):
         return [row if e == flag else [0] * len(row) for row, e in zip(mask, expert_mask, strict=True)]
 
-    usual = LOSSES["ppo"][1](log_probs, frozen, old_log_probs, advantages, rows(False), **how, **options)
-    other = LOSSES[expert][1](log_probs, frozen, None, None, rows(True), **how, **cutoff)
+    usual = LOSSES["ppo"][1](new_logprobs, frozen, old_logprobs, advantages, rows(False), **how, **options)
+    other = LOSSES[expert][1](new_logprobs, frozen, None, None, rows(True), **how, **cutoff)
     return (1 - mu) * scale[0] * usual + mu * scale[1] * other
 
 
 def mix_chord(
-    log_probs,
+    new_logprobs,
     frozen,
-    old_log_probs,
+    old_logprobs,
     advantages,
     expert_mask,
     step,
@@ -839,7 +843,7 @@ def mix_chord(
     elif now < warmup + decay:
         mu = valley + (peak - valley) * 0.5 * (1 + math.cos(math.pi * (now - warmup) / decay))
     kind = "sft_phi" if phi else "sft"
-    return mix(log_probs, frozen, old_log_probs, advantages, expert_mask, mask, mu=mu, expert=kind, **options)
+    return mix(new_logprobs, frozen, old_logprobs, advantages, expert_mask, mask, mu=mu, expert=kind, **options)
 
 
 def preference(logits, beta, label_smoothing, variant, whole):
@@ -855,11 +859,11 @@ def preference(logits, beta, label_smoothing, variant, whole):
 
 
 def dpo(
-    log_probs,
+    new_logprobs,
     frozen,
     pairs,
     chosen,
-    ref_log_probs=None,
+    ref_logprobs=None,
     mask=None,
     *,
     beta=0.1,
@@ -868,12 +872,12 @@ def dpo(
     reference_free=False,
     whole=None,
 ):
-    mask = mask or ones(log_probs)
+    mask = mask or ones(new_logprobs)
 
     def of(row):
         kept = [t for t, m in enumerate(mask[row]) if m]
-        ref = 0.0 if reference_free else sum(ref_log_probs[row][t] for t in kept)
-        return sum(log_probs[row][t] for t in kept) - ref
+        ref = 0.0 if reference_free else sum(ref_logprobs[row][t] for t in kept)
+        return sum(new_logprobs[row][t] for t in kept) - ref
 
     logits = []
     for name in dict.fromkeys(pairs):
@@ -884,11 +888,11 @@ def dpo(
 
 
 def dpo_sums(
-    chosen_log_probs,
-    rejected_log_probs,
+    chosen_logprobs,
+    rejected_logprobs,
     frozen,
-    ref_chosen_log_probs=None,
-    ref_rejected_log_probs=None,
+    ref_chosen_logprobs=None,
+    ref_rejected_logprobs=None,
     *,
     beta=0.1,
     label_smoothing=0.0,
@@ -896,9 +900,9 @@ def dpo_sums(
     reference_free=False,
     whole=None,
 ):
-    free = [0.0] * len(chosen_log_probs)
-    refs = (free, free) if reference_free else (ref_chosen_log_probs, ref_rejected_log_probs)
-    each_pair = zip(chosen_log_probs, rejected_log_probs, *refs, strict=True)
+    free = [0.0] * len(chosen_logprobs)
+    refs = (free, free) if reference_free else (ref_chosen_logprobs, ref_rejected_logprobs)
+    each_pair = zip(chosen_logprobs, rejected_logprobs, *refs, strict=True)
     return preference([c - r - (rc - rr) for c, r, rc, rr in each_pair], beta, label_smoothing, variant, whole)
 
 
@@ -920,11 +924,11 @@ LOSSES |= {
     "sft_phi": policy(sft_phi, BY_TOKEN),
     "value": (("values",), value_loss),
     "entropy": (("entropy",), entropy_loss),
-    "kl": (("log_probs",), kl_loss),
-    "mix": (("log_probs",), mix),
-    "mix_chord": (("log_probs",), mix_chord),
-    "dpo": (("log_probs",), dpo),
-    "dpo_sums": (("chosen_log_probs", "rejected_log_probs"), dpo_sums),
+    "kl": (("new_logprobs",), kl_loss),
+    "mix": (("new_logprobs",), mix),
+    "mix_chord": (("new_logprobs",), mix_chord),
+    "dpo": (("new_logprobs",), dpo),
+    "dpo_sums": (("chosen_logprobs", "rejected_logprobs"), dpo_sums),
 }
 
 
@@ -970,8 +974,8 @@ def overlong_penalty(lengths, *, max_length, buffer=1024, factor=1.0, bounded=Tr
 
 
 def importance_weights(
-    policy_log_probs,
-    behaviour_log_probs,
+    old_logprobs,
+    logprobs,
     mask=None,
     *,
     level="token",
@@ -982,8 +986,8 @@ def importance_weights(
     log_clamp=20.0,
     normalise=False,
 ):
-    mask = mask or ones(policy_log_probs)
-    off = each(lambda i, t: policy_log_probs[i][t] - behaviour_log_probs[i][t], mask)
+    mask = mask or ones(old_logprobs)
+    off = each(lambda i, t: old_logprobs[i][t] - logprobs[i][t], mask)
     kept, weights = [list(map(bool, row)) for row in mask], []
     for i, row in enumerate(mask):
         n = sum(map(bool, row))
@@ -1004,9 +1008,9 @@ def importance_weights(
     return {"weights": bounded, "mask": [[int(m) for m in row] for row in kept]}
 
 
-def diagnostics(policy_log_probs, behaviour_log_probs, mask=None):
-    mask = mask or ones(policy_log_probs)
-    off = each(lambda i, t: policy_log_probs[i][t] - behaviour_log_probs[i][t], mask)
+def diagnostics(old_logprobs, logprobs, mask=None):
+    mask = mask or ones(old_logprobs)
+    off = each(lambda i, t: old_logprobs[i][t] - logprobs[i][t], mask)
     d, rows = counted(off, mask), [counted([row], [m]) for row, m in zip(off, mask, strict=True) if any(m)]
     w, whole = [math.exp(x) for x in d], [math.exp(sum(row)) for row in rows]
 
@@ -1016,7 +1020,7 @@ def diagnostics(policy_log_probs, behaviour_log_probs, mask=None):
     def size(ws):
         return sum(ws) ** 2 / (len(ws) * sum(x * x for x in ws))
 
-    ours, theirs = perplexity(policy_log_probs), perplexity(behaviour_log_probs)
+    ours, theirs = perplexity(old_logprobs), perplexity(logprobs)
     return {
         "kl": mean([-x for x in d]),
         "kl_k3": mean([math.exp(x) - 1 - x for x in d]),
@@ -1054,7 +1058,7 @@ def from_logits(logits, labels, *, temperature=1.0):
     ]
     slopes = differentiated(total, ("logits",), {"logits": logits}, {"labels": labels, "temperature": temperature})
     entropies = [token_entropy(row, temperature) for row in logits]
-    return {"log_probs": chosen, "entropy": entropies, "gradient": slopes["gradient"]}
+    return {"logprobs": chosen, "entropy": entropies, "gradient": slopes["gradient"]}
 
 
 def entropy_from_logits(logits, *, temperature=1.0):

@@ -28,16 +28,27 @@ BESIDE = {
     "corrections.diagnostics",
     "corrections.importance_weights",
     "filters.clip_filter_like_weight_func",
-    "masks.high_entropy_mask",
-    "moments.whiten",
+    "filters.high_entropy_mask",
+    "groups.whiten",
     "shaping.overlong_penalty",
     "logprobs.entropy_from_logits",
     "logprobs.from_logits",
 }
 """Functions that are in no registry and have vectors all the same."""
 TOKENS = {
-    *("mask", "response", "token_rewards", "values", "log_probs", "old_log_probs", "ref_log_probs", "entropy", "necs"),
-    *("teacher_log_probs", "returns", "old_values", "policy_log_probs", "behaviour_log_probs", "advantages", "weights"),
+    *(
+        "mask",
+        "response",
+        "token_rewards",
+        "values",
+        "logprobs",
+        "new_logprobs",
+        "old_logprobs",
+        "ref_logprobs",
+        "entropy",
+        "necs",
+    ),
+    *("teacher_logprobs", "returns", "old_values", "advantages", "weights"),
 }
 LAYOUTS = ("right", "left", "packed")
 
@@ -92,7 +103,7 @@ def ours(vector: dict[str, Any], layout: str, dtype: torch.dtype) -> dict[str, A
     """What Rollbook gives for a vector, in the form of its outputs."""
     room, name = vector["function"].split(".")
     inputs, options = dict(vector["inputs"]), dict(vector["options"])
-    if room in ("logprobs", "filters", "shaping"):
+    if room in ("logprobs", "shaping") or name == "clip_filter_like_weight_func":
         return _plain(room, name, inputs, options, dtype)
     nested = {key: value for key, value in inputs.items() if key in TOKENS and _nested(value)}
     lengths = [len(row) for row in next(iter(nested.values()))] if nested else []
@@ -105,7 +116,7 @@ def ours(vector: dict[str, Any], layout: str, dtype: torch.dtype) -> dict[str, A
             given[key] = torch.tensor([math.nan if x is None else x for x in given[key]], dtype=dtype)
     for key, value in given.items():
         if isinstance(value, list) and not isinstance(value, Rows) and all(isinstance(x, float) for x in value):
-            given[key] = torch.tensor(value, dtype=dtype, requires_grad=key.endswith("log_probs"))
+            given[key] = torch.tensor(value, dtype=dtype, requires_grad=key.endswith("logprobs"))
     if _nested(options.get("weights")):
         options["weights"] = sheet.lay("weights", options["weights"])
     if isinstance(options.get("whole"), dict):
@@ -117,7 +128,7 @@ def ours(vector: dict[str, Any], layout: str, dtype: torch.dtype) -> dict[str, A
     if room == "kl":
         result = token_kl(**given, estimator=name, **options)
         (result.values if isinstance(result, Rows) else result).sum().backward()
-        return {"values": sheet.read(result), "gradient": {"log_probs": sheet.slope(given["log_probs"])}}
+        return {"values": sheet.read(result), "gradient": {"logprobs": sheet.slope(given["logprobs"])}}
     if room == "losses":
         loss = LOSSES.call(name, given, **options)
         if loss.value.requires_grad:
@@ -140,7 +151,7 @@ def _plain(room: str, name: str, inputs: Any, options: Any, dtype: torch.dtype) 
     """Functions that know no layout."""
     package = "models" if room == "logprobs" else "algorithms"
     function = getattr(importlib.import_module(f"rollbook.{package}.{room}"), name)
-    if room == "filters":
+    if name == "clip_filter_like_weight_func":
         return {"weights": function(torch.tensor(inputs.pop("rewards"), dtype=dtype), **inputs, **options).tolist()}
     if room == "shaping":
         return {"penalties": function(torch.tensor(inputs["lengths"], dtype=dtype), **options).tolist()}
@@ -151,9 +162,9 @@ def _plain(room: str, name: str, inputs: Any, options: Any, dtype: torch.dtype) 
         entropy.sum().backward()
         return {"entropy": entropy.tolist(), "gradient": {"logits": logits.grad.tolist()}}  # type: ignore[union-attr]
     found = function(logits, torch.tensor(inputs["labels"]), entropy=True, **options)
-    found.log_probs.sum().backward()
+    found.logprobs.sum().backward()
     slopes = {"logits": logits.grad.tolist()}  # type: ignore[union-attr]
-    return {"log_probs": found.log_probs.tolist(), "entropy": found.entropy.tolist(), "gradient": slopes}
+    return {"logprobs": found.logprobs.tolist(), "entropy": found.entropy.tolist(), "gradient": slopes}
 
 
 def same(got: Any, wanted: Any, tolerance: float, path: str = "") -> None:
@@ -188,7 +199,7 @@ def test_rollbook_gives_the_vectors(name: str, layout: str) -> None:
 def test_divergences_are_elementwise_too() -> None:
     for vector in (vector for vector in FILE["vectors"] if vector["function"].startswith("kl.")):
         rows = vector["inputs"]
-        keep = [bool(m) for row in rows.get("mask", [[1] * len(r) for r in rows["log_probs"]]) for m in row]
+        keep = [bool(m) for row in rows.get("mask", [[1] * len(r) for r in rows["logprobs"]]) for m in row]
         flat = {key: [x for row in value for x in row] for key, value in rows.items() if key != "mask"}
         flat = {key: [x for x, m in zip(value, keep, strict=True) if m] for key, value in flat.items()}
         tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in flat.items()}

@@ -272,7 +272,7 @@ def records() -> list[Experience]:
             tokens=[5, 6, 7, 8, 9 + i],
             prompt_length=2,
             logprobs=[-0.1, -0.2, -0.3],
-            policy_logprobs=[-0.1, -0.25, -0.3],
+            old_logprobs=[-0.1, -0.25, -0.3],
             reward=float(i % 2),
             metrics={"acc": float(i % 2)},
             prompt_text="hi",

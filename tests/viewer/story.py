@@ -199,7 +199,7 @@ def sample(
         prompt_length=prompt,
         action_mask=mask,
         logprobs=np.where(mask, logprobs, 0).astype(np.float32),
-        policy_logprobs=policy,
+        old_logprobs=policy,
         ref_logprobs=np.minimum(policy + drift, 0),
         entropy=entropy,
         reward=reward,

@@ -60,7 +60,7 @@ def test_slot_j_speaks_of_token_prompt_length_plus_j() -> None:
     prompt, answer = written("2+2="), written("4!")
     names = (
         "logprobs",
-        "policy_logprobs",
+        "old_logprobs",
         "ref_logprobs",
         "teacher_logprobs",
         "entropy",
@@ -152,7 +152,7 @@ def test_masks_and_what_nobody_sampled() -> None:
         prompt_length=2,
         action_mask=[True, True, False, False, True],
         logprobs=[-1.0, -0.5, 0.0, 0.0, -0.25],
-        policy_logprobs=[-1.0, -0.5, -3.0, -3.0, -0.25],
+        old_logprobs=[-1.0, -0.5, -3.0, -3.0, -0.25],
         policy_versions=[1, 1, 1, 1, 2],
         info={
             "segments": [
@@ -181,7 +181,7 @@ def test_masks_and_what_nobody_sampled() -> None:
 
 def test_credit_is_what_training_does_with_it() -> None:
     policy = np.log([1.0, 1.5, 0.5, 1.5])  # how far trainer and engine differ clips nothing: the loss has another ratio
-    recorded = {"logprobs": np.zeros(4), "policy_logprobs": policy, "advantages": np.array([1.0, 1.0, -1.0, -1.0])}
+    recorded = {"logprobs": np.zeros(4), "old_logprobs": policy, "advantages": np.array([1.0, 1.0, -1.0, -1.0])}
     mask = np.array([True, True, True, False])
     assert derive(recorded, mask)["credit"].tolist() == [1.0, 1.0, -1.0, 0.0]
     weights = {"loss_weights": np.array([0.5, 0.0, 2.0, 1.0])}

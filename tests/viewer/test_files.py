@@ -412,7 +412,7 @@ def test_what_the_saver_wrote(tmp_path: Path) -> None:
             tokens=[*prompt, *response],
             prompt_length=len(prompt),
             logprobs=[-0.1] * count,
-            policy_logprobs=[-0.2] * count,
+            old_logprobs=[-0.2] * count,
             entropy=[0.1 * k for k in range(count)],
             advantages=[0.5] * count,
             reward=float(i % 2) if i else math.nan,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from rollbook.inspect.filters import FLAGS, described, order, parse
 from rollbook.inspect.index import Index
-from rollbook.inspect.search import FLAGS, described, order, parse
 
 Row = dict[str, Any]
 Test = Callable[[Row], bool]

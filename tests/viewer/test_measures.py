@@ -134,7 +134,7 @@ def test_numbers_are_over_trained_and_finite_tokens(tmp_path: Path) -> None:
             action_mask=[True, False, True, True],
             entropy=[1.0, 100.0, 3.0, 2.0],
             logprobs=[-1.0, nan, -2.0, -3.0],
-            policy_logprobs=[-1.5, -9.0, -2.0, -2.0],
+            old_logprobs=[-1.5, -9.0, -2.0, -2.0],
             ref_logprobs=[-1.5, -9.0, -3.0, -2.0],
             advantages=[0.5, 9.0, 0.5, 2.0],
         ),
@@ -167,7 +167,7 @@ def test_a_row_is_the_same_from_columns_and_from_a_trajectory(tmp_path: Path) ->
         count = int(dice.integers(20, 60))
         numbers = {
             name: torch.tensor(dice.normal(-1, 1, count), dtype=torch.bfloat16 if run % 2 else torch.float32)
-            for name in ("logprobs", "policy_logprobs", "ref_logprobs", "entropy", "advantages", "values")
+            for name in ("logprobs", "old_logprobs", "ref_logprobs", "entropy", "advantages", "values")
             if dice.random() < 0.8
         }
         said = dice.integers(0, 9, count)

@@ -3,15 +3,15 @@
 Invariant: nothing here knows a trainer, a book or a model. Rows are told apart by id and never by position; results do
 not depend on the order of rows, on micro-batches or on padding; and padded and packed tokens give the same numbers.
 
-| module | what it holds |
+| module | contents |
 |---|---|
-| `advantages` | every estimator, `ESTIMATORS`, and `estimate(name, records_or_batch)` |
-| `kl` | k1, k2, k3 and others; as a penalty or a loss; fixed and adaptive coefficients |
-| `shaping`, `penalties`, `filters` | rewards before they are estimated from, and which groups are worth training on |
-| `corrections` | weights and diagnostics for tokens that another policy sampled |
-| `losses`, `aggregate` | policy, supervised, preference and value losses, `LOSSES`; from tokens to one number |
-| `tokens`, `masks` | log-probs and entropies from logits or hidden states; which tokens are uncertain |
-| `scan`, `moments`, `groups`, `layout`, `ranks`, `registry`, `results` | what the others are made of |
+| `advantages` | advantage estimators (`ESTIMATORS`) and `estimate(name, records_or_batch)` |
+| `kl` | k1, k2, k3 and other KL estimators; as a penalty or a loss; fixed and adaptive coefficients |
+| `shaping` | rewards before advantages are estimated, advantages after |
+| `filters` | groups worth training on, high-entropy token masks |
+| `corrections` | importance weights and diagnostics for tokens that another policy sampled |
+| `losses`, `aggregate` | policy, supervised, preference and value losses (`LOSSES`); from tokens to one number |
+| `groups`, `scan`, `layout`, `inputs`, `registry`, `results` | shared parts: group statistics, scans, token layouts |
 
 >>> from rollbook import algorithms
 >>> algorithms.advantages.grpo([1.0, 0.0, 0.5], ["a", "a", "b"], eps=0.0).advantages
@@ -54,8 +54,6 @@ _MODULES = (
     "kl",
     "layout",
     "losses",
-    "masks",
-    "moments",
     "registry",
     "results",
     "scan",

@@ -140,7 +140,7 @@ class Policy:
     """The arguments of a policy loss as plain tensors of `layout.shape`."""
 
     layout: Layout
-    log_probs: torch.Tensor
+    new_logprobs: torch.Tensor
     log_ratio: torch.Tensor
     """log p - log old, with the gradient of log p."""
     advantages: torch.Tensor
@@ -148,18 +148,18 @@ class Policy:
     @classmethod
     def of(
         cls,
-        log_probs: PerToken,
-        old_log_probs: PerToken,
+        new_logprobs: PerToken,
+        old_logprobs: PerToken,
         advantages: PerToken | PerRow,
         mask: PerToken | None,
         rows: torch.Tensor | None = None,
     ) -> Policy:
         """Read the arguments; `rows` (B,) leaves out the tokens of all other rows before anything is read of them."""
-        layout = layout_of(log_probs, old_log_probs, advantages, mask)
+        layout = layout_of(new_logprobs, old_logprobs, advantages, mask)
         if rows is not None:
             layout = layout.narrowed(layout.spread(rows))
-        ours = layout.take("log_probs", log_probs)
-        old = layout.take("old_log_probs", old_log_probs).detach()
+        ours = layout.take("new_logprobs", new_logprobs)
+        old = layout.take("old_logprobs", old_logprobs).detach()
         return cls(layout, ours, ours - old, on_tokens(layout, "advantages", advantages).detach())
 
     def clamped(self, bound: float) -> torch.Tensor:
@@ -175,11 +175,11 @@ class Policy:
 
 
 def layout_of(
-    log_probs: PerToken, old_log_probs: PerToken, advantages: PerToken | PerRow, mask: PerToken | None
+    new_logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken | PerRow, mask: PerToken | None
 ) -> Layout:
     """The layout of a policy loss's arguments; advantages have a say in it if they are a matrix."""
     matrix = advantages if getattr(advantages, "ndim", 0) == 2 else None
-    return Layout.of(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=matrix)
+    return Layout.of(mask, new_logprobs=new_logprobs, old_logprobs=old_logprobs, advantages=matrix)
 
 
 @dataclass(frozen=True)

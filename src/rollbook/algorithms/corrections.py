@@ -50,8 +50,8 @@ class Correction:
 
 
 def importance_weights(
-    policy_log_probs: PerToken,
-    behaviour_log_probs: PerToken,
+    old_logprobs: PerToken,
+    logprobs: PerToken,
     mask: PerToken | None = None,
     versions: Any = None,
     *,
@@ -68,7 +68,7 @@ def importance_weights(
 ) -> Correction:
     """Importance weights from the engine's policy to the trainer's old one: truncated, masked, or both.
 
-    policy_log_probs: the trainer's old policy, recomputed; behaviour_log_probs: the engine's, of the *same*
+    old_logprobs: the trainer's old policy, recomputed; logprobs: the engine's, of the *same*
     distribution (temperature and top-p truncation included, else every ratio is off by the log of the kept mass);
     mask: (B, A) or packed. With d = policy - behaviour at each token that counts, a weight is e to the power of
 
@@ -103,7 +103,7 @@ def importance_weights(
     check_float("log_clamp", log_clamp, 1e-30, _LARGEST, what=f"a positive number up to {_LARGEST:g}")
     _check_bounds(truncate, low, mask_outside, veto)
     normalise = check_bool("normalise", normalise)
-    layout, dtype, policy, behaviour = _taken(policy_log_probs, behaviour_log_probs, mask)
+    layout, dtype, policy, behaviour = _taken(old_logprobs, logprobs, mask)
     off = policy - behaviour
     by_row = level != "token"
     exponent = off if not by_row else layout.row_sums(off) if level == "sequence" else layout.row_means(off)
@@ -192,9 +192,7 @@ def staleness_weights(
     )
 
 
-def diagnostics(
-    policy_log_probs: PerToken, behaviour_log_probs: PerToken, mask: PerToken | None = None
-) -> dict[str, float]:
+def diagnostics(old_logprobs: PerToken, logprobs: PerToken, mask: PerToken | None = None) -> dict[str, float]:
     """How far the policy that learns is from the one that sampled, over the N tokens that count.
 
     With d = policy - behaviour, D its sum over a row, w = e^d, W = e^D; means over tokens, or over rows that have any:
@@ -214,7 +212,7 @@ def diagnostics(
     >>> round(found["kl"], 4), round(found["ess_token"], 4), round(found["perplexity_ratio"], 4)
     (0.3333, 0.8752, 1.284)
     """
-    layout, _, policy, behaviour = _taken(policy_log_probs, behaviour_log_probs, mask)
+    layout, _, policy, behaviour = _taken(old_logprobs, logprobs, mask)
     return _diagnosed(layout, policy, behaviour)
 
 
@@ -235,12 +233,12 @@ _EQUAL = {
 
 
 def _taken(
-    policy_log_probs: PerToken, behaviour_log_probs: PerToken, mask: PerToken | None
+    old_logprobs: PerToken, logprobs: PerToken, mask: PerToken | None
 ) -> tuple[Layout, torch.dtype, torch.Tensor, torch.Tensor]:
     """The layout, the type of results, and both log-probs in float64, 0 where the mask is False."""
-    layout = Layout.of(mask, policy_log_probs=policy_log_probs, behaviour_log_probs=behaviour_log_probs)
-    policy = layout.take("policy_log_probs", policy_log_probs).detach()
-    behaviour = layout.take("behaviour_log_probs", behaviour_log_probs).detach()
+    layout = Layout.of(mask, old_logprobs=old_logprobs, logprobs=logprobs)
+    policy = layout.take("old_logprobs", old_logprobs).detach()
+    behaviour = layout.take("logprobs", logprobs).detach()
     dtype = torch.float64 if torch.float64 in (policy.dtype, behaviour.dtype) else torch.float32
     return layout, dtype, policy.to(torch.float64), behaviour.to(torch.float64)
 

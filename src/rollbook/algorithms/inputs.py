@@ -89,9 +89,9 @@ def _of_records(many: Experiences, keys: Mapping[str, str]) -> Inputs:
         "response": lambda: all_of(_tokens(many, "action_mask")),
         "token_rewards": lambda: _partly(many, "token_level_reward")[0],
         "without_token_rewards": lambda: _partly(many, "token_level_reward")[1],
-        "log_probs": lambda: _first(_tokens(many, "policy_logprobs"), lambda: _tokens(many, "logprobs")),
-        "ref_log_probs": lambda: _tokens(many, "ref_logprobs"),
-        "teacher_log_probs": lambda: _tokens(many, "teacher_logprobs"),
+        "old_logprobs": lambda: _first(_tokens(many, "old_logprobs"), lambda: _tokens(many, "logprobs")),
+        "ref_logprobs": lambda: _tokens(many, "ref_logprobs"),
+        "teacher_logprobs": lambda: _tokens(many, "teacher_logprobs"),
         "values": lambda: _tokens(many, "values"),
         "entropy": lambda: _tokens(many, "entropy"),
     }

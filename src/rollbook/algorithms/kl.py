@@ -72,18 +72,18 @@ def _excess(x: torch.Tensor) -> torch.Tensor:
 
 
 @KL.register("none", source="no reference: 0")
-def none(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
+def none(logprobs: Any, ref_logprobs: Any) -> torch.Tensor:
     """Zero, with a gradient of zero.
 
     >>> none([-1.0, -2.0], [-1.5, -1.0])
     tensor([0., 0.])
     """
-    ours, _ = alike(log_probs=log_probs, ref_log_probs=ref_log_probs)
+    ours, _ = alike(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return torch.where(torch.zeros_like(ours, dtype=torch.bool), ours, 0.0)
 
 
 @KL.register("k1", "kl", source="Approximating KL Divergence (Schulman, 2020), k1: d = log p - log ref")
-def k1(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
+def k1(logprobs: Any, ref_logprobs: Any) -> torch.Tensor:
     """d: unbiased as a value, of high variance, negative at times.
 
     In a loss its gradient has expectation 0 on-policy, so it does not pull towards the reference; it belongs in the
@@ -92,22 +92,22 @@ def k1(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     >>> k1([-1.0, -2.0], [-1.5, -1.0])
     tensor([ 0.5000, -1.0000])
     """
-    ours, ref = alike(log_probs=log_probs, ref_log_probs=ref_log_probs)
+    ours, ref = alike(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return ours - ref
 
 
 @KL.register("k2", "mse", source="Approximating KL Divergence (Schulman, 2020), k2: d^2 / 2")
-def k2(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
+def k2(logprobs: Any, ref_logprobs: Any) -> torch.Tensor:
     """d^2 / 2: biased as a value, but its gradient is that of KL(p, ref) on-policy.
 
     >>> k2([-1.0, -2.0], [-1.5, -1.0])
     tensor([0.1250, 0.5000])
     """
-    return k1(log_probs, ref_log_probs).square() / 2
+    return k1(logprobs, ref_logprobs).square() / 2
 
 
 @KL.register("k3", source="Approximating KL Divergence (Schulman, 2020), k3: exp(-d) - 1 + d")
-def k3(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
+def k3(logprobs: Any, ref_logprobs: Any) -> torch.Tensor:
     """exp(-d) - 1 + d: unbiased as a value, never negative; in a loss its gradient is that of KL(ref, p).
 
     Where d is small, as it is for most tokens, the formula as it stands cancels: of d = 1e-4 three digits are left in
@@ -120,18 +120,18 @@ def k3(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     >>> k3([0.0], [1e-6])
     tensor([5.0000e-13])
     """
-    ours, ref = alike(log_probs=log_probs, ref_log_probs=ref_log_probs)
+    ours, ref = alike(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return _excess(ref - ours)
 
 
 @KL.register("abs", source="the absolute log-ratio |d|, as verl and Trinity-RFT have it")
-def absolute(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
+def absolute(logprobs: Any, ref_logprobs: Any) -> torch.Tensor:
     """|d|.
 
     >>> absolute([-1.0, -2.0], [-1.5, -1.0])
     tensor([0.5000, 1.0000])
     """
-    return k1(log_probs, ref_log_probs).abs()
+    return k1(logprobs, ref_logprobs).abs()
 
 
 @KL.register(
@@ -139,9 +139,7 @@ def absolute(log_probs: Any, ref_log_probs: Any) -> torch.Tensor:
     "low-variance",
     source="k3 with d held within +-20 and the result within +-10, as verl and Trinity-RFT have it",
 )
-def low_var_kl(
-    log_probs: Any, ref_log_probs: Any, *, log_ratio_clamp: float = 20.0, bound: float = 10.0
-) -> torch.Tensor:
+def low_var_kl(logprobs: Any, ref_logprobs: Any, *, log_ratio_clamp: float = 20.0, bound: float = 10.0) -> torch.Tensor:
     """k3 with d held within ±`log_ratio_clamp` and the result within ±`bound`; beyond either the gradient is 0.
 
     >>> low_var_kl([-1.0, -2.0, -30.0], [-1.5, -1.0, 0.0])
@@ -149,7 +147,7 @@ def low_var_kl(
     """
     check_float("log_ratio_clamp", log_ratio_clamp, 0)
     check_float("bound", bound, 0)
-    ours, ref = alike(log_probs=log_probs, ref_log_probs=ref_log_probs)
+    ours, ref = alike(logprobs=logprobs, ref_logprobs=ref_logprobs)
     ratio = (ref - ours).clamp(-log_ratio_clamp, log_ratio_clamp)
     return _excess(ratio).clamp(-bound, bound)
 
@@ -158,11 +156,11 @@ def low_var_kl(
     "corrected_k3", source="DeepSeek-V3.2 (2025), section 3.1, equation 7: p / old times k3; the ratio at most 2"
 )
 def corrected_k3(
-    log_probs: Any, ref_log_probs: Any, old_log_probs: Any = None, *, cap: float = 2.0, detach_ratio: bool = False
+    logprobs: Any, ref_logprobs: Any, old_logprobs: Any = None, *, cap: float = 2.0, detach_ratio: bool = False
 ) -> torch.Tensor:
     """k3 times p / old, the latter at most `cap`: corrects for tokens that the old policy sampled.
 
-    Without `old_log_probs` it is k3. The ratio keeps its gradient: only then is the gradient that of KL(p, ref). Where
+    Without `old_logprobs` it is k3. The ratio keeps its gradient: only then is the gradient that of KL(p, ref). Where
     the ratio is below `cap` that is d * p / old, which fades as p does, and the value is near ref / old, also where k3
     by itself overflows. `detach_ratio=True` is for those who weight k3's own gradient instead. The value is the same.
 
@@ -171,9 +169,9 @@ def corrected_k3(
     """
     check_float("cap", cap, 0)
     detach_ratio = check_bool("detach_ratio", detach_ratio)
-    if old_log_probs is None:
-        return k3(log_probs, ref_log_probs)
-    ours, ref, old = alike(log_probs=log_probs, ref_log_probs=ref_log_probs, old_log_probs=old_log_probs)
+    if old_logprobs is None:
+        return k3(logprobs, ref_logprobs)
+    ours, ref, old = alike(logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
     if not cap:
         return (ours - ref) * 0.0
     # The cap's logarithm bounds before the exponential, so that an overflow does not turn the gradient into NaN.
@@ -187,22 +185,22 @@ def corrected_k3(
     return torch.where(far, beyond, ratio * _excess(torch.where(far, zero, x)))
 
 
-def kl(name: str, log_probs: Any, ref_log_probs: Any, old_log_probs: Any = None, **options: Any) -> torch.Tensor:
+def kl(name: str, logprobs: Any, ref_logprobs: Any, old_logprobs: Any = None, **options: Any) -> torch.Tensor:
     """An estimate by name: one number for each element of tensors of any shape.
 
     >>> kl("k2", torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]]))
     tensor([[0.1250, 0.5000]])
     """
-    data = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
+    data = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "old_logprobs": old_logprobs}
     found: torch.Tensor = KL.call(name, data, **options)
     return found
 
 
 def token_kl(
-    log_probs: PerToken,
-    ref_log_probs: PerToken,
+    logprobs: PerToken,
+    ref_logprobs: PerToken,
     mask: PerToken | None = None,
-    old_log_probs: PerToken | None = None,
+    old_logprobs: PerToken | None = None,
     *,
     estimator: str = "k1",
     **options: Any,
@@ -212,23 +210,23 @@ def token_kl(
     >>> token_kl(torch.tensor([[-1.0, -2.0, -9.0]]), [[-1.5, -1.0, float("-inf")]], [[1, 1, 0]])
     tensor([[ 0.5000, -1.0000,  0.0000]])
     """
-    layout = Layout.of(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
-    return layout.give(_tokens(layout, log_probs, ref_log_probs, old_log_probs, estimator, options))
+    layout = Layout.of(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return layout.give(_tokens(layout, logprobs, ref_logprobs, old_logprobs, estimator, options))
 
 
 def _tokens(
-    layout: Layout, log_probs: PerToken, ref: PerToken, old: PerToken | None, estimator: str, options: Mapping[str, Any]
+    layout: Layout, logprobs: PerToken, ref: PerToken, old: PerToken | None, estimator: str, options: Mapping[str, Any]
 ) -> torch.Tensor:
-    ours, theirs = layout.take("log_probs", log_probs), layout.take("ref_log_probs", ref).detach()
-    before = None if old is None else layout.take("old_log_probs", old).detach()
+    ours, theirs = layout.take("logprobs", logprobs), layout.take("ref_logprobs", ref).detach()
+    before = None if old is None else layout.take("old_logprobs", old).detach()
     return layout.masked(kl(estimator, ours, theirs, before, **options))
 
 
 def kl_loss(
-    log_probs: PerToken,
-    ref_log_probs: PerToken,
+    new_logprobs: PerToken,
+    ref_logprobs: PerToken,
     mask: PerToken | None = None,
-    old_log_probs: PerToken | None = None,
+    old_logprobs: PerToken | None = None,
     *,
     estimator: str = "k2",
     coef: float | FixedKL | AdaptiveKL = 0.001,
@@ -248,8 +246,8 @@ def kl_loss(
     (tensor(0.1562), tensor(0.3125))
     """
     coef = _coefficient(coef)
-    layout = Layout.of(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
-    tokens = _tokens(layout, log_probs, ref_log_probs, old_log_probs, estimator, estimator_options or {})
+    layout = Layout.of(mask, new_logprobs=new_logprobs, ref_logprobs=ref_logprobs)
+    tokens = _tokens(layout, new_logprobs, ref_logprobs, old_logprobs, estimator, estimator_options or {})
     if weights is not None:
         tokens = tokens * on_tokens(layout, "weights", weights).detach()
     total = reduce(layout, tokens, mode, norm, whole)
@@ -323,8 +321,8 @@ def penalise(
 
 
 def kl_penalty(
-    log_probs: PerToken,
-    ref_log_probs: PerToken,
+    logprobs: PerToken,
+    ref_logprobs: PerToken,
     mask: PerToken | None = None,
     *,
     estimator: str = "k1",
@@ -333,8 +331,8 @@ def kl_penalty(
     """Compute the penalty per token for the divergence from the reference: -coef * KL.
 
     Args:
-        log_probs: Of the policy, (B, A) or packed.
-        ref_log_probs: Of the reference, in the same layout.
+        logprobs: Of the policy, (B, A) or packed.
+        ref_logprobs: Of the reference, in the same layout.
         mask: Which tokens count, in the same layout.
         estimator: A name in `KL`.
         coef: A positive coefficient.
@@ -345,8 +343,8 @@ def kl_penalty(
     >>> kl_penalty([[-1.0, -2.0]], [[-1.5, -2.0]], coef=0.1).rewards
     [tensor([-0.0500,  0.0000])]
     """
-    layout = Layout.of(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
-    tokens = _tokens(layout, log_probs, ref_log_probs, None, estimator, {})
+    layout = Layout.of(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    tokens = _tokens(layout, logprobs, ref_logprobs, None, estimator, {})
     metrics = {"kl": reduce(layout, tokens, "seq-mean-token-mean").item(), "kl_coef": check_float("coef", coef, 0)}
     report = Report(layout.rows, {"no actions": rows_where(layout.counts == 0)}, metrics)
     return TokenRewards(layout.give(layout.masked(0.0 - coef * tokens)), report)

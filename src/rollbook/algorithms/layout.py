@@ -271,7 +271,7 @@ def as_floats(tensor: torch.Tensor) -> torch.Tensor:
 def alike(**given: Any) -> list[torch.Tensor]:
     """Numbers of at least float32, all of the first argument's shape; lists join whichever is on a device.
 
-    >>> alike(log_probs=[-1, -2], ref_log_probs=torch.zeros(2, dtype=torch.float64))
+    >>> alike(logprobs=[-1, -2], ref_logprobs=torch.zeros(2, dtype=torch.float64))
     [tensor([-1., -2.]), tensor([0., 0.], dtype=torch.float64)]
     """
     devices = [value.device for value in given.values() if isinstance(value, torch.Tensor)]
@@ -310,10 +310,10 @@ def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
     Among packed tokens both values end to end and numbers of rows are flat. Where B rows have B tokens in all, but not
     one each, a flat tensor is taken for numbers of rows, and refused if other tokens of the call are end to end, too.
 
-    >>> layout = Layout.of(None, log_probs=[[-1.0, -2.0], [-3.0]])
+    >>> layout = Layout.of(None, logprobs=[[-1.0, -2.0], [-3.0]])
     >>> [is_per_row(layout, "weights", value) for value in ([1.0, 2.0], [[1.0, 2.0], [3.0]], torch.ones(3))]
     [True, False, False]
-    >>> is_per_row(Layout.of(None, log_probs=[[-1.0, -2.0], []]), "weights", torch.ones(2))
+    >>> is_per_row(Layout.of(None, logprobs=[[-1.0, -2.0], []]), "weights", torch.ones(2))
     True
     """
     if isinstance(value, (Rows, Ragged)):

@@ -124,7 +124,7 @@ class Estimator(Entry):
         return self.scores == "tokens" and "token_rewards" in self.inputs and not self.compares_runs
 
 
-_PER_TOKEN = ("token_rewards", "log_probs", "step_rewards")
+_PER_TOKEN = ("token_rewards", "old_logprobs", "step_rewards")
 """Inputs that only estimators over tokens (or steps) take."""
 
 
@@ -132,7 +132,7 @@ _PER_TOKEN = ("token_rewards", "log_probs", "step_rewards")
 class LossEntry(Entry):
     """A loss: what it is for, and which records it is computed from.
 
-    >>> LossEntry("margin", lambda log_probs: log_probs, (), "an example").needs_reference({})
+    >>> LossEntry("margin", lambda new_logprobs: new_logprobs, (), "an example").needs_reference({})
     False
     """
 

@@ -167,7 +167,7 @@ def _whole_windows(counts: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
 def rank_penalty(
     rewards: PerRow,
     groups: Any,
-    log_probs: PerRow,
+    logprobs: PerRow,
     runs: Any = None,
     *,
     penalty: float = 0.25,
@@ -175,7 +175,7 @@ def rank_penalty(
 ) -> torch.Tensor:
     """[B] What a response loses for being among the likelier ones of its group: `-penalty * reward * rank / n`.
 
-    Rewarding the Unlikely (He et al., 2025, arXiv 2506.02355). rank counts from 0, the least likely by `log_probs`,
+    Rewarding the Unlikely (He et al., 2025, arXiv 2506.02355). rank counts from 0, the least likely by `logprobs`,
     (B,), the mean log-prob of each row; equally likely ones share the mean of their ranks; n is the group's size. With
     `runs`, (B,) ids, rows of one run count once: the run is as likely as its rows are on average, and each row loses by
     the run's rank and its own reward. A row without a finite reward has no rank, is not counted and loses 0.
@@ -188,21 +188,21 @@ def rank_penalty(
     >>> rank_penalty([1.0, 1.0, 1.0], ["a", "a", "a"], [-0.1, -0.5, -0.9], ["x", "x", "y"], penalty=0.3)
     tensor([-0.1500, -0.1500,  0.0000])
     """
-    return given_back(rewards, likely_lost(rewards, groups, log_probs, runs, penalty, ranks))
+    return given_back(rewards, likely_lost(rewards, groups, logprobs, runs, penalty, ranks))
 
 
 def likely_lost(
-    rewards: PerRow, groups: Any, log_probs: PerRow, runs: Any, penalty: float, ranks: ProcessGroup = SINGLE_PROCESS
+    rewards: PerRow, groups: Any, logprobs: PerRow, runs: Any, penalty: float, ranks: ProcessGroup = SINGLE_PROCESS
 ) -> Floats:
     """[B] `rank_penalty` in float64."""
     check_float("penalty", penalty, 0, 1)
     grouped = Grouped(rewards, groups, runs, ranks)
-    likely = as_rewards("log_probs", log_probs)
-    same_rows("log_probs", likely, grouped.values[grouped.own])
+    likely = as_rewards("logprobs", logprobs)
+    same_rows("logprobs", likely, grouped.values[grouped.own])
     likely = np.concatenate([np.asarray(part, dtype=np.float64) for part in ranks.gather(likely.tolist())])
     odd = np.flatnonzero(grouped.valid & np.isnan(likely))
     if len(odd):
-        raise ValueError(f"log_probs: got NaN at row {odd[0]}, expected the mean log-prob of each row with a reward")
+        raise ValueError(f"logprobs: got NaN at row {odd[0]}, expected the mean log-prob of each row with a reward")
     share = _ranks_of(grouped.over_runs(likely), grouped)[grouped.run] / np.maximum(grouped.of(grouped.count), 1)
     lost: Floats = 0.0 - penalty * np.where(grouped.valid, grouped.values, 0.0) * share
     return lost[grouped.own]
@@ -388,7 +388,7 @@ def shape_repetition(
 def shape_rank(
     rewards: PerRow,
     groups: Any,
-    log_probs: PerRow,
+    logprobs: PerRow,
     runs: Any = None,
     ids: Sequence[Hashable] | None = None,
     *,
@@ -404,7 +404,7 @@ def shape_rank(
     (tensor([0.8000, 1.0000, 0.0000]), [0])
     """
     before = as_rewards("rewards", rewards)
-    lost = likely_lost(rewards, groups, log_probs, runs, penalty, ranks)
+    lost = likely_lost(rewards, groups, logprobs, runs, penalty, ranks)
     return _shaped(rewards, before, before + lost, {"likely": rows_where(lost != 0)}, ids)
 
 

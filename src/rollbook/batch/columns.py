@@ -28,8 +28,6 @@ TOKEN_COLUMNS = (
     *("values", "advantages", "returns", "loss_weights"),
 )
 """Fields of a `Batch` with an entry for each response token, beside its `action_mask`."""
-RECORD_NAMES = {"old_logprobs": "policy_logprobs"}
-"""Fields of a record that have another name in a `Batch`."""
 
 
 @dataclass
@@ -72,8 +70,8 @@ def read_columns(records: Experiences, names: Sequence[str] | None = None) -> Ba
     if tokens is None:
         tokens = torch.empty(0, dtype=getattr(torch, FIELDS["tokens"].dtype))
     columns = BatchColumns(lengths, response_lengths, tokens, media=_read_media(records), eids=records.eids())
-    response_names = {_BATCH_NAMES.get(name, name): name for name in _response_fields()}
-    custom_names = set(names or ()) - response_names.keys() - {"tokens", "reward"}
+    response_names = _response_fields()
+    custom_names = set(names or ()) - {*response_names, "tokens", "reward"}
     if names is None or custom_names:
         columns.by_record = {
             name: values for name, values in custom_columns(records).items() if names is None or name in custom_names
@@ -85,16 +83,13 @@ def read_columns(records: Experiences, names: Sequence[str] | None = None) -> Ba
         records = mask_unpredicted(records)
     for name in names:
         if name in response_names:
-            column = _read_column(records, response_names[name], response_lengths)
+            column = _read_column(records, name, response_lengths)
             if column is not None:
                 columns.by_token[name] = column
     if "reward" in names:
         rewards = [np.nan if reward is None else reward for reward in records.values("reward")]
         columns.reward = torch.tensor(rewards, dtype=torch.float32)
     return columns
-
-
-_BATCH_NAMES = {record_name: name for name, record_name in RECORD_NAMES.items()}
 
 
 def _response_fields() -> list[str]:

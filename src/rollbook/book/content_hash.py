@@ -119,7 +119,7 @@ def is_late(field: Field) -> bool:
     >>> from rollbook.core.fields import FIELDS
     >>> [name for name, field in FIELDS.items() if is_late(field)]  # doctest: +NORMALIZE_WHITESPACE
     ['reward', 'token_level_reward', 'advantages', 'returns', 'info', 'metrics', 'teacher_logprobs', 'loss_weights',
-     'policy_logprobs', 'ref_logprobs', 'entropy', 'values']
+     'old_logprobs', 'ref_logprobs', 'entropy', 'values']
     """
     if field.kind == "tensor":
         return (

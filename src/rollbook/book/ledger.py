@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rollbook.book.book import Book
 
 
-LAYOUT = 2
+LAYOUT = 3
 """The number of the tables' layout (see `rollbook.book.ledger`)."""
 BUSY_SECONDS = 30.0
 """How long a writer waits for other writers by default, in seconds."""
@@ -943,7 +943,10 @@ def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -
         )
     if layout < LAYOUT:
         if layout not in MIGRATIONS:
-            raise NotABookError(f"{where}: the book has layout {layout}, of an older version; this one reads {LAYOUT}")
+            raise NotABookError(
+                f"{where}: the book has layout {layout}, written by an older version of Rollbook; "
+                f"this one reads layout {LAYOUT}"
+            )
         if not create:
             raise NotABookError(
                 f"{where}: the book has layout {layout}; open it for writing once, and it becomes {LAYOUT}"

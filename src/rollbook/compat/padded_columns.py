@@ -105,7 +105,7 @@ def to_columns(
     if batch.layout == "packed" or records is None:
         batch = batch.pad(pad_token_id, LAYOUT)
     widths = _widths(batch, items, prompt_width, response_width)
-    engine = records is not None and any(value is None for value in records.values("policy_logprobs"))
+    engine = records is not None and any(value is None for value in records.values("old_logprobs"))
     names = {"action_log_probs": ENGINE} if engine else {}
     columns = {name: getattr(batch, name) for name in _RESPONSE}
     columns |= {f"extras.{name}": value for name, value in (batch.extras or {}).items()}

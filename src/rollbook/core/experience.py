@@ -339,7 +339,7 @@ class Experience:
     share one. Fields (and their shapes) are those of `rollbook.core.fields.FIELDS`; the most used:
 
     - `tokens` [L]: prompt, then response. `prompt_length`: how many of them are the prompt.
-    - `logprobs` [R]: of the engine that sampled. `policy_logprobs` [R]: the old policy's, recomputed by the trainer.
+    - `logprobs` [R]: of the engine that sampled. `old_logprobs` [R]: the old policy's, recomputed by the trainer.
     - `action_mask` [R]: True where the model chose the token, False on what a tool or user wrote. With
       `prompt_length=0` no model predicts the first token, and batches, estimators and losses leave it out.
     - `reward`: `None` is not scored yet, NaN could not be scored.
@@ -397,7 +397,7 @@ class Experience:
         parent: str | None
         group_size: int | None
         sampling: dict[str, Any] | None
-        policy_logprobs: torch.Tensor | None
+        old_logprobs: torch.Tensor | None
         ref_logprobs: torch.Tensor | None
         entropy: torch.Tensor | None
         values: torch.Tensor | None
@@ -438,7 +438,7 @@ class Experience:
             parent: str | None = None,
             group_size: int | None = None,
             sampling: Mapping[str, Any] | None = None,
-            policy_logprobs: Any = None,
+            old_logprobs: Any = None,
             ref_logprobs: Any = None,
             entropy: Any = None,
             values: Any = None,

@@ -183,7 +183,7 @@ FIELDS: dict[str, Field] = {
         Field("parent", "text", doc="The uid this record was made from."),
         Field("group_size", "integer", doc="How many runs this record's task has."),
         Field("sampling", "json", holds="dict", doc="Temperature, top_p, top_k, seed and what else the engine used."),
-        Field("policy_logprobs", "tensor", "response", "float32", doc="[R] The old policy's, recomputed."),
+        Field("old_logprobs", "tensor", "response", "float32", doc="[R] The old policy's, recomputed."),
         Field("ref_logprobs", "tensor", "response", "float32", doc="[R] The reference policy's."),
         Field("entropy", "tensor", "response", "float32", doc="[R] Of the distribution each token was drawn from."),
         Field("values", "tensor", "response", "float32", doc="[R] The critic's, before each token."),
@@ -197,7 +197,7 @@ class BatchField:
     """One per-token field of a batch, and of its items: (B, S) on the `sequence` axis, (B, A) on the `response` axis.
 
     >>> BATCH_FIELDS["action_log_probs"].axis, BATCH_FIELDS["action_log_probs"].sources
-    ('response', ('policy_logprobs', 'logprobs'))
+    ('response', ('old_logprobs', 'logprobs'))
     """
 
     name: str
@@ -212,7 +212,7 @@ BATCH_FIELDS: dict[str, BatchField] = {
     f.name: f
     for f in (
         BatchField("sequences", "sequence", ("tokens",)),
-        BatchField("action_log_probs", "response", ("policy_logprobs", "logprobs")),
+        BatchField("action_log_probs", "response", ("old_logprobs", "logprobs")),
         BatchField("base_action_log_probs", "response", ("ref_logprobs",)),
         BatchField("values", "response", ("values",)),
         BatchField("returns", "response", ("returns",)),

@@ -946,7 +946,7 @@ class RowLayout:
 
 
 MAGIC = b"\x8dROLLBK\n"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<8sHHIQQQQQ")
 HEADER_BYTES = 64
 COMPRESSION = {None: 0, "zstd": 1, "lz4": 2}
@@ -1194,7 +1194,8 @@ def read_header(data: Any, start: int = 0, limits: Limits = DEFAULT_LIMITS) -> F
         raise WireError(f"the header is cut short: {len(head)} of {HEADER_BYTES} bytes", start + len(head))
     _, version, flags, header_length, length, decoded, count, checksum, reserved = HEADER.unpack_from(head)
     if version != VERSION:
-        raise WireError(f"format version {version}; this reader knows {VERSION}", start + 8)
+        older = ", written before `policy_logprobs` became `old_logprobs`" if version == 1 else ""
+        raise WireError(f"format version {version}{older}; this reader knows {VERSION}", start + 8)
     if xxhash.xxh3_64_intdigest(head[:56]) != struct.unpack_from("<Q", head, 56)[0]:
         raise WireError("the header does not match its checksum", start + 56)
     if header_length != HEADER_BYTES or flags not in _COMPRESSION_NAMES or reserved:

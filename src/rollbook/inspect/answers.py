@@ -26,7 +26,7 @@ from rollbook.book import reports
 from rollbook.book.errors import BookError
 from rollbook.core import __version__
 from rollbook.core.checks import check_choice, check_int
-from rollbook.inspect import search
+from rollbook.inspect import filters
 from rollbook.inspect.index import COUNTS, SHOWN, named
 from rollbook.inspect.measures import MISMATCH, newest_steps, reward_parts, summarise
 from rollbook.inspect.search import Search
@@ -133,9 +133,9 @@ def _numbers(
     if evaluation is not None:
         where.append("evaluation = ?")
         values.append(int(evaluation))
-    condition = search.parse(filter, parts)
+    condition = filters.parse(filter, parts)
     default = "-step,gid,run,turn" if view == "samples" else "-step"
-    ordered, more = search.order(sort or default, view, parts)
+    ordered, more = filters.order(sort or default, view, parts)
     if view == "samples":
         where += [COUNTS, condition.sql]
         values += condition.values
@@ -306,7 +306,7 @@ class Answers:
             "steps": {"first": first, "last": last, "count": count},
             "tokenized": tokenized[0] if len(tokenized) == 1 else "mixed" if tokenized else "exact",
             "lenses": self._lenses(versions),
-            "columns": search.described(parts, metrics),
+            "columns": filters.described(parts, metrics),
             "parts": parts,
             "metrics": metrics,
             "rewards": None if None in rewards else list(rewards),
@@ -445,7 +445,7 @@ class Answers:
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
             parts, metrics = self._numbers(read)
-        if filter and search.parse(filter, [*parts, *metrics]).texts:
+        if filter and filters.parse(filter, [*parts, *metrics]).texts:
             self.searching.finish()
         return self._snapshots.page(
             view,

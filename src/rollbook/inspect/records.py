@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rollbook.book.book import Book
 
 _NUMBERS = (
-    *("logprobs", "policy_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values"),
+    *("logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values"),
     *("advantages", "returns", "token_level_reward", "loss_weights"),
 )
 """Response-axis fields that lenses show."""

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 # --- measuring in bulk ----------------------------------------------------------------------------------------------
 
 NUMBERS = (
-    *("logprobs", "policy_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values", "advantages"),
+    *("logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values", "advantages"),
     *("returns", "token_level_reward", "loss_weights"),
 )
 """The fields with a number for each response token."""

@@ -241,16 +241,16 @@ def prompt_hash(ids: Any, text: str = "") -> str:
 def derive(arrays: Mapping[str, NDArray[Any] | None], mask: NDArray[np.bool_]) -> dict[str, NDArray[np.float32]]:
     """The lenses that follow from what was recorded, each [L], NaN where there is no value.
 
-    `arrays`: any of `logprobs`, `policy_logprobs`, `ref_logprobs`, `teacher_logprobs`, `entropy`, `values`,
+    `arrays`: any of `logprobs`, `old_logprobs`, `ref_logprobs`, `teacher_logprobs`, `entropy`, `values`,
     `advantages`, `returns`, `token_level_reward` and `loss_weights`, each [L]; `mask` [L].
 
-    >>> recorded = {"logprobs": np.array([np.nan, -1.0]), "policy_logprobs": np.array([np.nan, -0.5])}
+    >>> recorded = {"logprobs": np.array([np.nan, -1.0]), "old_logprobs": np.array([np.nan, -0.5])}
     >>> found = derive(recorded, np.array([False, True]))
     >>> sorted(found), found["mismatch"].tolist()
     (['logprob', 'mismatch', 'ratio'], [nan, 0.5])
     """
     fields = {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items() if array is not None}
-    behaviour, policy, reference = (fields.get(name) for name in ("logprobs", "policy_logprobs", "ref_logprobs"))
+    behaviour, policy, reference = (fields.get(name) for name in ("logprobs", "old_logprobs", "ref_logprobs"))
     advantage = fields.get("advantages")
     lenses = {lens: fields[name] for name, lens in _SAME.items() if name in fields}
     spoken = behaviour if behaviour is not None else policy

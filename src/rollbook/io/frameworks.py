@@ -270,7 +270,7 @@ def read_verl(
 
 _VERL_TENSORS = {
     "rollout_log_probs": "logprobs",
-    "old_log_probs": "policy_logprobs",
+    "old_log_probs": "old_logprobs",
     "token_level_scores": "token_level_reward",
     "advantages": "advantages",
     "returns": "returns",
@@ -378,7 +378,7 @@ def read_trl(
     yield from _read(path, batch_rows, errors, "trl", split, tokenizer, max_row_bytes)
 
 
-_TRL_TENSORS = {"sampling_per_token_logps": "logprobs", "old_per_token_logps": "policy_logprobs"}
+_TRL_TENSORS = {"sampling_per_token_logps": "logprobs", "old_per_token_logps": "old_logprobs"}
 
 
 def read_trl_ids(row: Row, sample: Sample) -> set[str]:

@@ -982,7 +982,7 @@ class RecordSource(TrajectorySource):
     def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
         row = self.rows[i]
         in_batch = {name for batch_field in BATCH_FIELDS.values() for name in batch_field.sources}
-        if row.policy_logprobs is not None:
+        if row.old_logprobs is not None:
             in_batch.discard("logprobs")  # the engine's, next to the trainer's
         return {
             tensor_field.name: partial(self._response, i, tensor_field.name)

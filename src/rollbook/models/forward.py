@@ -153,7 +153,7 @@ def run_micro_batches(
                 columns = {"values": model.token_values(batch)}
             else:
                 token_stats = model.token_stats(batch, entropy="entropy" in outputs, **options)
-                columns = {name: token_stats.entropy if name == "entropy" else token_stats.log_probs for name in parts}
+                columns = {name: token_stats.entropy if name == "entropy" else token_stats.logprobs for name in parts}
             clock.stop()
             for name, column in columns.items():
                 parts[name].append(batch.flatten_response(column).float())
@@ -226,7 +226,7 @@ def _in_order(parts: list[torch.Tensor], order: list[Any], responses: Lengths) -
 
 @dataclass
 class Scores:
-    """Results of a pass over records: `log_probs` and, if asked for, `entropy`; of a critic `values`.
+    """Results of a pass over records: `logprobs` and, if asked for, `entropy`; of a critic `values`.
 
     Each is a `Ragged` column with a row for each record. `stats` are those of `forward`.
 
@@ -234,7 +234,7 @@ class Scores:
     True
     """
 
-    log_probs: Any = None
+    logprobs: Any = None
     entropy: Any = None
     values: Any = None
     stats: dict[str, float] = field(default_factory=dict)
@@ -270,7 +270,7 @@ def policy_log_probs(
     >>> actor = Actor(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...                           num_attention_heads=2, max_position_embeddings=16))
     >>> records = [Experience(tokens=[1, 2, 3, 4], prompt_length=2), Experience(tokens=[5, 6, 7], prompt_length=2)]
-    >>> policy_log_probs(actor, records).log_probs.lengths.tolist()
+    >>> policy_log_probs(actor, records).logprobs.lengths.tolist()
     [2, 1]
     """
     stats: dict[str, float] = {}
@@ -284,7 +284,7 @@ def policy_log_probs(
         progress=progress,
         stats=stats,
     )
-    return Scores(log_probs=columns["logprobs"], entropy=columns.get("entropy"), stats=stats)
+    return Scores(logprobs=columns["logprobs"], entropy=columns.get("entropy"), stats=stats)
 
 
 def reference_log_probs(reference: Any, data: Any, **options: Any) -> Scores:
@@ -297,7 +297,7 @@ def reference_log_probs(reference: Any, data: Any, **options: Any) -> Scores:
     ...                           num_attention_heads=2, max_position_embeddings=16))
     >>> records = [Experience(tokens=[1, 2, 3, 4], prompt_length=2)]
     >>> now, then = policy_log_probs(actor, records), reference_log_probs(actor.reference(), records)
-    >>> now.log_probs[0].tolist() == then.log_probs[0].tolist()
+    >>> now.logprobs[0].tolist() == then.logprobs[0].tolist()
     True
     """
     return policy_log_probs(without_adapters(reference), data, **options)

@@ -355,7 +355,7 @@ class Head:
                 softcap=self.softcap,
             )
         entropies = None if stats.entropy is None else slots.put(stats.entropy.float())
-        return TokenStats(slots.put(stats.log_probs.float()), entropies), output
+        return TokenStats(slots.put(stats.logprobs.float()), entropies), output
 
     def _logits(self, inputs: dict[str, Any], slots: Slots) -> tuple[Any, torch.Tensor]:
         """The model's output, and its logits (N, V) at the slots; of the others none, if the model can do that."""

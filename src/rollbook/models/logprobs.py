@@ -169,7 +169,7 @@ class TokenStats(NamedTuple):
     True
     """
 
-    log_probs: torch.Tensor
+    logprobs: torch.Tensor
     entropy: torch.Tensor | None
     """`None` unless it was asked for."""
 
@@ -182,7 +182,7 @@ class TopK(NamedTuple):
     """
 
     ids: torch.Tensor
-    log_probs: torch.Tensor
+    logprobs: torch.Tensor
 
 
 # --- public functions -----------------------------------------------------------------------------------------------
@@ -213,14 +213,14 @@ def from_logits(
 
     >>> logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]])
     >>> found = from_logits(logits, torch.tensor([2, 3]), entropy=True)
-    >>> found.log_probs
+    >>> found.logprobs
     tensor([-1.3863, -0.4402])
     >>> found.entropy
     tensor([1.3863, 0.9475])
     """
     tokens = _tokens("logits", logits, labels, _vocabulary_of(logits), temperature, ignore_index)
-    log_probs, entropies = _apply(_FromLogits, _vocabulary.pieces_of(logits), tokens, entropy)
-    return TokenStats(log_probs.view(labels.shape), entropies.view(labels.shape) if entropy else None)
+    logprobs, entropies = _apply(_FromLogits, _vocabulary.pieces_of(logits), tokens, entropy)
+    return TokenStats(logprobs.view(labels.shape), entropies.view(labels.shape) if entropy else None)
 
 
 def entropy_from_logits(logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -259,16 +259,16 @@ def from_hidden(
     4 N D bytes, in which the gradient of N hidden states is summed, and for the weight's a copy of the hidden states.
 
     >>> hidden, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    >>> from_hidden(hidden, weight, torch.tensor([2])).log_probs
+    >>> from_hidden(hidden, weight, torch.tensor([2])).logprobs
     tensor([-0.4076])
-    >>> from_logits(hidden @ weight.T, torch.tensor([2])).log_probs
+    >>> from_logits(hidden @ weight.T, torch.tensor([2])).logprobs
     tensor([-0.4076])
     """
     head = Head.of(hidden, weight, bias, softcap)
     tokens = _tokens("hidden", hidden, labels, len(weight), temperature, ignore_index)
     flat = hidden.reshape(labels.numel(), weight.shape[1])
-    log_probs, entropies = _apply(_FromHidden, flat, weight, bias, head, tokens, entropy)
-    return TokenStats(log_probs.view(labels.shape), entropies.view(labels.shape) if entropy else None)
+    logprobs, entropies = _apply(_FromHidden, flat, weight, bias, head, tokens, entropy)
+    return TokenStats(logprobs.view(labels.shape), entropies.view(labels.shape) if entropy else None)
 
 
 def top_k(logits: torch.Tensor, k: int, *, temperature: float | torch.Tensor = 1.0) -> TopK:
@@ -277,7 +277,7 @@ def top_k(logits: torch.Tensor, k: int, *, temperature: float | torch.Tensor = 1
     Of equally likely ones the lower id comes first. Nothing is differentiated.
 
     >>> top_k(torch.tensor([1.0, 3.0, 3.0, 2.0]), 3)
-    TopK(ids=tensor([1, 2, 3]), log_probs=tensor([-0.9176, -0.9176, -1.9176]))
+    TopK(ids=tensor([1, 2, 3]), logprobs=tensor([-0.9176, -0.9176, -1.9176]))
     """
     vocabulary = _vocabulary_of(logits)
     tokens = _tokens("logits", logits, _unlabelled(logits), vocabulary, temperature, _IGNORE)
@@ -304,7 +304,7 @@ def top_k_from_hidden(
 
     >>> hidden, weight = torch.tensor([1.0, 2.0]), torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     >>> top_k_from_hidden(hidden, weight, 2)
-    TopK(ids=tensor([2, 1]), log_probs=tensor([-0.4076, -1.4076]))
+    TopK(ids=tensor([2, 1]), logprobs=tensor([-0.4076, -1.4076]))
     """
     head = Head.of(hidden, weight, bias, softcap)
     tokens = _tokens("hidden", hidden, _unlabelled(hidden), len(weight), temperature, _IGNORE)
@@ -435,11 +435,11 @@ class _FromLogits(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.tokens = tokens
         sums = _vocabulary.sums(logits, tokens, 0, entropy)
-        log_probs, entropies, log_mass = tokens.finish(sums)
+        logprobs, entropies, log_mass = tokens.finish(sums)
         ctx.save_for_backward(logits, sums.top, log_mass, entropies.clone())
         if not entropy:
             ctx.mark_non_differentiable(entropies)
-        return log_probs, entropies
+        return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
@@ -468,11 +468,11 @@ class _FromHidden(torch.autograd.Function):
         ctx.tokens, ctx.cap, ctx.kind, ctx.factors = tokens, head.cap, head.kind, head.factors
         with _as_given(hidden.device):
             sums = product_sums(hidden, head, tokens, entropy)
-            log_probs, entropies, log_mass = tokens.finish(sums)
+            logprobs, entropies, log_mass = tokens.finish(sums)
         ctx.save_for_backward(hidden, weight, bias, sums.top, log_mass, entropies.clone())
         if not entropy:
             ctx.mark_non_differentiable(entropies)
-        return log_probs, entropies
+        return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

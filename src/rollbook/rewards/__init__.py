@@ -7,8 +7,8 @@
 | `models` | torch modules and sequence classifiers |
 | `remote` | reward models behind HTTP |
 | `recipes` | `as_reward`, weighted sums, recipes by label, LightRFT's `reward_fn` |
-| `answers`, `code` | built-in reward functions (`READY` has them by name) |
-| `sandbox` | limits for untrusted programs |
+| `answers` | built-in reward functions (`READY` has them by name) |
+| `sandbox` | `code_match`, and limits for untrusted programs |
 
 Names load when they are first used: neither torch nor httpx is needed before.
 

@@ -539,7 +539,7 @@ _READY = {
     "think_answer_format": "answers",
     "gsm8k": "answers",
     "math_match": "answers",
-    "code_match": "code",
+    "code_match": "sandbox",
     "json_match": "answers",
     "json_schema": "answers",
     "length": "answers",

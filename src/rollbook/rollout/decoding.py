@@ -270,9 +270,9 @@ def _model_logprobs(kind: str, logits: torch.Tensor, ids: torch.Tensor, rules: R
     if kind == "tempered" and rules.suppressed is not None:
         logits = logits.to(torch.float32, copy=True).index_put_(rules.suppressed, rules.never)
     if kind == "raw" or not rules.tempers:
-        logprobs = from_logits(logits, ids).log_probs
+        logprobs = from_logits(logits, ids).logprobs
     else:
-        logprobs = from_logits(logits, ids, temperature=rules.temperature).log_probs
+        logprobs = from_logits(logits, ids, temperature=rules.temperature).logprobs
     return logprobs if kind == "raw" or rules.greedy is None else logprobs.masked_fill(rules.greedy, 0.0)
 
 

@@ -115,7 +115,7 @@ class AlgorithmConfig:
         put = object.__setattr__
         losses = _named("loss", self.loss, LOSSES)
         put(self, "loss", losses.name)
-        if losses.role != "policy" or "log_probs" not in losses.inputs:
+        if losses.role != "policy" or "new_logprobs" not in losses.inputs:
             raise ValueError(f"algorithm.loss: got {self.loss!r}, expected the loss of a policy")
         known = [name for name in losses.options if name not in _OWN]
         put(self, "loss_options", _options("loss_options", self.loss_options, losses.name, known))
@@ -257,7 +257,7 @@ class AlgorithmConfig:
     @property
     def needs_teacher(self) -> bool:
         """Whether there must be a teacher."""
-        return "teacher_log_probs" in self._estimator_inputs
+        return "teacher_logprobs" in self._estimator_inputs
 
     @property
     def needs_entropy(self) -> bool:
@@ -286,7 +286,7 @@ class AlgorithmConfig:
         ['policy', 'reference', 'critic']
         """
         needed = {
-            "policy_logprobs": self.needs_rollouts,
+            "old_logprobs": self.needs_rollouts,
             "entropy": self.needs_rollouts and self.needs_entropy,
             "ref_logprobs": self.kl_coef != 0 and not self.pairs,
             "teacher_logprobs": self.needs_teacher,
@@ -300,7 +300,7 @@ class AlgorithmConfig:
 
 
 _PASSES = {
-    "policy_logprobs": Pass("policy", "policy_logprobs", ("policy_logprobs", "entropy")),
+    "old_logprobs": Pass("policy", "old_logprobs", ("old_logprobs", "entropy")),
     "entropy": Pass("policy", "entropy", ("entropy",)),
     "ref_logprobs": Pass("reference", "ref_logprobs", ("ref_logprobs",)),
     "teacher_logprobs": Pass("teacher", "teacher_logprobs", ("teacher_logprobs",)),

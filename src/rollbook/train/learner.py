@@ -346,7 +346,7 @@ class Learner:
             return None
         reference = without_adapters(self.reference)
         with scoring(reference):
-            return to(reference.token_stats(batch).log_probs, self.actor.device)
+            return to(reference.token_stats(batch).logprobs, self.actor.device)
 
     def _failed(self, step: int, epoch: int, number: int) -> None:
         self.failures += 1

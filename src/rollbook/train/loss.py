@@ -27,7 +27,7 @@ from rollbook.train.algorithm import AlgorithmConfig
 if TYPE_CHECKING:
     from rollbook.train.rows import TrainRows
 
-_COLUMNS = {"old_log_probs": "old_logprobs", "ref_log_probs": "ref_logprobs", "mask": "action_mask"}
+_COLUMNS = {"mask": "action_mask"}
 """Inputs of losses that are columns of a batch by another name."""
 
 
@@ -35,7 +35,7 @@ def loss_inputs(algorithm: AlgorithmConfig) -> frozenset[str]:
     """What the policy's loss reads, by column names.
 
     >>> sorted(loss_inputs(AlgorithmConfig.preset("grpo")))
-    ['action_mask', 'advantages', 'log_probs', 'old_logprobs']
+    ['action_mask', 'advantages', 'new_logprobs', 'old_logprobs']
     """
     return frozenset(_COLUMNS.get(name, name) for name in LOSSES[algorithm.loss].inputs)
 
@@ -129,7 +129,7 @@ def policy_loss(
     ref: Any = batch.ref_logprobs if ref_logprobs is None else ref_logprobs
     columns: dict[str, Any] = {name: getattr(batch, name) for name in TOKEN_COLUMNS}
     columns |= {"action_mask": mask, "ref_logprobs": ref if algorithm.needs_reference else None}
-    columns |= {"log_probs": stats.log_probs, "new_logprobs": stats.log_probs, "step": step}
+    columns |= {"new_logprobs": stats.logprobs, "step": step}
     columns |= {"expert_mask": rows.expert, "pairs": rows.pairs, "chosen": rows.chosen}
     entry = LOSSES[algorithm.loss]
     options: dict[str, Any] = {**algorithm.loss_options, "whole": normalizers.policy}
@@ -148,7 +148,7 @@ def policy_loss(
     own_mask = mask if rows.expert is None else _without_expert(mask, rows.expert)
     if algorithm.kl_coef and algorithm.kl_in == "loss" and not algorithm.pairs:
         divergence = kl_loss(
-            stats.log_probs,
+            stats.logprobs,
             ref,
             own_mask,
             batch.old_logprobs,

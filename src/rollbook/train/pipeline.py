@@ -267,8 +267,8 @@ def annotate(
     metrics = StepMetrics() if metrics is None else metrics
     if not len(records):
         return records
-    if old_logprobs == "engine" and algorithm.needs_rollouts and len(records.missing("policy_logprobs")):
-        records = records.fill(policy_logprobs=records.values("logprobs"))
+    if old_logprobs == "engine" and algorithm.needs_rollouts and len(records.missing("old_logprobs")):
+        records = records.fill(old_logprobs=records.values("logprobs"))
     for model_pass in algorithm.passes:
         missing = records.missing(model_pass.column)
         if len(missing):
@@ -410,12 +410,12 @@ class _Estimation:
         if not self.entry.kl_in_reward:
             advise(f"{self.entry.name} takes no rewards of tokens: the KL penalty is left out")
             return None
-        for name, column in (("log_probs", "policy_logprobs"), ("ref_log_probs", "ref_logprobs")):
+        for name in ("old_logprobs", "ref_logprobs"):
             if self.inputs[name] is None:
-                raise ValueError(f"{column}: missing, and algorithm.kl_coef is {algorithm.kl_coef:g} in the reward")
+                raise ValueError(f"{name}: missing, and algorithm.kl_coef is {algorithm.kl_coef:g} in the reward")
         penalty, report = kl_penalty(
-            self.inputs["log_probs"],
-            self.inputs["ref_log_probs"],
+            self.inputs["old_logprobs"],
+            self.inputs["ref_logprobs"],
             self.mask,
             estimator=algorithm.kl_estimator,
             coef=algorithm.kl_coef,

@@ -19,16 +19,13 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.corrections import importance_weights
 from rollbook.algorithms.filters import high_entropy_mask
-from rollbook.batch.columns import RECORD_NAMES, mask_unpredicted
+from rollbook.batch.columns import mask_unpredicted
 from rollbook.core.experience import split_preference_pairs
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import FIELDS
 from rollbook.core.rows import Rows
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.loss import loss_columns, loss_inputs
-
-OLD_LOGPROBS = RECORD_NAMES["old_logprobs"]
-"""The record's field of log-probs before the update."""
 
 
 @dataclass
@@ -111,9 +108,8 @@ class TrainRows:
         if algorithm.high_entropy_ratio > 0:
             rows._mask_low_entropy(algorithm.high_entropy_ratio)
         rows._leave_out_empty(drop_zero and "advantages" in loss_inputs(algorithm))
-        columns = [RECORD_NAMES.get(name, name) for name in loss_columns(algorithm)]
         # Log-probs say how long the response of a truncated prompt is.
-        rows.records = rows.records.select(*columns, *_BATCH_FIELDS, "logprobs")
+        rows.records = rows.records.select(*loss_columns(algorithm), *_BATCH_FIELDS, "logprobs")
         return rows
 
     @classmethod
@@ -170,9 +166,9 @@ class TrainRows:
         if "advantages" in inputs:
             needs["advantages"] = ("advantages",)
         if "old_logprobs" in inputs:
-            needs["old_log_probs"] = (OLD_LOGPROBS, "logprobs")
+            needs["old_logprobs"] = ("old_logprobs", "logprobs")
         if algorithm.kl_coef and algorithm.kl_in == "loss":
-            needs["ref_log_probs"] = ("ref_logprobs",)
+            needs["ref_logprobs"] = ("ref_logprobs",)
         if algorithm.needs_critic:
             needs |= {"values": ("values",), "returns": ("returns",)}
         for need, fields in needs.items():
@@ -191,13 +187,13 @@ class TrainRows:
         0. Rows without loss weights beside others with them weigh 1.
         """
         columns: dict[str, Sequence[Any]] = {}
-        old = self.records.values(OLD_LOGPROBS)
+        old = self.records.values("old_logprobs")
         if any(row is None for row in old):
             rows = zip(old, self.records.values("logprobs"), strict=True)
-            columns[OLD_LOGPROBS] = [engine if row is None else row for row, engine in rows]
+            columns["old_logprobs"] = [engine if row is None else row for row, engine in rows]
         if self.expert is not None:
             columns = {name: self.records.values(name) for name in ("advantages", "ref_logprobs")} | columns
-            columns.setdefault(OLD_LOGPROBS, old)
+            columns.setdefault("old_logprobs", old)
             columns = {name: self._zero_expert(column) for name, column in columns.items()}
         weights = self.records.values("loss_weights")
         if {row is None for row in weights} == {True, False}:
@@ -214,7 +210,7 @@ class TrainRows:
         return [torch.zeros(length) if expert else row for row, expert, length in rows]
 
     def _correct(self, algorithm: AlgorithmConfig, version: int | None) -> None:
-        names = (OLD_LOGPROBS, "logprobs")
+        names = ("old_logprobs", "logprobs")
         columns = [self._zero_expert(self.records.values(name)) for name in names]
         for name, column in zip(names, columns, strict=True):
             self._check_complete(column, name, "algorithm.correction compares")

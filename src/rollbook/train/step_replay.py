@@ -921,10 +921,8 @@ class _Replay:
         run, most = self.run, self.out.tolerance.tokens
         options: dict[str, Any] = {"token_budget": run.config.batch.token_budget}
         actor = run.models.policy
-        self._compare(
-            "policy log-probs", "policy_logprobs", most, actor, policy_log_probs, {**options, "entropy": True}
-        )
-        if not any(row.policy_logprobs is not None for row in run.own):
+        self._compare("policy log-probs", "old_logprobs", most, actor, policy_log_probs, {**options, "entropy": True})
+        if not any(row.old_logprobs is not None for row in run.own):
             self._compare("engine log-probs", "logprobs", ELSEWHERE.tokens, actor, policy_log_probs, options)
         fixed = {"moves": False}
         reference, teacher = run.models.reference, run.models.teacher
@@ -952,7 +950,7 @@ class _Replay:
             if not wanted.isdisjoint(uids):
                 # All that were made together went through the model together: the same micro-batches, the same bits.
                 scores = ask(model, run.book.get(uids), **options)
-                column = scores.values if name == "values" else scores.log_probs
+                column = scores.values if name == "values" else scores.logprobs
                 found.update(zip(uids, column, strict=True))
         old = [counted(row, getattr(row, name)) for row in known]
         new = [counted(row, found[row.eid.uid]) for row in known]

@@ -118,7 +118,7 @@ def record_metrics(
 def mean_divergence(records: Experiences, estimator: str) -> float:
     """Compute the mean KL divergence from the reference over response tokens, by the columns of the records."""
     columns = mask_unpredicted(records)
-    policy, reference = Rows(columns.values("policy_logprobs")), Rows(columns.values("ref_logprobs"))
+    policy, reference = Rows(columns.values("old_logprobs")), Rows(columns.values("ref_logprobs"))
     masks = zip(columns.values("action_mask"), policy, strict=True)
     mask = Rows([torch.ones(len(row), dtype=torch.bool) if row_mask is None else row_mask for row_mask, row in masks])
     divergence = token_kl(policy, reference, mask, estimator=estimator)

@@ -25,19 +25,19 @@ from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
     "on_policy_distill", source="reverse KL as a reward for each token (Agarwal et al., 2023, arXiv 2306.13649)"
 )
 def on_policy_distill(
-    log_probs: PerToken, teacher_log_probs: PerToken, mask: PerToken | None = None, *, coef: float = 1.0
+    old_logprobs: PerToken, teacher_logprobs: PerToken, mask: PerToken | None = None, *, coef: float = 1.0
 ) -> Advantages:
     """How much likelier the teacher finds each token: `coef` * (teacher - student), in log-probs.
 
-    log_probs (of the policy that sampled), teacher_log_probs, mask: (B, A) or packed. In expectation over the policy's
-    own samples its gradient is that of -coef * KL(student || teacher). Tool tokens are left out by the mask.
+    old_logprobs (of the policy that sampled), teacher_logprobs, mask: (B, A) or packed. In expectation over the
+    policy's own samples its gradient is that of -coef * KL(student || teacher). Tool tokens are left out by the mask.
 
     >>> on_policy_distill(torch.tensor([[-0.5, -1.0]]), torch.tensor([[-0.25, -3.0]])).advantages
     tensor([[ 0.2500, -2.0000]])
     """
-    layout = Layout.of(mask, log_probs=log_probs, teacher_log_probs=teacher_log_probs)
-    student = layout.take("log_probs", log_probs).detach()
-    teacher = layout.take("teacher_log_probs", teacher_log_probs).detach()
+    layout = Layout.of(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
+    student = layout.take("old_logprobs", old_logprobs).detach()
+    teacher = layout.take("teacher_logprobs", teacher_logprobs).detach()
     gap = student - teacher
     return _tokens(layout, -check_float("coef", coef) * gap, mask, {"kl": gap})
 
@@ -46,8 +46,8 @@ def on_policy_distill(
     "jsd", source="generalised Jensen-Shannon divergence (arXiv 2306.13649); its slope by the student's p"
 )
 def jsd(
-    log_probs: PerToken,
-    teacher_log_probs: PerToken,
+    old_logprobs: PerToken,
+    teacher_logprobs: PerToken,
     mask: PerToken | None = None,
     *,
     beta: float = 0.5,
@@ -75,9 +75,9 @@ def jsd(
     check_bool("normalise", normalise)
     check_float("beta", beta, 0, 1)
     check_float("coef", coef)
-    layout = Layout.of(mask, log_probs=log_probs, teacher_log_probs=teacher_log_probs)
-    student = layout.take("log_probs", log_probs).detach().to(torch.float64)
-    teacher = layout.take("teacher_log_probs", teacher_log_probs).detach().to(torch.float64)
+    layout = Layout.of(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
+    student = layout.take("old_logprobs", old_logprobs).detach().to(torch.float64)
+    teacher = layout.take("teacher_logprobs", teacher_logprobs).detach().to(torch.float64)
     gap = teacher - student
     if beta < sys.float_info.min:
         score = torch.expm1(gap)
@@ -90,7 +90,7 @@ def jsd(
     mixture = beta * ratio + 1 - beta
     divergence = beta * torch.where(ratio > 0, ratio * gap.clamp(-700, 700), 0.0)
     divergence = divergence - torch.where(mixture > 0, mixture * torch.log(mixture), 0.0)
-    given = (layout.whole("log_probs", log_probs), layout.whole("teacher_log_probs", teacher_log_probs))
+    given = (layout.whole("old_logprobs", old_logprobs), layout.whole("teacher_logprobs", teacher_logprobs))
     wide = torch.promote_types(*(as_floats(one).dtype for one in given))
     return _tokens(layout, (coef * scale * score).to(wide), mask, {"divergence": divergence.clamp(min=0)})
 
@@ -114,7 +114,7 @@ def clip_b(
     rewards: PerRow,
     groups: Any,
     mask: PerToken,
-    log_probs: PerToken,
+    old_logprobs: PerToken,
     entropy: PerToken,
     runs: Any = None,
     *,
@@ -127,8 +127,8 @@ def clip_b(
     """GRPO that spares tokens with a negative advantage whose push would cost the most entropy.
 
     With S = p (H + log p) for each token, a token with A < 0 is left out where S lies more than `mu` population
-    deviations below the mean of S over all tokens that count. log_probs, entropy, mask: (B, A) or packed; the rest as
-    of `grpo`. The result's `mask` is the one to train with; its advantages are those of `grpo`, untouched.
+    deviations below the mean of S over all tokens that count. old_logprobs, entropy, mask: (B, A) or packed; the rest
+    as of `grpo`. The result's `mask` is the one to train with; its advantages are those of `grpo`, untouched.
 
     >>> found = clip_b([0.0, 1.0], ["a", "a"], torch.ones(2, 3), torch.full((2, 3), -0.5),
     ...                torch.tensor([[0.1, 0.6, 0.6], [0.6, 0.6, 0.6]]), mu=1.0)
@@ -140,17 +140,17 @@ def clip_b(
     if mask is None:
         raise ValueError("mask: got None, expected the tokens that count, since some are to be left out of it")
     found = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton, ranks=ranks)
-    layout, advantages, surprise = _surprise(found, mask, log_probs, entropy)
+    layout, advantages, surprise = _surprise(found, mask, old_logprobs, entropy)
     stats = moments(surprise, layout.mask, ranks)
     out = layout.mask & (advantages < 0) & (surprise - stats.mean < -mu * stats.std("population"))
     return _narrowed(found, layout, out, advantages, {"std_s": stats.std("population")})
 
 
 def _surprise(
-    found: Advantages, mask: PerToken, log_probs: PerToken, entropy: PerToken
+    found: Advantages, mask: PerToken, old_logprobs: PerToken, entropy: PerToken
 ) -> tuple[Layout, torch.Tensor, torch.Tensor]:
-    layout = Layout.of(mask, log_probs=log_probs, entropy=entropy)
-    chosen = layout.take("log_probs", log_probs).detach().to(torch.float64)
+    layout = Layout.of(mask, old_logprobs=old_logprobs, entropy=entropy)
+    chosen = layout.take("old_logprobs", old_logprobs).detach().to(torch.float64)
     spread = layout.take("entropy", entropy).detach().to(torch.float64)
     return layout, layout.take("advantages", found.advantages), layout.masked(chosen.exp() * (spread + chosen))
 
@@ -165,7 +165,7 @@ def clip_v(
     rewards: PerRow,
     groups: Any,
     mask: PerToken,
-    log_probs: PerToken,
+    old_logprobs: PerToken,
     entropy: PerToken,
     necs: PerToken,
     runs: Any = None,
@@ -184,7 +184,7 @@ def clip_v(
     With S = p (H + log p) and D = necs - S for each token, a token with A < 0 is left out where D lies more than `mu`
     population deviations above its mean over tokens that count; of those at most `max_frac` of all tokens, or one if
     that is none, the largest first (of several equal ones at that limit none, so that order plays no part).
-    log_probs, entropy, necs, mask: (B, A) or packed; the rest as of `clip_b`.
+    old_logprobs, entropy, necs, mask: (B, A) or packed; the rest as of `clip_b`.
 
     Trinity compares D itself (`centred=False`), and also leaves out tokens with A = 0, without a limit
     (`zero_advantage="uncapped"`): in a batch of equal rewards that is every one.
@@ -202,7 +202,7 @@ def clip_v(
     if mask is None:
         raise ValueError("mask: got None, expected the tokens that count, since some are to be left out of it")
     found = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton, ranks=ranks)
-    layout, advantages, surprise = _surprise(found, mask, log_probs, entropy)
+    layout, advantages, surprise = _surprise(found, mask, old_logprobs, entropy)
     gap = layout.masked(layout.take("necs", necs).to(torch.float64) - surprise)
     stats = moments(gap, layout.mask, ranks)
     high = layout.mask & (gap - (stats.mean if centred else 0.0) > mu * stats.std("population"))

@@ -61,13 +61,13 @@ class Tokens:
     def finish(self, sums: Sums) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probs, entropies and log s, (N,)."""
         log_mass = sums.mass.log()
-        log_probs = sums.chosen - sums.top
+        logprobs = sums.chosen - sums.top
         if self.scales is not None:
-            log_probs *= self.scales
-        log_probs -= log_mass
+            logprobs *= self.scales
+        logprobs -= log_mass
         if self.wrong is not None:
-            log_probs.masked_fill_(self.wrong, torch.nan)
-        return log_probs.masked_fill_(self.ignored, 0), log_mass + sums.spread / sums.mass, log_mass
+            logprobs.masked_fill_(self.wrong, torch.nan)
+        return logprobs.masked_fill_(self.ignored, 0), log_mass + sums.spread / sums.mass, log_mass
 
 
 def kind_of(given: torch.Tensor) -> torch.dtype:
@@ -320,8 +320,8 @@ class Best:
             ids = self.vocabulary - 1 - (self.keys & 0xFFFF_FFFF)
             ordered = (self.keys >> 32).int()
             logits = torch.where(ordered < 0, ordered ^ 0x7FFF_FFFF, ordered).view(torch.float32)
-        log_probs = logits - sums.top[:, None]
+        logprobs = logits - sums.top[:, None]
         if tokens.scales is not None:
-            log_probs *= tokens.scales[:, None]
-        log_probs -= sums.mass.log()[:, None]
-        return ids.reshape(*shape, self.k), log_probs.reshape(*shape, self.k)
+            logprobs *= tokens.scales[:, None]
+        logprobs -= sums.mass.log()[:, None]
+        return ids.reshape(*shape, self.k), logprobs.reshape(*shape, self.k)

@@ -3,15 +3,15 @@
 Invariant: padded or packed, in one batch or in micro-batches with `whole`, a loss has one value and one gradient; a row
 without a token that counts changes neither.
 
-Every policy loss is `f(log_probs, old_log_probs, advantages, mask=None, *, ...) -> Loss` and shares these options:
+Every policy loss is `f(new_logprobs, old_logprobs, advantages, mask=None, *, ...) -> Loss` and shares these options:
 `mode` and `norm` (see `aggregate`), `whole` (the denominators of the global batch), and `weights`, (B, A), packed or
 (B,), which multiply the losses of tokens, leave denominators alone and carry no gradient. `mask` may be narrower than
 the responses, say the tokens of high entropy: denominators then count only those (LightRFT's way); to keep the
-denominators of all tokens give `weights` of 0 and 1 instead. `old_log_probs` and `advantages` are constants, so that
+denominators of all tokens give `weights` of 0 and 1 instead. `old_logprobs` and `advantages` are constants, so that
 `ppo(x, x, a)` has the gradient of the policy and not 0. Advantages are (B, A), packed, or (B,) for one per row.
 
 >>> from rollbook.algorithms.losses import LOSSES, ppo
->>> data = {"log_probs": [[-1.0, -2.0]], "old_log_probs": [[-1.2, -1.5]], "advantages": [1.0]}
+>>> data = {"new_logprobs": [[-1.0, -2.0]], "old_logprobs": [[-1.2, -1.5]], "advantages": [1.0]}
 >>> LOSSES.call("ppo", data, clip_high=0.28).value
 tensor(-0.9140)
 >>> LOSSES.call("ppo", data, clip_hihg=0.28)

@@ -75,8 +75,8 @@ def chord_mu(step: int, warmup: int, decay: int, peak: float, valley: float) -> 
     denominators=_denominators,
 )
 def mix(
-    log_probs: PerToken,
-    old_log_probs: PerToken,
+    new_logprobs: PerToken,
+    old_logprobs: PerToken,
     advantages: PerToken | PerRow,
     expert_mask: PerRow,
     mask: PerToken | None = None,
@@ -106,7 +106,7 @@ def mix(
     """
     options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
     scales = (usual_scale, expert_scale)
-    data = (log_probs, old_log_probs, advantages, expert_mask, mask)
+    data = (new_logprobs, old_logprobs, advantages, expert_mask, mask)
     return _mixed(data, mu, options, "sft_loss", scales, mode, norm, whole, weights)
 
 
@@ -118,8 +118,8 @@ def mix(
     denominators=_denominators,
 )
 def mix_chord(
-    log_probs: PerToken,
-    old_log_probs: PerToken,
+    new_logprobs: PerToken,
+    old_logprobs: PerToken,
     advantages: PerToken | PerRow,
     expert_mask: PerRow,
     step: int | PerRow,
@@ -150,10 +150,10 @@ def mix_chord(
     >>> round(metrics["mu"].item(), 4)
     0.45
     """
-    layout = layout_of(log_probs, old_log_probs, advantages, mask)
+    layout = layout_of(new_logprobs, old_logprobs, advantages, mask)
     mu = chord_mu(_step(step, layout.rows), warmup, decay, peak, valley)
     options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
-    data, scales = (log_probs, old_log_probs, advantages, expert_mask, mask), (usual_scale, expert_scale)
+    data, scales = (new_logprobs, old_logprobs, advantages, expert_mask, mask), (usual_scale, expert_scale)
     name = "sft_phi_loss" if check_bool("phi", phi) else "sft_loss"
     loss = _mixed(data, mu, options, name, scales, mode, norm, whole, weights, cutoff)
     parts = None if whole is None else Denominators(0, whole[0].sequences + whole[1].sequences, 0)
@@ -176,13 +176,13 @@ def _mixed(
     check_float("mu", mu, 0, 1)
     scale_u, scale_e = (check_float(f"{name}_scale", s, 0) for name, s in zip(("usual", "expert"), scales, strict=True))
     of_usual, of_expert = _parts(whole)
-    log_probs, old_log_probs, advantages, expert_mask, mask = data
-    layout = layout_of(log_probs, old_log_probs, advantages, mask)
+    new_logprobs, old_logprobs, advantages, expert_mask, mask = data
+    layout = layout_of(new_logprobs, old_logprobs, advantages, mask)
     flags = row_flags(layout, "expert_mask", expert_mask)
-    batch = Policy.of(log_probs, old_log_probs, advantages, mask, rows=~flags)
+    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask, rows=~flags)
     usual = ppo_terms(batch, **options).loss("pg_loss", batch.layout, mode, norm, of_usual, weights)
     layout = layout.narrowed(layout.spread(flags))
-    ours = layout.take("log_probs", log_probs)
+    ours = layout.take("new_logprobs", new_logprobs)
     terms = phi_terms(ours, cutoff) if expert == "sft_phi_loss" else Terms(-ours)
     given = terms.loss(expert, layout, mode, norm, of_expert, weights)
     value = (1 - mu) * scale_u * usual.value + mu * scale_e * given.value

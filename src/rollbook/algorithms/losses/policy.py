@@ -1,6 +1,6 @@
 """Policy losses whose gradient flows through a ratio of probabilities: PPO, GSPO, GMPO, SAPO, CPG.
 
-Invariant: at log_probs = old_log_probs the gradient of each is the policy gradient, -A per token before aggregation.
+Invariant: at new_logprobs = old_logprobs the gradient of each is the policy gradient, -A per token before aggregation.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rollbook.core.checks import check_bool, check_choice, check_float
     source="PPO (Schulman et al., 2017, arXiv 1707.06347), equation 7; dual clip: arXiv 1912.09729",
 )
 def ppo(
-    log_probs: PerToken,
-    old_log_probs: PerToken,
+    new_logprobs: PerToken,
+    old_logprobs: PerToken,
     advantages: PerToken | PerRow,
     mask: PerToken | None = None,
     *,
@@ -53,7 +53,7 @@ def ppo(
     >>> loss, metrics["pg_clipfrac"]
     (tensor(-0.9033), tensor(0.5000))
     """
-    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
+    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
     terms = ppo_terms(batch, clip_low, clip_high, dual_clip, log_ratio_clamp, sequence_delta, policy_gradient)
     return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
 
@@ -74,7 +74,11 @@ def ppo_terms(
     optional_number("sequence_delta", sequence_delta, -math.inf, "a number")
     layout, advantages = batch.layout, batch.advantages
     log_ratio = batch.clamped(log_ratio_clamp)
-    used = batch.log_probs - batch.log_probs.detach() if check_bool("policy_gradient", policy_gradient) else log_ratio
+    used = (
+        batch.new_logprobs - batch.new_logprobs.detach()
+        if check_bool("policy_gradient", policy_gradient)
+        else log_ratio
+    )
     tokens, hit = clipped(advantages, used.exp(), 1 - clip_low, 1 + clip_high)
     of_tokens = {"pg_clipfrac": hit, "pg_clipfrac_lower": torch.zeros_like(hit), "ppo_kl": -batch.log_ratio}
     of_rows = {}
@@ -96,8 +100,8 @@ def ppo_terms(
     "gspo", source="GSPO (Zheng et al., 2025, arXiv 2507.18071): the ratio of whole rows, exp(mean of log-ratios)"
 )
 def gspo(
-    log_probs: PerToken,
-    old_log_probs: PerToken,
+    new_logprobs: PerToken,
+    old_logprobs: PerToken,
     advantages: PerToken | PerRow,
     mask: PerToken | None = None,
     *,
@@ -122,8 +126,8 @@ def gspo(
     """
     check_float("clip_low", clip_low, 0)
     check_float("clip_high", clip_high, 0)
-    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
-    straight = batch.log_probs - batch.log_probs.detach()
+    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
+    straight = batch.new_logprobs - batch.new_logprobs.detach()
     ratio = (batch.row_log_ratio(log_ratio_clamp) + straight).exp()
     tokens, hit = clipped(batch.advantages, ratio, 1 - clip_low, 1 + clip_high)
     rows = -batch.layout.row_means(batch.log_ratio)
@@ -135,8 +139,8 @@ def gspo(
     "gmpo", "geo_mean", source="GMPO (Zhao et al., 2025, arXiv 2507.20673): the geometric mean of clipped ratios"
 )
 def gmpo(
-    log_probs: PerToken,
-    old_log_probs: PerToken,
+    new_logprobs: PerToken,
+    old_logprobs: PerToken,
     advantages: PerToken | PerRow,
     mask: PerToken | None = None,
     *,
@@ -159,7 +163,7 @@ def gmpo(
     """
     check_float("clip_low", clip_low, 0)
     check_float("clip_high", clip_high, 0)
-    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
+    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
     layout, log_ratio = batch.layout, batch.clamped(log_ratio_clamp)
     of_row = layout.row_means(batch.advantages)
     rising = layout.spread(of_row > 0)
@@ -171,8 +175,8 @@ def gmpo(
 
 @LOSSES.register("sapo", source="SAPO (Gao et al., 2025, arXiv 2511.20347): 4 / tau * sigmoid(tau * (r - 1))")
 def sapo(
-    log_probs: PerToken,
-    old_log_probs: PerToken,
+    new_logprobs: PerToken,
+    old_logprobs: PerToken,
     advantages: PerToken | PerRow,
     mask: PerToken | None = None,
     *,
@@ -198,11 +202,11 @@ def sapo(
     """
     detach_gate = check_bool("detach_gate", detach_gate)
     tau_pos, tau_neg = (check_float(name, tau, 1e-6) for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)))
-    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
+    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
     positive, ratio = batch.advantages > 0, batch.clamped(log_ratio_clamp).exp()
     tau = torch.where(positive, ratio.new_full((), tau_pos), ratio.new_full((), tau_neg))
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-    tokens = -batch.advantages * (gate.detach() * batch.log_probs if detach_gate else gate)
+    tokens = -batch.advantages * (gate.detach() * batch.new_logprobs if detach_gate else gate)
     found = {"ppo_kl": -batch.log_ratio, "avg_soft_gate": gate, "avg_ratio": ratio, "pos_adv_frac": positive}
     return Terms(tokens, found).loss("sapo_loss", batch.layout, mode, norm, whole, weights)
 
@@ -211,8 +215,8 @@ def sapo(
     "cpg", "cpgd", source="CPGD (Liu et al., 2025, arXiv 2505.12504): the clipped policy gradient on log p"
 )
 def cpg(
-    log_probs: PerToken,
-    old_log_probs: PerToken,
+    new_logprobs: PerToken,
+    old_logprobs: PerToken,
     advantages: PerToken | PerRow,
     mask: PerToken | None = None,
     *,
@@ -234,8 +238,8 @@ def cpg(
     check_float("clip_high", clip_high, 0)
     if not 0 <= check_float("clip_low", clip_low) < 1:
         raise ValueError(f"clip_low: got {clip_low!r}, expected a number from 0 to below 1")
-    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
-    ours, positive = batch.log_probs, batch.advantages > 0
+    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
+    ours, positive = batch.new_logprobs, batch.advantages > 0
     old = ours.detach() - batch.log_ratio.detach()
     above, below = (old.new_full((), math.log1p(change)) for change in (clip_high, -clip_low))
     bound = old + torch.where(positive, above, below)
@@ -252,8 +256,8 @@ REGULARIZERS = ("none", "k2", "forward-kl")
 
 @LOSSES.register("importance_sampling", "is", source="importance-sampled policy gradient (Degris et al., 2012): -A * r")
 def importance_sampling(
-    log_probs: PerToken,
-    old_log_probs: PerToken,
+    new_logprobs: PerToken,
+    old_logprobs: PerToken,
     advantages: PerToken | PerRow,
     mask: PerToken | None = None,
     *,
@@ -270,7 +274,7 @@ def importance_sampling(
     >>> importance_sampling([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0]).value
     tensor(-0.9140)
     """
-    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
+    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
     ratio = batch.clamped(log_ratio_clamp).exp()
     terms = Terms(-batch.advantages * ratio, {"ratio/mean": ratio, "approx_kl": -batch.log_ratio})
     return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
@@ -278,8 +282,8 @@ def importance_sampling(
 
 @LOSSES.register("cispo", source="CISPO (MiniMax-M1, 2025, arXiv 2506.13585): -A * clip(r) * log p, clip(r) a constant")
 def cispo(
-    log_probs: PerToken,
-    old_log_probs: PerToken,
+    new_logprobs: PerToken,
+    old_logprobs: PerToken,
     advantages: PerToken | PerRow,
     mask: PerToken | None = None,
     *,
@@ -307,13 +311,13 @@ def cispo(
         check_float(name, value, 0)
     for name, value in (("mask_clip_low", mask_clip_low), ("mask_clip_high", mask_clip_high)):
         check_float(name, value, 0)
-    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
+    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
     ratio, given = batch.clamped(log_ratio_clamp).detach().exp(), batch.advantages
     kept = torch.ones_like(ratio)
     if check_bool("mask_clip", mask_clip):
         out = (given > 0) & (ratio > 1 + mask_clip_high) | (given < 0) & (ratio < 1 - mask_clip_low)
         kept = (~out).to(ratio.dtype)
-    tokens = -given * ratio.clamp(1 - clip_low, 1 + clip_high) * kept * batch.log_probs
+    tokens = -given * ratio.clamp(1 - clip_low, 1 + clip_high) * kept * batch.new_logprobs
     terms = Terms(tokens, {"ppo_kl": -batch.log_ratio, "unmasked_frac": kept})
     return terms.loss("cispo_loss", batch.layout, mode, norm, whole, weights)
 
@@ -322,8 +326,8 @@ def cispo(
     "topr", source="TOPR (Le Roux et al., 2025, arXiv 2503.14286): the ratio within [0, 1] where A is not positive"
 )
 def topr(
-    log_probs: PerToken,
-    old_log_probs: PerToken,
+    new_logprobs: PerToken,
+    old_logprobs: PerToken,
     advantages: PerToken | PerRow,
     mask: PerToken | None = None,
     *,
@@ -345,14 +349,14 @@ def topr(
     """
     check_float("threshold", threshold)
     check_choice("level", level, ("token", "sequence"))
-    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
+    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
     log_ratio = batch.clamped(log_ratio_clamp).detach()
     if level == "sequence":
         whole_rows = batch.layout.row_sums(batch.log_ratio.detach())
         log_ratio = batch.layout.spread(whole_rows.clamp(-log_ratio_clamp, log_ratio_clamp))
     ratio = log_ratio.exp()
     alpha = torch.where(batch.advantages > threshold, torch.ones_like(ratio), ratio.clamp(0, 1))
-    terms = Terms(-alpha * batch.advantages * batch.log_probs, {"avg_alpha": alpha, "avg_ratio": ratio})
+    terms = Terms(-alpha * batch.advantages * batch.new_logprobs, {"avg_alpha": alpha, "avg_ratio": ratio})
     return terms.loss("topr_loss", batch.layout, mode, norm, whole, weights)
 
 
@@ -360,7 +364,7 @@ def topr(
     "opmd", source="OPMD, as Trinity-RFT has it (arXiv 2505.17826), after Kimi k1.5 (2025, arXiv 2501.12599)"
 )
 def opmd(
-    log_probs: PerToken,
+    new_logprobs: PerToken,
     advantages: PerToken | PerRow,
     mask: PerToken | None = None,
     *,
@@ -376,15 +380,15 @@ def opmd(
     tensor(0.7500)
     """
     check_float("tau", tau, 0)
-    layout = Layout.of(mask, log_probs=log_probs)
-    ours, given = layout.take("log_probs", log_probs), on_tokens(layout, "advantages", advantages).detach()
+    layout = Layout.of(mask, new_logprobs=new_logprobs)
+    ours, given = layout.take("new_logprobs", new_logprobs), on_tokens(layout, "advantages", advantages).detach()
     return Terms(-given * ours / (1 + tau)).loss("opmd_loss", layout, mode, norm, whole, weights)
 
 
 @LOSSES.register("sppo", source="softmax PPO (Vaswani et al., 2022, arXiv 2108.05828): -A * log r within a range")
 def sppo(
-    log_probs: PerToken,
-    old_log_probs: PerToken,
+    new_logprobs: PerToken,
+    old_logprobs: PerToken,
     advantages: PerToken | PerRow,
     mask: PerToken | None = None,
     *,
@@ -402,7 +406,7 @@ def sppo(
     tensor(-0.1000)
     """
     check_float("epsilon", epsilon, 0)
-    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
+    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
     ratio = batch.log_ratio.detach().exp()
     inside = ((ratio >= 1 / (1 + epsilon)) & (ratio <= 1 + epsilon)).to(ratio.dtype)
     terms = Terms(-batch.advantages * batch.log_ratio * inside, {"pg_clipfrac": 1 - inside})
@@ -413,8 +417,8 @@ def sppo(
     "rec", source="REC (Yao et al., 2025, arXiv 2509.24203): REINFORCE with clip, weight and regularizer apart"
 )
 def rec(
-    log_probs: PerToken,
-    old_log_probs: PerToken,
+    new_logprobs: PerToken,
+    old_logprobs: PerToken,
     advantages: PerToken | PerRow,
     mask: PerToken | None = None,
     *,
@@ -455,8 +459,8 @@ def rec(
     bounds = {"clip_low": clip_low, "clip_high": clip_high, "ring_low": ring_low, "ring_high": ring_high}
     for name, value in bounds.items():
         check_float(name, value, 0)
-    batch = Policy.of(log_probs, old_log_probs, advantages, mask)
-    given, ours = batch.advantages, batch.log_probs
+    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
+    given, ours = batch.advantages, batch.new_logprobs
     ratio = batch.clamped(log_ratio_clamp).detach().exp()
     of_row = batch.row_log_ratio(log_ratio_clamp).exp()
     inside = _in_range(of_row if clip_mode == "gspo-one-side" else ratio, given, clip_mode, bounds).to(ratio.dtype)

@@ -23,7 +23,7 @@ from rollbook.core.checks import check_bool, check_choice, check_float
 
 @LOSSES.register("sft", "nll", source="maximum likelihood: -log p", data="answers")
 def sft(
-    log_probs: PerToken,
+    new_logprobs: PerToken,
     mask: PerToken | None = None,
     *,
     mode: str = "token-mean",
@@ -36,8 +36,8 @@ def sft(
     >>> sft([[-1.0, -2.0]]).value
     tensor(1.5000)
     """
-    layout = Layout.of(mask, log_probs=log_probs)
-    terms = Terms(-layout.take("log_probs", log_probs))
+    layout = Layout.of(mask, new_logprobs=new_logprobs)
+    terms = Terms(-layout.take("new_logprobs", new_logprobs))
     return terms.loss("sft_loss", layout, mode, norm, whole, weights)
 
 
@@ -48,7 +48,7 @@ def sft(
     data="answers",
 )
 def sft_is(
-    log_probs: PerToken,
+    new_logprobs: PerToken,
     mask: PerToken | None = None,
     *,
     mode: str = "token-mean",
@@ -61,8 +61,8 @@ def sft_is(
     >>> sft_is([[-1.0, -2.0]]).value
     tensor(0.3193)
     """
-    layout = Layout.of(mask, log_probs=log_probs)
-    ours = layout.take("log_probs", log_probs)
+    layout = Layout.of(mask, new_logprobs=new_logprobs)
+    ours = layout.take("new_logprobs", new_logprobs)
     return Terms(-ours.detach().exp() * ours).loss("sft_is_loss", layout, mode, norm, whole, weights)
 
 
@@ -72,7 +72,7 @@ def sft_is(
     data="answers",
 )
 def sft_phi(
-    log_probs: PerToken,
+    new_logprobs: PerToken,
     mask: PerToken | None = None,
     *,
     cutoff: float = 1.0,
@@ -88,16 +88,16 @@ def sft_phi(
     >>> sft_phi([[-1.0, -2.0]]).value
     tensor(0.2333)
     """
-    layout = Layout.of(mask, log_probs=log_probs)
-    terms = phi_terms(layout.take("log_probs", log_probs), cutoff)
+    layout = Layout.of(mask, new_logprobs=new_logprobs)
+    terms = phi_terms(layout.take("new_logprobs", new_logprobs), cutoff)
     return terms.loss("sft_phi_loss", layout, mode, norm, whole, weights)
 
 
 def phi_terms(ours: torch.Tensor, cutoff: float = 1.0) -> Terms:
     """The loss of each token of `sft_phi`."""
     check_float("cutoff", cutoff, 1e-30, 1, what="a probability above 0, up to 1")
-    log_probs = ours.detach()
-    weight = log_probs.exp() * -torch.expm1(log_probs)  # 1 - p, without cancellation where p is nearly 1
+    new_logprobs = ours.detach()
+    weight = new_logprobs.exp() * -torch.expm1(new_logprobs)  # 1 - p, without cancellation where p is nearly 1
     return Terms(-weight * ours.clamp(max=math.log(cutoff)))
 
 
@@ -128,10 +128,10 @@ def _count_pairs(train_rows: Any, rows: Sequence[int]) -> int:
     needs_reference=lambda options: not options.get("reference_free", False),
 )
 def dpo(
-    log_probs: PerToken,
+    new_logprobs: PerToken,
     pairs: Sequence[Hashable] | torch.Tensor,
     chosen: PerRow,
-    ref_log_probs: PerToken | None = None,
+    ref_logprobs: PerToken | None = None,
     mask: PerToken | None = None,
     *,
     beta: float = 0.1,
@@ -142,8 +142,8 @@ def dpo(
 ) -> Loss:
     """The mean over pairs of -log sigmoid(beta z), z = (log p - log ref of the chosen row) - (of the rejected row).
 
-    log_probs, ref_log_probs, mask: (B, A) or packed, summed over each row's tokens. pairs: (B,) what the two rows of a
-    pair share; chosen: (B,) which of them was preferred. Rows may stand in any order; a pair needs one of each, and
+    new_logprobs, ref_logprobs, mask: (B, A) or packed, summed over each row's tokens. pairs: (B,) what the two rows of
+    a pair share; chosen: (B,) which of them was preferred. Rows may stand in any order; a pair needs one of each, and
     both in the same micro-batch. A pair of which a row has no tokens is left out, as if that row were not there.
 
     `variant`: `ipo` is (z - 1 / (2 beta))^2 with z of sums, as in the paper (TRL takes means over tokens); `hinge` is
@@ -161,15 +161,15 @@ def dpo(
     >>> loss, metrics["accuracy_mean"]
     (tensor(1.0725), tensor(0.5000))
     """
-    layout = Layout.of(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
+    layout = Layout.of(mask, new_logprobs=new_logprobs, ref_logprobs=ref_logprobs)
     roles = row_flags(layout, "chosen", chosen)
-    if check_bool("reference_free", reference_free) == (ref_log_probs is not None):
-        raise ValueError(_reference("ref_log_probs", reference_free))
-    ours = layout.take("log_probs", log_probs)
+    if check_bool("reference_free", reference_free) == (ref_logprobs is not None):
+        raise ValueError(_reference("ref_logprobs", reference_free))
+    ours = layout.take("new_logprobs", new_logprobs)
     tokens = ours.to(torch.float64)
-    if ref_log_probs is not None:
+    if ref_logprobs is not None:
         # Token by token: the sums of a long row are large and nearly equal, and their difference has few digits left.
-        tokens = tokens - layout.take("ref_log_probs", ref_log_probs).detach()
+        tokens = tokens - layout.take("ref_logprobs", ref_logprobs).detach()
     logits = layout.row_sums(tokens)
     winners, losers = _pairs(pairs, roles.tolist(), (layout.counts > 0).tolist(), layout.rows)
     return _loss(logits[winners], logits[losers], ours.dtype, beta, label_smoothing, variant, whole)
@@ -177,10 +177,10 @@ def dpo(
 
 @LOSSES.register("dpo_sums", source="DPO (Rafailov et al., 2023, arXiv 2305.18290), equation 7, of sums", data="pairs")
 def dpo_sums(
-    chosen_log_probs: PerRow,
-    rejected_log_probs: PerRow,
-    ref_chosen_log_probs: PerRow | None = None,
-    ref_rejected_log_probs: PerRow | None = None,
+    chosen_logprobs: PerRow,
+    rejected_logprobs: PerRow,
+    ref_chosen_logprobs: PerRow | None = None,
+    ref_rejected_logprobs: PerRow | None = None,
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
@@ -193,14 +193,14 @@ def dpo_sums(
     >>> dpo_sums([40.0, 0.0], [0.0, 20.0], [0.0, 0.0], [0.0, 0.0]).value
     tensor(1.0725)
     """
-    given = {"chosen_log_probs": chosen_log_probs, "rejected_log_probs": rejected_log_probs}
-    refs = {"ref_chosen_log_probs": ref_chosen_log_probs, "ref_rejected_log_probs": ref_rejected_log_probs}
+    given = {"chosen_logprobs": chosen_logprobs, "rejected_logprobs": rejected_logprobs}
+    refs = {"ref_chosen_logprobs": ref_chosen_logprobs, "ref_rejected_logprobs": ref_rejected_logprobs}
     for name, value in refs.items():
         if check_bool("reference_free", reference_free) == (value is not None):
             raise ValueError(_reference(name, reference_free))
     ours, theirs, *others = alike(**given, **({} if reference_free else refs))
     if ours.dim() != 1:
-        raise ValueError(f"chosen_log_probs: got shape {list(ours.shape)}, expected one number for each pair")
+        raise ValueError(f"chosen_logprobs: got shape {list(ours.shape)}, expected one number for each pair")
     better, worse = ours.to(torch.float64), theirs.to(torch.float64)
     if others:
         better, worse = better - others[0].detach(), worse - others[1].detach()

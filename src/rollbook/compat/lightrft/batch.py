@@ -917,7 +917,7 @@ def from_experiences(
 ) -> ExperienceBatch:
     """A batch of records, straight from their columns: no rows are made, and each column is copied once.
 
-    `sequences` are the tokens; `action_log_probs` the `policy_logprobs` if every record has them, else the engine's
+    `sequences` are the tokens; `action_log_probs` the `old_logprobs` if every record has them, else the engine's
     `logprobs`; `returns`, `advantages` and `action_mask` by name; a record's other response-axis fields go to
     `extras`. `info` holds `reward`, `response_length` (actions), `total_length`, `image_num` and `video_num` of
     records with grids, the custom fields and the records' `info` and `metrics`, collated; `ids` the records' ids. With

@@ -504,7 +504,7 @@ def check(config: MakerConfig, given: Mapping[str, Any]) -> None:
     ValueError: gae: got no values, which it needs; give the maker a critic
     """
     entry = ESTIMATORS[config.advantage_estimator]
-    needs = {"values": "values", "teacher_log_probs": "teacher"}
+    needs = {"values": "values", "teacher_logprobs": "teacher"}
     for name, model in needs.items():
         if name in entry.inputs and given.get(model) is None:
             shown = name if name == "values" else repr(name)
@@ -672,8 +672,8 @@ def _over_tokens(
         "runs": whole.runs,
         "steps": lambda: [eid.step for eid in whole.ids() or ()] or None,
         "values": lambda: whole.rows("values"),
-        "log_probs": lambda: whole.rows("action_log_probs"),
-        "teacher_log_probs": lambda: whole.rows("extras.teacher_logprobs"),
+        "old_logprobs": lambda: whole.rows("action_log_probs"),
+        "teacher_logprobs": lambda: whole.rows("extras.teacher_logprobs"),
         "entropy": lambda: whole.rows("action_entropy"),
         "necs": lambda: whole.rows("extras.necs"),
     }
@@ -704,10 +704,10 @@ def _over_tokens(
 
 _SOURCES = {
     "values": "give the maker a critic",
-    "teacher_log_probs": "give the maker a teacher",
+    "teacher_logprobs": "give the maker a teacher",
     "necs": "put them into each batch's extras['necs']",
     "entropy": "set MakerConfig.entropy",
-    "log_probs": "give the maker an actor that computes them",
+    "old_logprobs": "give the maker an actor that computes them",
 }
 
 

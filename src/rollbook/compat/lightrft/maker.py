@@ -521,7 +521,7 @@ class NaiveExperienceMaker:
         """The same experience as records, a row for each sample: what bytes, Parquet and a book take.
 
         Each has what the engine said of it (texts, messages, log-probs, versions, sampling options), `reward`,
-        `policy_logprobs`, `advantages`, `returns`, the parts of its reward in `metrics`, and where they were computed
+        `old_logprobs`, `advantages`, `returns`, the parts of its reward in `metrics`, and where they were computed
         the reference's log-probs (`ref_logprobs`), the critic's `values` and each token's `entropy`.
 
         >>> from rollbook.rollout import ScriptedEngine

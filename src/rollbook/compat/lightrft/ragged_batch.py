@@ -827,9 +827,9 @@ def estimator_inputs(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
         "token_rewards": lambda: extras.get("token_level_reward"),
         "without_token_rewards": lambda: sorted(batch.origin.absent.get("extras.token_level_reward", ())),
         "values": lambda: whole("values", batch.values),
-        "log_probs": lambda: whole("action_log_probs", batch.action_log_probs),
-        "ref_log_probs": lambda: whole("base_action_log_probs", batch.base_action_log_probs),
-        "teacher_log_probs": lambda: whole("extras.teacher_logprobs", extras.get("teacher_logprobs")),
+        "old_logprobs": lambda: whole("action_log_probs", batch.action_log_probs),
+        "ref_logprobs": lambda: whole("base_action_log_probs", batch.base_action_log_probs),
+        "teacher_logprobs": lambda: whole("extras.teacher_logprobs", extras.get("teacher_logprobs")),
         "entropy": lambda: whole("action_entropy", batch.action_entropy),
     }
     makers |= {name: lambda key=key: info.get(key, inner.get(key)) for name, key in keys.items()}  # type: ignore[misc]

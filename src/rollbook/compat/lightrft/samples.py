@@ -261,7 +261,7 @@ def _extras(batch: ExperienceBatch, samples: Samples, actions: list[int], packs:
 
 
 _FIELDS = {
-    "policy_logprobs": "action_log_probs",
+    "old_logprobs": "action_log_probs",
     "ref_logprobs": "base_action_log_probs",
     "entropy": "action_entropy",
     "values": "values",

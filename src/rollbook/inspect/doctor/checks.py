@@ -164,7 +164,7 @@ _ROWS = (
         "Log-prob mismatch between engine and trainer",
         "The trainer gives the sampled tokens other probabilities than the engine did, so that every update is "
         "off-policy without saying so.",
-        "The mean over a sample's trained tokens of |policy_logprobs - logprobs|: the share of samples above "
+        "The mean over a sample's trained tokens of |old_logprobs - logprobs|: the share of samples above "
         "`mismatch`, over the run and in each step. Samples more than `mismatch_lag` versions old are left out.",
         ("mismatch", "mismatch_share", "mismatch_lag"),
         "Compare token by token (temperature, template, precision, weights that did not arrive); correct with "

@@ -442,7 +442,7 @@ def openrlhf(row: Row, where: Where) -> Iterator[Trajectory]:
         yield trajectory
 
 
-_TRL_TENSORS = {"sampling_per_token_logps": "logprobs", "old_per_token_logps": "policy_logprobs"}
+_TRL_TENSORS = {"sampling_per_token_logps": "logprobs", "old_per_token_logps": "old_logprobs"}
 _TRL_OWN = {
     "prompt", "completion", "prompt_ids", "completion_ids", "step", "global_step", "advantage", "prompt_mask",
     "completion_mask", "tool_mask", "images", *_TRL_TENSORS,
@@ -520,7 +520,7 @@ _LIGHTRFT_FIELDS = {
     "pure_generated_tokens", "advantages", "return", "action_log_probs", "values", "info", "has_images",
     "num_images", "image_paths", "images_base64",
 }  # fmt: skip
-_ARRAYS = {"advantages": "advantages", "return": "returns", "action_log_probs": "policy_logprobs", "values": "values"}
+_ARRAYS = {"advantages": "advantages", "return": "returns", "action_log_probs": "old_logprobs", "values": "values"}
 _PADDING = re.compile(r"(<[^<>\s]{1,40}>)\1+")
 _LAST = re.compile(r"<[^<>\s]{1,40}>")
 
@@ -684,7 +684,7 @@ _LENSES = {
     "advantages": "advantages",
     "return": "returns",
     "values": "values",
-    "action_log_probs": "policy_logprobs",
+    "action_log_probs": "old_logprobs",
     "base_action_log_probs": "ref_logprobs",
     "action_entropy": "entropy",
     **{name: name for name in ("logprobs", "teacher_logprobs", "token_level_reward", "loss_weights")},
@@ -1119,7 +1119,7 @@ def _paths(nodes: list[Row]) -> list[list[int]]:
 
 _STREAMS = {
     "logprobs": "logprobs",
-    "trainer_logprobs": "policy_logprobs",
+    "trainer_logprobs": "old_logprobs",
     "reference_logprobs": "ref_logprobs",
     "entropies": "entropy",
     "advantages": "advantages",

@@ -10,7 +10,7 @@ const overviewCards = [
   { id: "length", title: "Response length", help: "Tokens of a response", advice: "Lengths appear with the first samples.", zero: true, format: compact },
   { id: "entropy", title: "Entropy", help: "Entropy of the distribution a token was drawn from, mean over a sample's trained tokens", advice: "Record “entropy” for each response token to see whether the policy still explores.", zero: true },
   { id: "kl", title: "KL", help: "k3 estimate of the KL to the reference policy, mean over a sample's trained tokens", advice: "Record “ref_logprobs” to see how far the policy has moved.", zero: true },
-  { id: "mismatch", title: "|Δ log-prob|", help: "Mean absolute difference between the trainer's and the engine's log-probability of the same token", advice: "Record “policy_logprobs” beside “logprobs” to see whether trainer and engine agree.", zero: true },
+  { id: "mismatch", title: "|Δ log-prob|", help: "Mean absolute difference between the trainer's and the engine's log-probability of the same token", advice: "Record “old_logprobs” beside “logprobs” to see whether trainer and engine agree.", zero: true },
   { id: "lag", title: "Staleness", format: compact, help: "Versions the policy had moved on by the time a sample was trained on", advice: "Record “policy_versions” to see how old the data is that is trained on.", zero: true },
 ];
 
