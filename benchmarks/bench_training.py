@@ -118,7 +118,7 @@ class Ours:
         network = model(options.cpu).to(device)
         attention = "sdpa" if options.cpu else "varlen"
         self.actor = Actor(network, attn_implementation=attention)
-        how = AlgorithmConfig.preset("grpo", n=GROUP, kl_coef=0.001)
+        how = AlgorithmConfig.preset("grpo", group_size=GROUP, kl_coef=0.001)
         reference = self.actor.reference()
         TransformersEngine(self.actor).max_batch_rows = options.prompts * GROUP
         self.trainer = Trainer(
@@ -131,7 +131,7 @@ class Ours:
             prompts_per_step=options.prompts,
             reference=reference,
             optimizer=OptimizerConfig(lr=1e-6),
-            batching=MinibatchConfig(token_budget=options.budget),
+            minibatch=MinibatchConfig(token_budget=options.budget),
             precision="float32" if options.cpu else "bfloat16",
             seed=7,
         )

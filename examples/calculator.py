@@ -33,7 +33,7 @@ from rollbook.train.recipes import letters
 SIGNS = {"sum": ("+", operator.add), "gap": ("-", operator.sub), "mul": ("*", operator.mul)}
 CALL = re.compile(r"(\d+)([-+*])(\d+)")
 TURN = {"max_tokens": 6}
-HOW = AlgorithmConfig.preset("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
+HOW = AlgorithmConfig.preset("grpo", group_size=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
 
 
 def compute(call: str) -> str | None:
@@ -125,7 +125,9 @@ def warmed_up(seed: int = 0, steps: int = 80, tell: Any = print) -> tuple[Actor,
     right = Experiences([demonstration(prompt, tokenizer) for prompt in prompts])
     sloppy = Experiences([demonstration(prompt, tokenizer, str(rng.randint(1, 9999))) for prompt in prompts])
     learner = Learner(
-        actor, "sft", optimizer=OptimizerConfig(lr=3e-3, warmup=30, schedule="linear", floor=0.03, steps=steps)
+        actor,
+        "sft",
+        optimizer=OptimizerConfig(lr=3e-3, warmup_steps=30, schedule="linear", min_lr_ratio=0.03, steps=steps),
     )
     for step in range(1, steps + 51):
         learner.update((right if step <= steps else sloppy).take(rng.sample(range(1024), 128)), step=step)
@@ -154,8 +156,10 @@ def reinforce(
         environment=EnvironmentConfig(factory=Chance if chance else Calculator, max_turns=3),
         sampling=TURN,
         prompts_per_step=groups,
-        optimizer=OptimizerConfig(lr=5e-4, betas=(0.9, 0.99), warmup=5, schedule="linear", floor=0.1, steps=steps),
-        batching=MinibatchConfig(minibatches=4, drop_zero=True),
+        optimizer=OptimizerConfig(
+            lr=5e-4, betas=(0.9, 0.99), warmup_steps=5, schedule="linear", min_lr_ratio=0.1, steps=steps
+        ),
+        minibatch=MinibatchConfig(minibatches=4, drop_zero_advantages=True),
         seed=seed,
     )
     for _ in range(steps):

@@ -42,12 +42,13 @@ from rollbook.models import Actor
 from rollbook.rollout import TransformersEngine
 from rollbook.train import (
     AlgorithmConfig,
+    CheckpointConfig,
     Evaluation,
     Learner,
     MinibatchConfig,
     OptimizerConfig,
     Prompts,
-    Report,
+    StepReport,
     Trainer,
     evaluate,
     records_from_answers,
@@ -146,7 +147,7 @@ def warm_up(actor: Actor, checked: Prompts, *, seed: int, until: float, pictures
     """Learn from given answers until *sampled* ones are right so often: who is never right is never rewarded."""
     answered = [{**row, "response": row["reference"]} for row in rows(pictures, seed=30_000 + seed)]
     records = records_from_answers(answered, actor.tokenizer, processor=actor.processor)
-    learner = Learner(actor, "sft", optimizer=OptimizerConfig(lr=2e-3, warmup=30))
+    learner = Learner(actor, "sft", optimizer=OptimizerConfig(lr=2e-3, warmup_steps=30))
     rng, right = np.random.default_rng(seed), 0.0
     for step in range(1, most + 1):
         learner.update(records.take(rng.choice(len(records), 64, replace=False)), step=step)
@@ -167,17 +168,19 @@ def trainer_of(
     folder: Path | None = None,
 ) -> Trainer:  # fmt: skip
     """GRPO: 8 answers to each of 48 pictures a step, one pass over them in 4 updates."""
-    how = AlgorithmConfig.preset("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
+    how = AlgorithmConfig.preset("grpo", group_size=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
     return Trainer(
         actor, how, book,
         prompts=Prompts(rows(groups * steps, seed=20_000 + seed), seed=seed),
         reward=score,
         sampling=SAMPLING,
         prompts_per_step=groups,
-        optimizer=OptimizerConfig(lr=lr, betas=(0.9, 0.99), warmup=5, schedule="linear", floor=0.1, steps=steps),
-        batching=MinibatchConfig(minibatches=4, drop_zero=True),
+        optimizer=OptimizerConfig(
+            lr=lr, betas=(0.9, 0.99), warmup_steps=5, schedule="linear", min_lr_ratio=0.1, steps=steps
+        ),
+        minibatch=MinibatchConfig(minibatches=4, drop_zero_advantages=True),
         seed=seed,
-        folder=folder,
+        checkpoints=None if folder is None else CheckpointConfig(folder),
     )  # fmt: skip
 
 
@@ -195,7 +198,7 @@ def train(steps: int, seed: int, out: Path, score: Any = reward, until: float = 
     return before, after
 
 
-def tell(report: Report) -> None:
+def tell(report: StepReport) -> None:
     """A line every ten steps."""
     if report.step % 10 == 0:
         names = [name for name in ("exact", "colour", "quarter") if f"reward/{name}" in report]

@@ -21,11 +21,13 @@ def main(out: Path, steps: int = 60, prompts_per_step: int = 64, held: int = 500
     actor = Actor(model, tokenizer=tokenizer)
     engine = TransformersEngine(actor)  # samples from the actor's own weights
     prompts, held_out = Prompts(letters.rows(seed=seed), seed=seed).split(held)
-    algorithm = AlgorithmConfig.preset("grpo", n=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28})
+    algorithm = AlgorithmConfig.preset(
+        "grpo", group_size=8, kl_coef=0.0, entropy_coef=0.01, loss_options={"clip_high": 0.28}
+    )
     sampling, models = algorithm.sampling(max_tokens=7, seed=seed), Models(policy=actor)
-    optimizer = OptimizerConfig(lr=5e-4, betas=(0.9, 0.99), warmup=5)
-    batching = MinibatchConfig(minibatches=4, drop_zero=True)
-    learner = Learner(actor, algorithm, optimizer=optimizer, batching=batching, seed=seed)
+    optimizer = OptimizerConfig(lr=5e-4, betas=(0.9, 0.99), warmup_steps=5)
+    minibatch = MinibatchConfig(minibatches=4, drop_zero_advantages=True)
+    learner = Learner(actor, algorithm, optimizer=optimizer, minibatch=minibatch, seed=seed)
     with rollbook.open(out / "book", tokenizer=tokenizer) as book:
         before = evaluate(engine, held_out, letters.reward, sampling=sampling, seed=seed, book=book)
         for step in range(1, steps + 1):

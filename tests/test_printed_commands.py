@@ -28,8 +28,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 EXAMPLES = [path for suffix in ("py", "yaml") for path in (ROOT / "examples").rglob(f"*.{suffix}")]
 SMALL = (
-    *("warmup.steps=0", "warmup.until=null", "data.options.count=260", "data.held_out=4", "batch.prompts=2"),
-    *("algorithm.n=2", "model.options.hidden=32", "model.options.heads=1", "tracking.display=false"),
+    *(
+        "warmup.steps=0",
+        "warmup.target_accuracy=null",
+        "data.options.count=260",
+        "data.held_out=4",
+        "batch.prompts_per_step=2",
+    ),
+    *("algorithm.group_size=2", "model.options.hidden=32", "model.options.heads=1", "tracking.display=false"),
 )
 PLACEHOLDERS = {"RUN": "runs/letters", "RUN/config.yaml": "runs/letters/config.yaml", "CONFIG": "letters", "N": "42"}
 """What a synopsis leaves open, such as `rollbook replay RUN --step N`; everything else is run as it stands."""
@@ -155,7 +161,7 @@ def test_ids_are_those_of_the_demo() -> None:
     config = effective("letters")
     prompts, _ = prompts_of(config)
     for step in range(1, 1 + config.steps):
-        numbers = {str(prompt.eid.task) for prompt in prompts.take(config.batch.prompts, step) if prompt.eid}
+        numbers = {str(prompt.eid.task) for prompt in prompts.take(config.batch.prompts_per_step, step) if prompt.eid}
         assert {task for batch, task in printed if batch == str(step)} <= numbers
         printed = {(batch, task) for batch, task in printed if batch != str(step)}
     assert not printed, "steps that the demo does not have"

@@ -151,8 +151,21 @@ def copied(folder: Path, to: Path) -> Path:
 
 
 SMALL = (
-    *("steps=6", "batch.prompts=4", "algorithm.n=3", "batch.minibatches=2", "saving.every=2", "evaluation.every=3"),
-    *("warmup.steps=2", "warmup.until=null", "warmup.rows=16", "data.options.count=24", "data.held_out=6"),
+    *(
+        "steps=6",
+        "batch.prompts_per_step=4",
+        "algorithm.group_size=3",
+        "batch.minibatches=2",
+        "checkpoint.interval=2",
+        "evaluation.every=3",
+    ),
+    *(
+        "warmup.steps=2",
+        "warmup.target_accuracy=null",
+        "warmup.batch_size=16",
+        "data.options.count=24",
+        "data.held_out=6",
+    ),
     *("model.options.hidden=32", "model.options.heads=1", "model.options.layers=1", "algorithm.kl_coef=0.01"),
     *("sampling.max_tokens=4", "rewards=rollbook.train.recipes.letters:chance"),
 )

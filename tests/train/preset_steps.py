@@ -118,7 +118,7 @@ def build_trainer(
         book,
         prompts=None if records else build_prompts(),
         reward=reward,
-        environment=environment and EnvironmentConfig(factory=environment, max_turns=3, on_cut="respond"),
+        environment=environment and EnvironmentConfig(factory=environment, max_turns=3, on_truncation="respond"),
         sampling=None if settings.estimator is None else {"max_tokens": MAX_TOKENS, **(sampling or {})},
         prompts_per_step=prompts_per_step,
         critic=critic,
@@ -126,8 +126,8 @@ def build_trainer(
         teacher=teacher,
         optimizer=OptimizerConfig(lr=0.02, eps=1e-2),
         critic_optimizer=OptimizerConfig(lr=0.02, eps=1e-2) if critic is not None else None,
-        batching=MinibatchConfig(**{"minibatches": 2, **(batch or {})}),
-        intake=ReplayConfig(**(replay or {})),
+        minibatch=MinibatchConfig(**{"minibatches": 2, **(batch or {})}),
+        replay=ReplayConfig(**(replay or {})),
         expert=expert_book(folder, expert) if expert else None,
         seed=SEED,
     )
@@ -259,17 +259,17 @@ class CountingGame:
 
 # --- Cases ------------------------------------------------------------------------------------------------------------
 
-GRPO: dict[str, Any] = {"algorithm": "grpo", "n": 4, "kl_coef": 0.0}
-PPO: dict[str, Any] = {"algorithm": "ppo", "n": 4, "kl_coef": 0.0}
+GRPO: dict[str, Any] = {"algorithm": "grpo", "group_size": 4, "kl_coef": 0.0}
+PPO: dict[str, Any] = {"algorithm": "ppo", "group_size": 4, "kl_coef": 0.0}
 REPLAY = {"kind": "replay", "reuse": 3}
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    **{name: {"algorithm": name, "n": 4} for name in PRESET_NAMES},
+    **{name: {"algorithm": name, "group_size": 4} for name in PRESET_NAMES},
     # Presets with other group sizes, and the one that needs an expert.
     "ppo": {"algorithm": "ppo", "prompts_per_step": 6},
-    "dapo": {"algorithm": "dapo", "n": 6},
+    "dapo": {"algorithm": "dapo", "group_size": 6},
     "on_policy_distill": {"algorithm": "on_policy_distill", "prompts_per_step": 6},
-    "mix": {"algorithm": "mix", "n": 4, "expert": build_expert_records(), "replay": {"expert_share": 0.3}},
+    "mix": {"algorithm": "mix", "group_size": 4, "expert": build_expert_records(), "replay": {"expert_share": 0.3}},
     "sft": {"algorithm": "sft", "prompts_per_step": 4},
     "dpo": {"algorithm": "dpo", "prompts_per_step": 4},
     # KL.
@@ -278,18 +278,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ppo, KL in the reward": {**PPO, "kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"},
     # Discounts.
     "ppo, gamma and lam": {**PPO, "gamma": 0.9, "lam": 0.8},
-    "reinforce++, gamma": {"algorithm": "reinforce++", "n": 4, "gamma": 0.9},
+    "reinforce++, gamma": {"algorithm": "reinforce++", "group_size": 4, "gamma": 0.9},
     "grpo, gamma": {**GRPO, "gamma": 0.9},
     # Rewards and advantages.
-    "rloo, normalized advantages": {"algorithm": "rloo", "n": 4, "normalize_advantages": "mean_std"},
-    "rloo, centered advantages": {"algorithm": "rloo", "n": 4, "normalize_advantages": "mean"},
+    "rloo, normalized advantages": {"algorithm": "rloo", "group_size": 4, "normalize_advantages": "mean_std"},
+    "rloo, centered advantages": {"algorithm": "rloo", "group_size": 4, "normalize_advantages": "mean"},
     "grpo, clipped advantages": {**GRPO, "advantage_clip": 0.5},
     "rloo, normalized and clipped": {
-        "algorithm": "rloo", "n": 4, "normalize_advantages": "mean_std", "advantage_clip": 0.5
+        "algorithm": "rloo", "group_size": 4, "normalize_advantages": "mean_std", "advantage_clip": 0.5
     },
     "grpo, overlong penalty": {**GRPO, "overlong_buffer": 3, "overlong_penalty": 0.7},
-    "dr_grpo, normalized rewards": {"algorithm": "dr_grpo", "n": 4, "reward_norm": "mean_std"},
-    "dr_grpo, clipped rewards": {"algorithm": "dr_grpo", "n": 4, "reward_clip": (-0.3, 0.3)},
+    "dr_grpo, normalized rewards": {"algorithm": "dr_grpo", "group_size": 4, "reward_norm": "mean_std"},
+    "dr_grpo, clipped rewards": {"algorithm": "dr_grpo", "group_size": 4, "reward_clip": (-0.3, 0.3)},
     "grpo, failing reward": {**GRPO, "reward": reward_failing, "kl_coef": 0.1},
     "ppo, failing reward": {**PPO, "reward": reward_failing},
     # Masks, weights and groups.
@@ -307,16 +307,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cpgd": {**GRPO, "estimator": "cpgd", "loss": "cpgd"},
     "pass@k": {**GRPO, "estimator": "pass_at_k", "estimator_options": {"k": 2}, "reward": reward_rare},
     "clip_b": {**GRPO, "estimator": "clip_b", "estimator_options": {"mu": 0.3}},
-    "jsd": {"algorithm": "on_policy_distill", "estimator": "jsd", "n": 4},
+    "jsd": {"algorithm": "on_policy_distill", "estimator": "jsd", "group_size": 4},
     "mix_chord": {
-        "algorithm": "mix", "loss": "mix_chord", "n": 4, "expert": build_expert_records(),
+        "algorithm": "mix", "loss": "mix_chord", "group_size": 4, "expert": build_expert_records(),
         "replay": {"expert_share": 0.3},
     },
     # Multi-turn rollouts.
     "multi-turn, grpo": {**GRPO, "environment": CountingGame},
     "multi-turn, ppo with token rewards": {**PPO, "environment": CountingGame, "gamma": 0.9},
     "multi-turn, reinforce++ and a reward": {
-        "algorithm": "reinforce++", "n": 4, "environment": CountingGame, "reward": reward_sum
+        "algorithm": "reinforce++", "group_size": 4, "environment": CountingGame, "reward": reward_sum
     },
     "multi-turn, failing environment": {**GRPO, "environment": partial(CountingGame, failing=True)},
     "multi-turn, remax": {**GRPO, "estimator": "remax", "environment": CountingGame},
@@ -332,9 +332,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "prompts_per_step": 3,
     },
     "replay of ppo": {**PPO, "records": build_records(20), "replay": REPLAY, "prompts_per_step": 3},
-    "replay of rollouts": {**GRPO, "replay": {"kind": "replay", "reuse": 3, "max_staleness": 3, "make_every": 2}},
+    "replay of rollouts": {**GRPO, "replay": {"kind": "replay", "reuse": 3, "max_staleness": 3, "rollout_interval": 2}},
     "replay with an expert": {
-        "algorithm": "mix", "n": 4, "records": build_records(20), "expert": build_expert_records(),
+        "algorithm": "mix", "group_size": 4, "records": build_records(20), "expert": build_expert_records(),
         "replay": {**REPLAY, "expert_share": 0.3}, "prompts_per_step": 3,
     },
 }  # fmt: skip

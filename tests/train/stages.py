@@ -48,7 +48,7 @@ class Player:
         **options: Any,
     ) -> None:
         given = {"estimator": "grpo", "kl_coef": 0.0, **(algorithm or {})}
-        self.algorithm = AlgorithmConfig.preset("grpo", n=n, **given)
+        self.algorithm = AlgorithmConfig.preset("grpo", group_size=n, **given)
         self.environment = EnvironmentConfig(factory=environment, **options)
         self.engine = engine if engine is not None else TransformersEngine(actor)
         self.models = models if models is not None else Models(actor)
@@ -67,7 +67,7 @@ class Player:
             prompt if prompt.eid is not None else prompt.replace(eid=EID(batch=0, task=i, suffix=""))
             for i, prompt in enumerate(map(Prompt.of, prompts))
         ]
-        sampling = Sampling.of({"n": self.algorithm.n, "seed": self.seed, **options})
+        sampling = Sampling.of({"n": self.algorithm.group_size, "seed": self.seed, **options})
         records = generate(self.engine, named, sampling, self.environment, metrics=collected)
         if self.reward is None:
             return records

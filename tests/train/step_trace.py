@@ -118,7 +118,7 @@ def trace_calls(function: Callable[[], Any]) -> StepTrace:
 def trace_step() -> StepTrace:
     """Trace the second step of a trainer."""
     with reproducible(), TemporaryDirectory() as folder:
-        trainer: Trainer = build_trainer("grpo", Path(folder), n=4, kl_coef=0.1, batch={"minibatches": 1})
+        trainer: Trainer = build_trainer("grpo", Path(folder), group_size=4, kl_coef=0.1, batch={"minibatches": 1})
         trainer.step()
         return trace_calls(trainer.step)
 

@@ -126,8 +126,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data: {folder}/rows.jsonl
         rewards: {ME}:early
         sampling: {{max_tokens: 6}}
-        algorithm: {{preset: grpo, n: 4}}
-        batch: {{prompts: 3}}
+        algorithm: {{preset: grpo, group_size: 4}}
+        batch: {{prompts_per_step: 3}}
         optimizer: {{lr: 0.01}}
         tracking: {{display: false}}
         """
@@ -208,9 +208,11 @@ def test_a_model_by_path(plain: Ran) -> None:
 
 def test_a_model_by_config_and_its_tokenizer(go: Go, house: Path) -> None:
     size = LLAMA + "vocab_size: 57}"
-    ran = go(f"model.config={size}", f"model.tokenizer={house}/words", "saving.final=false")
-    again = go(f"model.config={size}", f"model.tokenizer={house}/words", "saving.final=false", out="again")
-    other = go(f"model.config={size}", f"model.tokenizer={house}/words", "saving.final=false", "seed=1", out="other")
+    ran = go(f"model.config={size}", f"model.tokenizer={house}/words", "checkpoint.save_final=false")
+    again = go(f"model.config={size}", f"model.tokenizer={house}/words", "checkpoint.save_final=false", out="again")
+    other = go(
+        f"model.config={size}", f"model.tokenizer={house}/words", "checkpoint.save_final=false", "seed=1", out="other"
+    )
     assert numbers(ran) == numbers(again) != numbers(other)
     assert "data are text" in refused(go, "model.tokenizer", f"model.config={size}", out="none")
     refused(go, "model.config", "model.config={model_type: lama}", f"model.tokenizer={house}/words", out="lama")
@@ -282,8 +284,8 @@ def test_images_go_through_the_processor(go: Go, tmp_path: Path) -> None:
         f"model.builder={ME}:a_seer",
         f"data={tmp_path}/seen.jsonl",
         "data.columns={prompt: question, images: picture, reference: answer}",
-        "batch.prompts=2",
-        "algorithm.n=2",
+        "batch.prompts_per_step=2",
+        "algorithm.group_size=2",
         "data.held_out=1",
         "sampling.max_tokens=3",
     )
@@ -338,7 +340,7 @@ def test_chats_with_a_system_message(go: Go) -> None:
 def test_prompts_that_are_too_long(go: Go, house: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "abc>", "response": "abc"}, {"prompt": "a" * 99 + ">", "response": "a"}]
     (tmp_path / "long.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    where = [f"data={tmp_path}/long.jsonl", "batch.prompts=2"]
+    where = [f"data={tmp_path}/long.jsonl", "batch.prompts_per_step=2"]
     alone = go(*where, out="alone")  # longer than the model's 64 positions
     assert [row.finish_reason == "error" for row in alone.records] == [row.eid.task == 1 for row in alone.records]
     cut = go(*where, "data.max_prompt_tokens=3", "data.overflow=left", out="cut")
@@ -358,7 +360,7 @@ def test_prompts_that_are_too_long(go: Go, house: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("held", "limit", "count"), [("0.25", 16, 4), ("5", 24, 5)])
 def test_rows_are_held_out_by_share_or_count(held: str, limit: int, count: int, go: Go) -> None:
-    ran = go(f"data.held_out={held}", f"data.limit={limit}", "steps=8", "saving.every=0", "optimizer.lr=0")
+    ran = go(f"data.held_out={held}", f"data.limit={limit}", "steps=8", "checkpoint.interval=0", "optimizer.lr=0")
     tasks = {row.eid.task for row in ran.evaluated}
     assert len(tasks) == count and len(ran.evaluated) == 2 * count
     assert max(tasks) < limit and not tasks & {row.eid.task for row in ran.records}
@@ -466,8 +468,9 @@ def test_a_reward_that_never_works_stops_the_run(go: Go) -> None:
 
 
 def test_an_environment_in_training_and_evaluation(go: Go) -> None:
-    ran = go(f"environment={ME}:Game", "environment.options={turns: 3}", "environment.on_cut=respond", "rewards=[]",
-             "environment.max_turns=2", "data.chat=true", "data.held_out=2", "evaluation.k=2")  # fmt: skip
+    ran = go(f"environment={ME}:Game", "environment.options={turns: 3}", "environment.on_truncation=respond",
+             "rewards=[]", "environment.max_turns=2", "data.chat=true", "data.held_out=2",
+             "evaluation.k=2")  # fmt: skip
     assert {row.metrics["turns"] for row in ran.records} == {2} and len(ran.evaluated) == 8
     assert ran.moved() > 0 and all(row.reward > 0 for row in ran.records if row.reward is not None)
     with pytest.raises(AllSamplesFailedError, match="nope"):
@@ -486,14 +489,14 @@ def test_a_server_samples_with_its_own_weights_and_that_is_said(
         with pytest.warns(UserWarning, match="keeps the weights that it has.*algorithm.correction weighs that"):
             ran = go(
                 *where, "engine.api_key_env=KEY_OF_THE_SERVER", "engine.concurrency=2", "steps=2", "data.held_out=2",
-                "model.suppress=[9]", "saving.every=1", "saving.keep=null",
+                "model.suppress=[9]", "checkpoint.interval=1", "checkpoint.keep_last=null",
             )  # fmt: skip
         assert len(server.seen) == 6  # of the training alone: evaluations are of the weights that are trained
         assert set(server.keys) == {"Bearer secret"} and server.most <= 2
         assert all(body["logit_bias"] == {"9": -100} for body in server.seen)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            weighed = go(*where, "algorithm.correction={}", "saving.final=false", out="weighed")
+            weighed = go(*where, "algorithm.correction={}", "checkpoint.save_final=false", out="weighed")
             assert "nope" in refused(go, "engine.options", *where, "engine.options={nope: 1}", out="options")
     assert {int(version) for row in ran.records for version in row.policy_versions} == {0}
     assert ran.last is not None and ran.last["staleness"] == 1
@@ -513,10 +516,10 @@ def test_every_preset_takes_a_step(preset: str, go: Go, house: Path) -> None:
         "dpo": [f"data={house}/pairs.jsonl"],
         "on_policy_distill": ["rewards=[]", "teacher.builder=rollbook.train.recipes.letters:model",
                               f"teacher.options={json.dumps({**SIZE, 'seed': 5})}"],
-        "mix": [f"intake.expert={house}/expert", "intake.expert_share=0.25"],
+        "mix": [f"replay.expert={house}/expert", "replay.expert_share=0.25"],
     }  # fmt: skip
     more = changes.get(preset, [])
-    n = "" if preset in ("ppo", "sft", "dpo", "on_policy_distill") else "algorithm.n=4"
+    n = "" if preset in ("ppo", "sft", "dpo", "on_policy_distill") else "algorithm.group_size=4"
     ran = go(f"algorithm={preset}", *([n] if n else []), *more)
     assert ran.last is not None and ran.last["grad_norm"] > 0 and ran.moved() > 0
     assert ran.counts.trained == ran.last["records"] == (3 if not n else 12)
@@ -529,20 +532,25 @@ def test_every_preset_takes_a_step(preset: str, go: Go, house: Path) -> None:
 
 def test_what_algorithms_need(go: Go, house: Path) -> None:
     size = LLAMA + "vocab_size: 20}"
-    refused(go, "algorithm.n", "algorithm.n=1")
-    go("algorithm.n=1", "algorithm.estimator_options={singleton: raw}", "saving.final=false", out="raw")
+    refused(go, "algorithm.group_size", "algorithm.group_size=1")
+    go(
+        "algorithm.group_size=1",
+        "algorithm.estimator_options={singleton: raw}",
+        "checkpoint.save_final=false",
+        out="raw",
+    )
     refused(go, "critic.config", "algorithm=ppo", f"critic.config={size}", out="critic")
     refused(go, "teacher", "algorithm=on_policy_distill", out="teacher")
     refused(go, "teacher.path", "algorithm=on_policy_distill", "teacher=/no/teacher", out="folder")
-    refused(go, "intake.expert", "algorithm=mix", out="expert")
-    refused(go, "intake.expert", "algorithm=mix", "intake.expert=/no/book", out="book")
+    refused(go, "replay.expert", "algorithm=mix", out="expert")
+    refused(go, "replay.expert", "algorithm=mix", "replay.expert=/no/book", out="book")
     refused(go, f"{house}/rows.jsonl", "algorithm=dpo", out="dpo")
     with pytest.raises(ConfigError, match="rewards: got none"):
         go("rewards=[]", out="rewards")
 
 
 def test_ones_own_algorithm_from_parts_with_a_reference(go: Go, house: Path) -> None:
-    own = "{preset: null, name: mine, estimator: rloo, loss: gspo, kl_coef: 0.1, kl_in: reward, n: 3}"
+    own = "{preset: null, name: mine, estimator: rloo, loss: gspo, kl_coef: 0.1, kl_in: reward, group_size: 3}"
     ran = go(f"algorithm={own}", f"reference={house}/model", "batch.epochs=2", "batch.minibatches=50")
     assert ran.last is not None and ran.last["records"] == 9
     assert all(row.ref_logprobs is not None for row in ran.records)
@@ -551,36 +559,41 @@ def test_ones_own_algorithm_from_parts_with_a_reference(go: Go, house: Path) -> 
     refused(go, "reference", f"algorithm={own}", "reference=/no/reference", out="no")
 
 
-# --- intake, batches, schedules -------------------------------------------------------------------------------------
+# --- replay, batches, schedules -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_replay_by_every_sampler(sampler: str, go: Go) -> None:
-    ran = go("intake.kind=replay", f"intake.sampler={sampler}", "intake.reuse=2", "intake.make_every=2", "steps=2",
-             "saving.final=false")  # fmt: skip
+    ran = go("replay.kind=replay", f"replay.sampler={sampler}", "replay.reuse=2", "replay.rollout_interval=2",
+             "steps=2", "checkpoint.save_final=false")  # fmt: skip
     assert [report["records"] for report in ran.reports] == [12, 12] and len(ran.records) == 12
     assert list(ran.trained.values()) == [[1, 2]] * 12
 
 
 def test_staleness_and_options_of_a_sampler(go: Go) -> None:
-    replay = ["intake.kind=replay", "intake.reuse=null", "intake.make_every=2", "steps=3"]
+    replay = ["replay.kind=replay", "replay.reuse=null", "replay.rollout_interval=2", "steps=3"]
     with pytest.warns(UserWarning, match="step 2 trained on nothing: no records are waiting"):
-        ran = go(*replay, "intake.max_staleness=0")
+        ran = go(*replay, "replay.max_staleness=0")
     assert [report["records"] for report in ran.reports] == [12, 0, 12]
     assert ran.outcome.steps == 3 and [step for step, _ in ran.metrics] == [1, 2, 3]
-    refused(go, "intake.sampler_options", *replay, "intake.sampler=priority", "intake.sampler_options={a: 1}", out="o")
+    refused(go, "replay.sampler_options", *replay, "replay.sampler=priority", "replay.sampler_options={a: 1}", out="o")
 
 
 def test_minibatches_keep_groups_together(go: Go) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        ran = go("batch.keep_groups=true", "batch.minibatches=20", "batch.drop_zero=true", "saving.final=false")
+        ran = go(
+            "batch.keep_groups=true",
+            "batch.minibatches=20",
+            "batch.drop_zero_advantages=true",
+            "checkpoint.save_final=false",
+        )
     assert ran.last is not None and ran.last["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [("linear", 0.0055), ("cosine", 0.0055), ("constant", 0.01)])
 def test_schedules_end_with_the_run(schedule: str, expected: float, go: Go) -> None:
-    ran = go(f"optimizer.schedule={schedule}", "optimizer.warmup=2", "optimizer.floor=0.1", "steps=4")
+    ran = go(f"optimizer.schedule={schedule}", "optimizer.warmup_steps=2", "optimizer.min_lr_ratio=0.1", "steps=4")
     rates = [report["lr"] for report in ran.reports]
     assert rates[:2] == pytest.approx([0.005, 0.01]) and rates[2] == pytest.approx(expected)
     assert rates[3] == pytest.approx(0.01 if schedule == "constant" else 0.001)
@@ -588,7 +601,7 @@ def test_schedules_end_with_the_run(schedule: str, expected: float, go: Go) -> N
 
 def test_updates_that_are_not_finite_change_nothing_and_stop_the_run(go: Go) -> None:
     with pytest.raises(NonFiniteLossError, match=r"step 2.*2 times in a row"):
-        go(f"rewards={ME}:huge", "algorithm=dr_grpo", "algorithm.n=4", "nonfinite_limit=2", "steps=4")
+        go(f"rewards={ME}:huge", "algorithm=dr_grpo", "algorithm.group_size=4", "nonfinite_limit=2", "steps=4")
 
 
 # --- saving, evaluating, tracking -----------------------------------------------------------------------------------
@@ -599,8 +612,8 @@ def checkpoints(ran: Ran) -> list[int]:
 
 
 def test_saving_every_so_many_steps_and_keeping_so_many(go: Go) -> None:
-    assert checkpoints(go("steps=3", "saving.every=1", "saving.keep=1")) == [0, 3]
-    ran = go("steps=3", "saving.every=2", "saving.final=false", "tracking.display=true", out="last")
+    assert checkpoints(go("steps=3", "checkpoint.interval=1", "checkpoint.keep_last=1")) == [0, 3]
+    ran = go("steps=3", "checkpoint.interval=2", "checkpoint.save_final=false", "tracking.display=true", out="last")
     assert checkpoints(ran) == [0, 2]
 
 
@@ -718,13 +731,13 @@ def test_the_command(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_reward_that_always_fails_ends_the_warm_up(go: Go) -> None:
     with pytest.raises(AllSamplesFailedError, match="warm-up, step 5: no sample has a reward; the first: .*answer"):
-        go("warmup.steps=20", "warmup.until=0.5", f"rewards={ME}:broken")
+        go("warmup.steps=20", "warmup.target_accuracy=0.5", f"rewards={ME}:broken")
 
 
 def test_epochs_set_the_steps(go: Go) -> None:
-    ran = go("algorithm=sft", "epochs=1.5", "data.limit=8", "batch.prompts=4")
+    ran = go("algorithm=sft", "epochs=1.5", "data.limit=8", "batch.prompts_per_step=4")
     assert ran.outcome.steps == 3 and all(len(steps) >= 1 for steps in ran.trained.values()) and len(ran.trained) == 12
-    assert go("algorithm=sft", "epochs=2", "data.limit=8", "batch.prompts=4").outcome.steps == 4  # goes on
+    assert go("algorithm=sft", "epochs=2", "data.limit=8", "batch.prompts_per_step=4").outcome.steps == 4  # goes on
 
 
 def test_eval_scores_a_model_without_training(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -747,8 +760,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "a configuration that is not there": (["/no/such.yaml"], "/no/such.yaml: there is no such file"),
     "a misspelt key": (["FILE", "optimiser.lr=1"], "optimiser: unknown key; did you mean 'optimizer'"),
     "a wrong type": (
-        ["FILE", "batch.prompts=many"],
-        "batch.prompts: got 'many', expected a whole number from 1 to 1,000,000",
+        ["FILE", "batch.prompts_per_step=many"],
+        "batch.prompts_per_step: got 'many', expected a whole number from 1 to 1,000,000",
     ),
     "a model that is not there": (["FILE", "model=/no/model"], "model.path: got '/no/model', which is no folder here"),
     "a reward that raises": (["FILE", f"rewards={ME}:broken"], "step 1: all 12 samples failed, or have no reward; the"),
@@ -758,7 +771,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "a column": (["FILE", "data.columns={prompt: question}"], "question (prompt): got nothing, expected text in a col"),
     "prompts that are too long": (["FILE", "data.max_prompt_tokens=3"], "got 7 tokens, expected at most 3 (max_promp"),
-    "one response for grpo": (["FILE", "algorithm.n=1"], "algorithm.n: got 1, and grpo (grpo) compares the responses"),
+    "one response for grpo": (
+        ["FILE", "algorithm.group_size=1"],
+        "algorithm.group_size: got 1, and grpo (grpo) compares the responses",
+    ),
     "a folder with other things": (["FILE", "--out=FOLDER"], "which has files and is no run's folder, expected anothe"),
 }
 

@@ -206,12 +206,12 @@ def test_every_key_has_one_sentence_and_a_default() -> None:
 
 
 def test_sections_have_the_fields_and_defaults_of_what_they_are_handed_to() -> None:
-    assert Config().batch.batching() == MinibatchConfig()
-    assert Config().intake.intake() == ReplayConfig(sampler_options={})
-    assert Config(warmup={"steps": 100}).warmup.warm_up() == WarmupConfig()
+    assert Config().batch.minibatch_config() == MinibatchConfig()
+    assert Config().replay.replay_config() == ReplayConfig(sampler_options={})
+    assert Config(warmup={"steps": 100}).warmup.warmup_config() == WarmupConfig()
     named = {one.name for one in dataclasses.fields(ReplayConfig)} - {"consumer"}
-    assert {*SECTIONS["intake"].keys} == named | {"expert"}
-    assert {*SECTIONS["batch"].keys} == {one.name for one in dataclasses.fields(MinibatchConfig)} | {"prompts"}
+    assert {*SECTIONS["replay"].keys} == named | {"expert"}
+    assert {*SECTIONS["batch"].keys} == {one.name for one in dataclasses.fields(MinibatchConfig)} | {"prompts_per_step"}
     assert [*SECTIONS["algorithm"].keys] == ["preset", *(one.name for one in dataclasses.fields(AlgorithmConfig))]
     assert [*SECTIONS["optimizer"].keys] == [one.name for one in dataclasses.fields(OptimizerConfig)]
     assert set(SAMPLERS.values()) == set(KNOWN_SAMPLERS)
@@ -240,17 +240,17 @@ BAD = {
     "critic_optimizer.betas[1]: got 2.0, expected a number from 0 to 1": {"critic_optimizer": {"betas": [0, 2]}},
     "steps: got 1.5, expected a whole number from 0 to 1,000,000,000": {"steps": 1.5},
     "steps: got 1e+18, expected a whole number from 0 to 1,000,000,000": {"steps": 1e18},
-    "algorithm.n: got 1000000, expected a whole number from 1 to 10,000": {"algorithm": {"n": 10**6}},
+    "algorithm.group_size: got 1000000, expected a whole number from 1 to 10,000": {"algorithm": {"group_size": 10**6}},
     "steps: got true, expected a whole number from 0 to 1,000,000,000": {"steps": True},
     "steps: got null, expected a whole number": {"steps": None},
     "name: got 7, expected letters, digits": {"name": 7},
     "data.system: got 7, expected text (in quotes it would be: \"7\")": {"data": {"system": 7}},
-    "saving.final: got 'yes', expected true or false": {"saving": {"final": "yes"}},
+    "checkpoint.save_final: got 'yes', expected true or false": {"checkpoint": {"save_final": "yes"}},
     "device: got 'gpu', expected auto, cpu, cuda, cuda:1 or mps": {"device": "gpu"},
     "sampling.top_p: got 1.5, expected a number above 0, up to 1": {"sampling": {"top_p": 1.5}},
     "sampling.stop.1: got 5, expected text": {"sampling": {"stop": ["a", 5]}},
     "sampling.temperature: got inf, expected a number above 0": {"sampling": {"temperature": float("inf")}},
-    "sampling.n: unknown key; did you mean 'algorithm.n'?": {"sampling": {"n": 8}},
+    "sampling.n: unknown key; did you mean 'algorithm.group_size'?": {"sampling": {"n": 8}},
     "learning_rate: unknown key": {"learning_rate": 1},
     "model.precision: got 'bf16', expected one of float32, bfloat16, autocast": {"model": {"precision": "bf16"}},
     "model.builder: got it beside path, expected one of path, config, builder":
@@ -276,9 +276,9 @@ BAD = {
     "algorithm.loss_options: 'clip_hihg' is no option of ppo; did you mean 'clip_high'?":
         {"algorithm": {"loss_options": {"clip_hihg": 1}}},
     "algorithm.gamma: got 2.0, expected a number from 0 to 1": {"algorithm": {"gamma": 2}},
-    "intake.reuse: got 2 for kind on_policy, expected it for replay": {"intake": {"reuse": 2}},
-    "intake.expert_share: got 0.5 without expert": {"intake": {"expert_share": 0.5}},
-    "intake.sampler: got 'unifrom', expected one of first": {"intake": {"kind": "replay", "sampler": "unifrom"}},
+    "replay.reuse: got 2 for kind on_policy, expected it for replay": {"replay": {"reuse": 2}},
+    "replay.expert_share: got 0.5 without expert": {"replay": {"expert_share": 0.5}},
+    "replay.sampler: got 'unifrom', expected one of first": {"replay": {"kind": "replay", "sampler": "unifrom"}},
     "engine.url: is missing": {"engine": {"kind": "openai"}},
     "engine.url: got 'http://x' for kind transformers": {"engine": {"url": "http://x"}},
     "evaluation.k: got 2 with greedy": {"evaluation": {"greedy": True, "k": 2}},
@@ -297,8 +297,10 @@ def test_what_is_wrong_is_named(said: str) -> None:
 def test_a_bad_value_of_a_dataclass_is_named_too() -> None:
     with pytest.raises(ConfigError, match="optimizer.lrr: unknown key; did you mean 'lr'?"):
         Config(optimizer={"lrr": 1})
-    with pytest.raises(ConfigError, match="^batch.prompts: got 0, expected a whole number from 1 to 1,000,000"):
-        Config(batch={"prompts": 0})
+    with pytest.raises(
+        ConfigError, match="^batch.prompts_per_step: got 0, expected a whole number from 1 to 1,000,000"
+    ):
+        Config(batch={"prompts_per_step": 0})
 
 
 def test_a_config_shares_nothing_with_what_it_was_made_from() -> None:
@@ -317,7 +319,7 @@ def test_what_cannot_be_run_is_refused_before_it_is() -> None:
         with pytest.raises(ConfigError, match=f"^{name}: got none"):
             Config(**{key: value for key, value in parts.items() if key != name}).require()
     Config(model="m", data="d.jsonl", algorithm="sft").require()
-    for algorithm, needs in (("on_policy_distill", "teacher"), ("mix", "intake.expert")):
+    for algorithm, needs in (("on_policy_distill", "teacher"), ("mix", "replay.expert")):
         with pytest.raises(ConfigError, match=f"^{needs}: got none, which {algorithm} needs"):
             Config(**parts, algorithm=algorithm).require()
     with pytest.raises(ConfigError, match="^data.held_out: got 0"):
@@ -334,7 +336,7 @@ def test_a_resume_may_change_how_long_and_how_fast_but_not_what_is_learned() -> 
         rewards=["gsm8k"],
         steps=500,
         batch={"token_budget": 4096},
-        saving={"every": 5},
+        checkpoint={"interval": 5},
         tracking={"wandb": {"project": "x"}},
         evaluation={"every": 7},
     )
@@ -448,7 +450,7 @@ def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
     theirs = write(tmp_path, "a.toml", 'name = "x"\nsampling.stop = ["END"]\n[optimizer]\nlr = 1e-5\n')
     assert effective(ours) == effective(theirs) == Config(name="x", sampling={"stop": "END"}, optimizer={"lr": 1e-5})
     assert effective(write(tmp_path, "empty.yaml", "# nothing\n")) == Config()
-    assert effective(write(tmp_path, "null.yaml", "saving:\nmodel:\n")) == Config()
+    assert effective(write(tmp_path, "null.yaml", "checkpoint:\nmodel:\n")) == Config()
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -458,9 +460,9 @@ name: base
 model: {builder: "some.module:model", options: {hidden: 8}, tokenizer: t}
 data: {function: "some.module:rows", options: {count: 4}, held_out: 20}
 rewards: [{function: "some.module:reward", weight: 0.5, options: {x: 1}}, gsm8k]
-algorithm: {preset: grpo, n: 4, loss_options: {clip_high: 0.28}}
-intake: {kind: replay, reuse: 4, sampler: proportional, sampler_options: {alpha: 0.5}}
-optimizer: {lr: 5e-4, warmup: 5}
+algorithm: {preset: grpo, group_size: 4, loss_options: {clip_high: 0.28}}
+replay: {kind: replay, reuse: 4, sampler: proportional, sampler_options: {alpha: 0.5}}
+optimizer: {lr: 5e-4, warmup_steps: 5}
 """
 
 
@@ -479,12 +481,14 @@ def test_a_file_changes_its_base_key_by_key(base: Path) -> None:
     child = over(
         base, "optimizer: {lr: 1e-3}\nmodel: {options: {layers: 2}}\nalgorithm: {loss_options: {clip_low: 0.1}}"
     )
-    assert child.optimizer == OptimizerConfig(lr=1e-3, warmup=5)
+    assert child.optimizer == OptimizerConfig(lr=1e-3, warmup_steps=5)
     assert child.model.options == {"hidden": 8, "layers": 2}
-    assert child.algorithm == AlgorithmConfig.preset("grpo", n=4, loss_options={"clip_high": 0.28, "clip_low": 0.1})
+    assert child.algorithm == AlgorithmConfig.preset(
+        "grpo", group_size=4, loss_options={"clip_high": 0.28, "clip_low": 0.1}
+    )
     write(base.parent, "sub.toml", 'base = "base.yaml"\nname = "middle"\nseed = 3')
     grandchild = effective(write(base.parent, "deep.yaml", "base: sub.toml\nname: deep\n"))
-    assert (grandchild.name, grandchild.seed, grandchild.optimizer.warmup) == ("deep", 3, 5)
+    assert (grandchild.name, grandchild.seed, grandchild.optimizer.warmup_steps) == ("deep", 3, 5)
     assert over(base, "rewards: numeric_match").rewards == Config(rewards="numeric_match").rewards, "lists are whole"
     assert not over(base, "model: null").model.given, "null is as by default"
 
@@ -503,8 +507,8 @@ def test_another_source_drops_what_was_said_of_the_old_one(base: Path) -> None:
     assert options == {"z": 1}, "in whatever order they are written"
     assert over(base, "model: {builder: 'some.module:model'}").model.options == {"hidden": 8}, "the same one again"
     assert over(base, "algorithm: ppo").algorithm == AlgorithmConfig.preset("ppo")
-    assert over(base, "algorithm: {loss: gspo}").algorithm == AlgorithmConfig.preset("grpo", n=4, loss="gspo")
-    assert over(base, "intake: {kind: on_policy}").intake == Config().intake
+    assert over(base, "algorithm: {loss: gspo}").algorithm == AlgorithmConfig.preset("grpo", group_size=4, loss="gspo")
+    assert over(base, "replay: {kind: on_policy}").replay == Config().replay
     with pytest.raises(ConfigError, match="got it beside path"):
         over(base, "model: {path: m, builder: 'a:b'}")
 
@@ -584,9 +588,9 @@ def test_arguments_change_any_key(base: Path) -> None:
             "critic_optimizer.lr=1e-3",
             "evaluation.success=right",
             "model.tokenizer=null",
-            "saving.every=1e1",
+            "checkpoint.interval=1e1",
             "out='null'",
-            "intake.expert=",
+            "replay.expert=",
         ],
     )
     assert (found.optimizer.lr, found.name, found.seed, found.device) == (1e-5, "2026", 4, "cuda:1")
@@ -595,7 +599,7 @@ def test_arguments_change_any_key(base: Path) -> None:
     assert found.rewards[1].options == {"x": {"a": [1, None]}} and found.rewards[2].function == "numeric_match"
     assert found.model.options == {"hidden": 16} and found.model.tokenizer is None
     assert found.optimizer.betas == (0.9, 0.95) and found.critic_optimizer == OptimizerConfig(lr=1e-3)
-    assert (found.evaluation.success, found.saving.every, found.intake.expert) == ("right", 10, None)
+    assert (found.evaluation.success, found.checkpoint.interval, found.replay.expert) == ("right", 10, None)
 
 
 @pytest.mark.parametrize(
@@ -655,7 +659,7 @@ SECRETS: dict[str, list[str]] = {
         "rewards={remote: 'https://host/', options: {headers: {X-Auth-Token: 'hunter2'}}}"
     ],
     "evaluation.rewards.0.remote.0": ["evaluation.rewards={remote: 'http://ana:hunter2@host'}"],
-    "intake.expert": ["intake.expert=postgresql://ana@host/runs?password=hunter2"],
+    "replay.expert": ["replay.expert=postgresql://ana@host/runs?password=hunter2"],
     "environment.options.search.api_key": [
         "environment.function=a.py:b",
         "environment.options={search: {api_key: 'hunter2'}}",

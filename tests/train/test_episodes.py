@@ -128,7 +128,7 @@ def test_ids_are_those_of_single_turns(actor: Actor) -> None:
 
 def test_each_turn_has_a_stream_of_its_own_and_other_episodes_do_not_matter(actor: Actor) -> None:
     def make(prompts: list[Prompt], seed: int = 5) -> dict[str, list[int]]:
-        made = Player(Game, actor=actor, n=4, seed=seed, max_turns=2, on_cut="respond")
+        made = Player(Game, actor=actor, n=4, seed=seed, max_turns=2, on_truncation="respond")
         return {row.eid.uid: row.tokens.tolist() for row in made.make_records(prompts, max_tokens=3)}
 
     prompts = [Prompt(text=text, eid=EID(batch=0, task=text, suffix="")) for text in ("ab", "c", "de")]
@@ -143,7 +143,7 @@ def test_each_turn_has_a_stream_of_its_own_and_other_episodes_do_not_matter(acto
 
 
 def test_log_probs_are_those_of_the_model_over_the_whole_conversation(actor: Actor) -> None:
-    made = Player(Game, actor=actor, seed=1, max_turns=3, on_cut="respond")
+    made = Player(Game, actor=actor, seed=1, max_turns=3, on_truncation="respond")
     for row in made.make_records(["quick fox", "a"], max_tokens=5):
         assert row.action_mask is not None and row.old_logprobs is not None and row.logprobs is not None
         assert row.metrics["turns"] == 3 and row.metrics["observed_tokens"] > 0
@@ -167,7 +167,7 @@ def test_numbers_do_not_depend_on_the_token_budget(actor: Actor) -> None:
             models=Models(actor, reference, critic),
             algorithm={"estimator": "gae", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "lam": 0.9},
             seed=2,
-            on_cut="respond",
+            on_truncation="respond",
             **options,
         )
         return made.make_records(["ab", "the fox"], max_tokens=4)
@@ -311,12 +311,12 @@ def test_turns_run_out() -> None:
 
 
 def test_a_context_runs_out(actor: Actor) -> None:
-    made = Player(Game, actor=actor, seed=1, context_limit=12, on_cut="respond")
+    made = Player(Game, actor=actor, seed=1, context_limit=12, on_truncation="respond")
     for row in made.make_records(["abcd"], max_tokens=5):
         assert len(row.tokens) <= 12 and row.finish_reason == "length"
         assert row.info["truncated"] == "context"
     assert made.metrics["episode/out_of_context"] == 1
-    made = Player(lambda prompt: Game(prompt, 99), actor=actor, n=1, seed=1, max_turns=99, on_cut="respond")
+    made = Player(lambda prompt: Game(prompt, 99), actor=actor, n=1, seed=1, max_turns=99, on_truncation="respond")
     (row,) = made.make_records(["abcd"], max_tokens=64)
     assert row.info["truncated"] == "context" and 192 < len(row.tokens) <= 256, "unless given, the model's positions"
 
@@ -328,15 +328,15 @@ def test_a_prompt_that_fills_the_context_is_an_episode_without_turns(actor: Acto
     assert [row.metrics["turns"] for row in records] == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize(("on_cut", "turns"), [("end", 1), ("respond", 3)])
-def test_a_turn_that_is_cut_ends_the_episode_or_counts(on_cut: Any, turns: int) -> None:
-    made = scripted([Line(text="abc", finish_reason="length")], on_cut=on_cut)
+@pytest.mark.parametrize(("on_truncation", "turns"), [("end", 1), ("respond", 3)])
+def test_a_turn_that_is_cut_ends_the_episode_or_counts(on_truncation: Any, turns: int) -> None:
+    made = scripted([Line(text="abc", finish_reason="length")], on_truncation=on_truncation)
     with pytest.warns(UserWarning, match=r"all \d+ first turns were cut off at max_tokens=\d+; raise sampling"):
         rows = made.make_records(["q"])
     for row in rows:
         assert row.metrics["turns"] == turns
-        assert row.reward == pytest.approx(0 if on_cut == "end" else 0.9)
-        if on_cut == "end":
+        assert row.reward == pytest.approx(0 if on_truncation == "end" else 0.9)
+        if on_truncation == "end":
             assert row.finish_reason == "length" and row.truncate_status == "response_truncated"
             assert row.info["truncated"] == "turn"
         else:  # the environment ended it
@@ -373,7 +373,7 @@ class Fragile(Game):
 
 @pytest.mark.parametrize("place", ["made", "begin", "first", "second", "odd"])
 def test_an_environment_that_breaks_costs_its_own_run(actor: Actor, place: str) -> None:
-    made = Player(Fragile, actor=actor, n=3, seed=1, algorithm={"estimator": "dr_grpo"}, on_cut="respond")
+    made = Player(Fragile, actor=actor, n=3, seed=1, algorithm={"estimator": "dr_grpo"}, on_truncation="respond")
     rows = made.make_records([Prompt(text="ab", label=place), Prompt(text="cd")], max_tokens=3)
     broken = rows[1]
     assert math.isnan(broken.reward) and broken.finish_reason == "error"
@@ -484,7 +484,7 @@ def test_play_gives_rewards_alone(actor: Actor) -> None:
     ("options", "said"),
     [
         ({"rewards": "mean"}, "rewards: got 'mean'"),
-        ({"on_cut": "stop"}, "on_cut: got 'stop'"),
+        ({"on_truncation": "stop"}, "on_truncation: got 'stop'"),
         ({"max_turns": 0}, "max_turns: got 0"),
         ({"workers": 0}, "workers: got 0"),
         ({"context_limit": 0}, "context_limit: got 0"),

@@ -25,7 +25,7 @@ from tests.train.test_reference import gradients, llama, numbers, records, same,
 
 GRPO = AlgorithmConfig.preset("grpo", kl_coef=0.05, entropy_coef=0.01)
 STEP = OptimizerConfig(lr=0.01, eps=1e-5)
-PLAIN = OptimizerConfig(name="sgd", betas=(0.0, 0.999), lr=0.3, grad_clip=0.0)
+PLAIN = OptimizerConfig(name="sgd", betas=(0.0, 0.999), lr=0.3, max_grad_norm=0.0)
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def made() -> Experiences:
 
 
 def learner(**options: Any) -> Learner:
-    given: dict[str, Any] = {"optimizer": STEP, "batching": MinibatchConfig(shuffle=False), **options}
+    given: dict[str, Any] = {"optimizer": STEP, "minibatch": MinibatchConfig(shuffle=False), **options}
     return Learner(Actor(llama()), given.pop("algorithm", GRPO), **given)
 
 
@@ -77,7 +77,7 @@ def poisoned(rows: Experiences, which: Sequence[int], value: float = math.inf, n
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_loss_that_is_not_finite_changes_nothing(value: float) -> None:
     rows = made()
-    mind = learner(batching=MinibatchConfig(shuffle=False, minibatches=4))
+    mind = learner(minibatch=MinibatchConfig(shuffle=False, minibatches=4))
     mind.update(rows, step=1)
     before, state = weights(mind.actor), copy.deepcopy(mind.state_dict())
     spoilt = poisoned(rows, [0, 5, 9, 13], value)
@@ -95,7 +95,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(value: float) -> None:
 
 def test_the_other_minibatches_of_a_step_count() -> None:
     rows = made()
-    mind, other = learner(batching=MinibatchConfig(shuffle=False, minibatches=4)), learner()
+    mind, other = learner(minibatch=MinibatchConfig(shuffle=False, minibatches=4)), learner()
     with pytest.warns(UserWarning, match="step 1, pass 0, minibatch 1: the loss or its gradient is not finite"):
         learned = mind.update(poisoned(rows, [4]), step=1)
     assert (learned.updates, learned.skipped, mind.failures) == (3, 1, 0)
@@ -143,7 +143,7 @@ def test_shuffling_is_by_seed_and_step() -> None:
     how = MinibatchConfig(minibatches=4)
 
     def cut(seed: int, step: int) -> list[int]:
-        learned = learner(batching=how, seed=seed).update(rows, step=step)
+        learned = learner(minibatch=how, seed=seed).update(rows, step=step)
         return [place["minibatch"] for place in learned.placements]
 
     assert cut(0, 1) == cut(0, 1)
@@ -153,8 +153,8 @@ def test_shuffling_is_by_seed_and_step() -> None:
 
 def test_two_epochs_are_two_passes() -> None:
     rows = made()
-    one = learner(batching=MinibatchConfig(shuffle=False, minibatches=2, epochs=2))
-    two = learner(batching=MinibatchConfig(shuffle=False, minibatches=2))
+    one = learner(minibatch=MinibatchConfig(shuffle=False, minibatches=2, epochs=2))
+    two = learner(minibatch=MinibatchConfig(shuffle=False, minibatches=2))
     learned = one.update(rows, step=1)
     parts = [two.update(rows, step=1) for _ in range(2)]
     assert equal(weights(one.actor), weights(two.actor)) and equal(one.state_dict(), two.state_dict())
@@ -168,7 +168,7 @@ def test_two_epochs_are_two_passes() -> None:
 
 
 def test_places_say_what_each_record_weighed() -> None:
-    learned = learner(batching=MinibatchConfig(minibatches=3, token_budget=30)).update(made(), step=1)
+    learned = learner(minibatch=MinibatchConfig(minibatches=3, token_budget=30)).update(made(), step=1)
     for k in range(3):
         found = [place["weight"] for place in learned.placements if place["minibatch"] == k]
         assert sum(found) == pytest.approx(1, abs=1e-6)
@@ -176,7 +176,7 @@ def test_places_say_what_each_record_weighed() -> None:
 
 def test_drop_zero_is_training_without_those_records() -> None:
     rows = made()
-    one = learner(batching=MinibatchConfig(shuffle=False, drop_zero=True))
+    one = learner(minibatch=MinibatchConfig(shuffle=False, drop_zero_advantages=True))
     two = learner()
     learned = one.update(rows, step=1)
     two.update(rows.take([*range(4), *range(8, 16)]), step=1)
@@ -195,7 +195,7 @@ def test_drop_zero_is_training_without_those_records() -> None:
 
 def test_keep_groups() -> None:
     rows = made()
-    learned = learner(batching=MinibatchConfig(minibatches=2, keep_groups=True)).update(rows, step=1)
+    learned = learner(minibatch=MinibatchConfig(minibatches=2, keep_groups=True)).update(rows, step=1)
     found: dict[str, set[int]] = {}
     for eid, place in zip(rows.eids(), learned.placements, strict=True):
         found.setdefault(eid.tid, set()).add(place["minibatch"])
@@ -212,7 +212,7 @@ def test_old_log_probs_are_each_records_own() -> None:
     filled = [row if row.old_logprobs is not None else row.replace(old_logprobs=row.logprobs) for row in given]
     found = []
     for rows, budget in ((filled, 4096), (given, 4096), (given, 12)):
-        mind = learner(optimizer=PLAIN, batching=MinibatchConfig(shuffle=False, token_budget=budget))
+        mind = learner(optimizer=PLAIN, minibatch=MinibatchConfig(shuffle=False, token_budget=budget))
         mind.update(rows, step=1)
         found.append(weights(mind.actor))
     same(found[1], found[0], 1e-6)
@@ -286,8 +286,8 @@ def test_the_critic_learns_alone_at_first() -> None:
 def test_going_on_is_bit_equal(kind: str) -> None:
     def fresh() -> Learner:
         how = {
-            "batching": MinibatchConfig(minibatches=2),
-            "optimizer": OptimizerConfig(lr=0.003, warmup=2, weight_decay=0.1),
+            "minibatch": MinibatchConfig(minibatches=2),
+            "optimizer": OptimizerConfig(lr=0.003, warmup_steps=2, weight_decay=0.1),
         }
         if kind == "ppo":
             return critical(**how)
@@ -360,7 +360,7 @@ def test_short_numbers_give_nearly_the_same_gradient(
     found = []
     for how in ("float32", precision):
         actor = Actor(copy.deepcopy(model).bfloat16() if how == "bfloat16" else copy.deepcopy(model))
-        mind = Learner(actor, "asymre", optimizer=PLAIN, precision=how, batching=MinibatchConfig(token_budget=budget))
+        mind = Learner(actor, "asymre", optimizer=PLAIN, precision=how, minibatch=MinibatchConfig(token_budget=budget))
         seen = gradients(monkeypatch, mind.optimizer)
         mind.update(rows, step=1)
         found.append(torch.cat([one.float().flatten() for one in seen[0].values()]))
@@ -453,7 +453,7 @@ def test_a_first_token_without_a_prompt_is_not_trained_on(packed: bool) -> None:
     texts = [torch.randint(3, 16, (n,), generator=draw).tolist() for n in (6, 4, 5)]
     metrics = []
     for prompt in (0, 1):
-        mind = critical(changes={"kl_coef": 0.05, "entropy_coef": 0.01}, batching=MinibatchConfig(packed=packed))
+        mind = critical(changes={"kl_coef": 0.05, "entropy_coef": 0.01}, minibatch=MinibatchConfig(packed=packed))
         rows = [
             Experience(tokens=tokens, prompt_length=prompt, action_mask=[True] * (len(tokens) - prompt),
                        reward=float(i), eid={"task": 0, "run": i})
@@ -470,7 +470,7 @@ def test_a_first_token_without_a_prompt_is_not_trained_on(packed: bool) -> None:
 
 
 def test_nothing_to_learn_from() -> None:
-    mind = learner(batching=MinibatchConfig(drop_zero=True))
+    mind = learner(minibatch=MinibatchConfig(drop_zero_advantages=True))
     before = weights(mind.actor)
     rows = made()
     learned = mind.update(rows.take([4, 5, 6, 7]), step=1)
@@ -481,7 +481,9 @@ def test_nothing_to_learn_from() -> None:
 
 def test_a_learning_rate_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps of a schedule, as plain descent: what the weights move by is the rate times the gradient."""
-    how = OptimizerConfig(name="sgd", betas=(0.0, 0.999), lr=0.4, warmup=2, schedule="linear", steps=6, grad_clip=0.0)
+    how = OptimizerConfig(
+        name="sgd", betas=(0.0, 0.999), lr=0.4, warmup_steps=2, schedule="linear", steps=6, max_grad_norm=0.0
+    )
     mind = learner(optimizer=how)
     seen = gradients(monkeypatch, mind.optimizer)
     for step, rate in ((1, 0.2), (4, 0.2), (5, 0.1)):
@@ -496,7 +498,7 @@ def test_a_pair_longer_than_the_budget_goes_alone() -> None:
         Experience(tokens=[3, 4], chosen=[5] * n, rejected=[6] * 3, eid={"batch": 1, "task": n}) for n in (2, 20, 3)
     ]
     mind = Learner(
-        Actor(llama()), "dpo", reference=Actor(llama(101), trainable=False), batching=MinibatchConfig(token_budget=8)
+        Actor(llama()), "dpo", reference=Actor(llama(101), trainable=False), minibatch=MinibatchConfig(token_budget=8)
     )
     learned = mind.update(rows, step=1)
     assert len({place["micro_batch"] for place in learned.placements}) >= 2
@@ -513,6 +515,6 @@ def test_rows_without_weights_beside_others_weigh_one() -> None:
     losses = []
     for column in (weights_of, explicit):
         for budget in (24, 4096):
-            mind = learner(batching=MinibatchConfig(shuffle=False, token_budget=budget))
+            mind = learner(minibatch=MinibatchConfig(shuffle=False, token_budget=budget))
             losses.append(mind.update(rows.assign(loss_weights=column), step=1).metrics["loss"])
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5) and losses[:2] == losses[2:]

@@ -86,7 +86,7 @@ def test_failed_samples_and_failed_scores_have_no_reward() -> None:
     assert infos[1]["error"] == "down" and infos[1]["reward_error"] == "no response: down"
     assert "unreadable" in infos[2]["reward_error"] and "error" not in infos[2]
     assert not records[1].action_mask.any() and records[2].action_mask.all()
-    records = estimate(records, AlgorithmConfig.preset("dr_grpo", n=4))
+    records = estimate(records, AlgorithmConfig.preset("dr_grpo", group_size=4))
     scores = [float(row.advantages[0]) if len(row.advantages) else 0.0 for row in records]
     assert scores == [1.0, 0.0, 0.0, -1.0], "compared with those that have a reward"
     assert {"rollout/seconds", "reward/seconds"} <= metrics.values().keys()
@@ -135,7 +135,7 @@ def test_only_what_is_missing_is_computed() -> None:
 
 
 def test_advantages_are_estimated_again_on_request() -> None:
-    algorithm = AlgorithmConfig.preset("dr_grpo", n=4)
+    algorithm = AlgorithmConfig.preset("dr_grpo", group_size=4)
     partly = rows().fill([0], advantages=[[9.0, 9.0]], returns=[[9.0, 9.0]])
     assert [float(row.advantages[0]) for row in estimate(partly, algorithm)] == [9.0, -0.5, 0.5, 1.5]
     again = estimate(partly, algorithm, recompute=True)

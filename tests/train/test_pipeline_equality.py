@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reinforce++": {"preset": "reinforce++", "kl_coef": 0.5, "kl_in": "reward"},
     "reinforce++ with a baseline": {"estimator": "reinforce_plus_plus_baseline", "kl_coef": 0.5, "kl_in": "reward"},
     "remax": {"estimator": "remax", "kl_coef": 0.2, "kl_in": "reward"},
-    "ppo": {"preset": "ppo", "n": 2, "gamma": 0.9, "lam": 0.8},
+    "ppo": {"preset": "ppo", "group_size": 2, "gamma": 0.9, "lam": 0.8},
     "gae with KL in the reward": {
         "estimator": "gae",
         "kl_coef": 0.5,
@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
         "normalize_advantages": "mean_std",
     },
     "clip_b": {"estimator": "clip_b", "estimator_options": {}},
-    "on_policy_distill": {"preset": "on_policy_distill", "n": 2},
+    "on_policy_distill": {"preset": "on_policy_distill", "group_size": 2},
 }
 
 
@@ -86,7 +86,7 @@ def models() -> pipeline.Models:
 
 
 def algorithm_of(case: dict[str, Any]) -> AlgorithmConfig:
-    given = {"n": 4, **case}
+    given = {"group_size": 4, **case}
     return AlgorithmConfig.preset(given.pop("preset", "grpo"), **given)
 
 
@@ -97,7 +97,7 @@ def maker_of(algorithm: AlgorithmConfig, given: pipeline.Models, scored: Any) ->
     config = MakerConfig(
         advantage_estimator=str(algorithm.estimator),
         estimator_options=options,
-        n_samples_per_prompt=algorithm.n,
+        n_samples_per_prompt=algorithm.group_size,
         kl_estimator=algorithm.kl_estimator,
         use_kl_loss=algorithm.kl_in == "loss",
         kl_coef=algorithm.kl_coef,

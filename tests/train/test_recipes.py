@@ -30,10 +30,16 @@ CHANCE = [f"rewards={letters.__name__}:chance", f"evaluation.rewards={letters.__
 WORDS = [f"data.options.length={LENGTH}", f"data.options.count={COUNT}"]
 SMALL = [
     *("data.held_out=200", "evaluation.k=2", f"sampling.max_tokens={LENGTH + 1}", "tracking.display=false"),
-    *("saving.every=0", "saving.final=false", "tracking.jsonl=false"),
+    *("checkpoint.interval=0", "checkpoint.save_final=false", "tracking.jsonl=false"),
 ]
 WARMUP = [
-    *(f"model.options.hidden={HIDDEN}", "warmup.rows=64", "warmup.every=3", "warmup.checked=128", "warmup.until=0.15")
+    *(
+        f"model.options.hidden={HIDDEN}",
+        "warmup.batch_size=64",
+        "warmup.eval_interval=3",
+        "warmup.eval_prompts=128",
+        "warmup.target_accuracy=0.15",
+    )
 ]
 
 
@@ -53,11 +59,11 @@ def warm(place: Path) -> Path:
 @pytest.fixture(scope="module")
 def shown(place: Path) -> Outcome:
     """A run of supervised steps; its weights are a teacher's."""
-    return trained("letters-sft", place / "sft", *SFT, "saving.final=true")
+    return trained("letters-sft", place / "sft", *SFT, "checkpoint.save_final=true")
 
 
-SFT = [*WORDS, f"model.options.hidden={HIDDEN}", "steps=60", "batch.prompts=64", "optimizer.lr=5e-3"]
-SFT += ["optimizer.warmup=20"]
+SFT = [*WORDS, f"model.options.hidden={HIDDEN}", "steps=60", "batch.prompts_per_step=64", "optimizer.lr=5e-3"]
+SFT += ["optimizer.warmup_steps=20"]
 
 
 def trained(recipe: str, folder: Path, *changes: str) -> Outcome:
@@ -76,8 +82,11 @@ def reinforced(recipe: str, folder: Path, warm: Path, *changes: str) -> tuple[fl
 @pytest.mark.parametrize(
     ("recipe", "changes"),
     [
-        ("letters", ["steps=18", "batch.prompts=24"]),
-        ("letters-ppo", ["steps=14", "batch.prompts=160", "algorithm.critic_warmup=2", "critic_optimizer.lr=2e-3"]),
+        ("letters", ["steps=18", "batch.prompts_per_step=24"]),
+        (
+            "letters-ppo",
+            ["steps=14", "batch.prompts_per_step=160", "algorithm.critic_warmup=2", "critic_optimizer.lr=2e-3"],
+        ),
     ],
 )
 def test_it_learns_from_its_reward_and_not_from_chance(
@@ -90,7 +99,7 @@ def test_it_learns_from_its_reward_and_not_from_chance(
 
 
 def test_a_replay_learns_from_records_twice(warm: Path, tmp_path: Path) -> None:
-    before, after = reinforced("letters-replay", tmp_path / "run", warm, "steps=12", "batch.prompts=24")
+    before, after = reinforced("letters-replay", tmp_path / "run", warm, "steps=12", "batch.prompts_per_step=24")
     assert after > before + 0.06, (before, after)
     with rollbook.open(tmp_path / "run" / "book", mode="r") as book:
         uses = [len(steps) for steps in trained_steps(book).values()]
@@ -102,7 +111,7 @@ def test_a_mix_learns_from_an_expert_beside_its_own(
 ) -> None:
     letters.main(["expert", f"{tmp_path}/expert", "--count", "300", "--length", str(LENGTH), "--skip", str(COUNT)])
     assert capsys.readouterr().out == f"300 right answers in {tmp_path}/expert\n"
-    changes = ["steps=12", "batch.prompts=16", f"intake.expert={tmp_path}/expert"]
+    changes = ["steps=12", "batch.prompts_per_step=16", f"replay.expert={tmp_path}/expert"]
     before, after = reinforced("letters-mix", tmp_path / "run", warm, *changes)
     assert after > before + 0.1, (before, after)
     with rollbook.open(tmp_path / "run" / "book", mode="r") as book:
@@ -114,7 +123,7 @@ def test_a_mix_learns_from_an_expert_beside_its_own(
 
 def test_a_teacher_is_learnt_from(warm: Path, shown: Outcome, tmp_path: Path) -> None:
     teacher = checkpoint.saved(shown.folder)[-1].model
-    changes = ["steps=12", "batch.prompts=96", f"teacher.path={teacher}"]
+    changes = ["steps=12", "batch.prompts_per_step=96", f"teacher.path={teacher}"]
     before, after = reinforced("letters-distill", tmp_path / "run", warm, *changes)
     assert after > before + 0.05, (before, after)
 
@@ -142,7 +151,7 @@ def test_pairs_teach_which_answer_is_better_and_shuffled_ones_do_not(warm: Path,
         mixed.append({**row, "chosen": both[0], "rejected": both[1]})
     found = {}
     for name, given in (("pairs", rows), ("shuffled", mixed)):
-        changes = ["steps=20", "batch.prompts=32", "optimizer.lr=1e-3", f"model.path={warm}", "warmup.steps=0"]
+        changes = ["steps=20", "batch.prompts_per_step=32", "optimizer.lr=1e-3", f"model.path={warm}", "warmup.steps=0"]
         changes += ["data.held_out=100"]
         path = lines(tmp_path / name, given)
         outcome = trained("letters-dpo", tmp_path / name / "run", *changes, f"data.path={path}")
@@ -160,9 +169,9 @@ def lines(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-TINY = ["steps=2", "data.held_out=8", "data.options.length=4", "data.options.count=80", "batch.prompts=8"]
-TINY += ["sampling.max_tokens=5", "model.options.hidden=48", "warmup.rows=8", "warmup.checked=8"]
-TINY += ["batch.drop_zero=false"]
+TINY = ["steps=2", "data.held_out=8", "data.options.length=4", "data.options.count=80", "batch.prompts_per_step=8"]
+TINY += ["sampling.max_tokens=5", "model.options.hidden=48", "warmup.batch_size=8", "warmup.eval_prompts=8"]
+TINY += ["batch.drop_zero_advantages=false"]
 TEACHER = ["steps=2", "count=40", "length=4", "skip=80", "hidden=48"]
 OWN = {
     "letters-sft": [],
@@ -178,7 +187,7 @@ def test_every_recipe_runs_from_the_command_line(
     changes = [*TINY, *OWN.get(recipe, []), *([] if recipe == "letters-sft" else ["warmup.steps=2"])]
     if recipe == "letters-mix":
         letters.expert(tmp_path / "expert", count=20, length=4, skip=80)
-        changes += [f"intake.expert={tmp_path}/expert"]
+        changes += [f"replay.expert={tmp_path}/expert"]
     assert main(["train", recipe, "--json", "--out", f"{tmp_path}/run", *changes]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["steps"] == 2 and said["after"]["eval/prompts"] == 8

@@ -120,7 +120,7 @@ def optimizing(how: How) -> OptimizerConfig:
         betas=how.betas,
         eps=how.eps,
         weight_decay=how.weight_decay,
-        grad_clip=how.grad_clip,
+        max_grad_norm=how.grad_clip,
     )
 
 
@@ -179,8 +179,8 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
         entropy_coef=how.entropy_coef,
         loss_options={"clip_high": how.clip[1]},
     )
-    batching = MinibatchConfig(minibatches=3, packed=packed, token_budget=budget)
-    learner = Learner(actor, algorithm, optimizer=optimizing(how), batching=batching, seed=7)
+    minibatch = MinibatchConfig(minibatches=3, packed=packed, token_budget=budget)
+    learner = Learner(actor, algorithm, optimizer=optimizing(how), minibatch=minibatch, seed=7)
     seen = gradients(monkeypatch, learner.optimizer)
     learned = learner.update(complete(records(given), algorithm), step=1)
 
@@ -257,7 +257,7 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
         critic=critic,
         optimizer=optimizing(how),
         critic_optimizer=optimizing(slow),
-        batching=MinibatchConfig(minibatches=2, packed=packed, token_budget=budget),
+        minibatch=MinibatchConfig(minibatches=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer), gradients(monkeypatch, learner.critic_optimizer)
     learned = learner.update(complete(rows, algorithm), step=1)
@@ -345,7 +345,7 @@ def test_preset(monkeypatch: pytest.MonkeyPatch, name: str, packed: bool, budget
         actor,
         name,
         optimizer=optimizing(how),
-        batching=MinibatchConfig(minibatches=2, packed=packed, token_budget=budget),
+        minibatch=MinibatchConfig(minibatches=2, packed=packed, token_budget=budget),
         max_tokens=12,
     )
     seen = gradients(monkeypatch, learner.optimizer)
@@ -382,7 +382,7 @@ def test_mix(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
         actor,
         algorithm,
         optimizer=optimizing(how),
-        batching=MinibatchConfig(minibatches=2, packed=packed, token_budget=budget),
+        minibatch=MinibatchConfig(minibatches=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer)
     learned = learner.update(rows, step=1, expert=[one.expert for one in given])
@@ -413,7 +413,7 @@ def test_dpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int) -> None
         "dpo",
         reference=Actor(reference, trainable=False),
         optimizer=optimizing(how),
-        batching=MinibatchConfig(minibatches=2, epochs=2, packed=packed, token_budget=budget),
+        minibatch=MinibatchConfig(minibatches=2, epochs=2, packed=packed, token_budget=budget),
     )
     seen = gradients(monkeypatch, learner.optimizer)
     learned = learner.update(complete(rows, AlgorithmConfig.preset("dpo")), step=1)
@@ -463,7 +463,7 @@ def test_weights(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
         actor,
         algorithm,
         optimizer=optimizing(how),
-        batching=MinibatchConfig(minibatches=2, packed=True, token_budget=24),
+        minibatch=MinibatchConfig(minibatches=2, packed=True, token_budget=24),
     )
     seen = gradients(monkeypatch, learner.optimizer)
     learned = learner.update(rows, step=1, weights=drawn)

@@ -24,7 +24,13 @@ from rollbook.train.step_replay import ReplayResult, choices, trace
 from rollbook.train.step_replay import replay as replay_untrusted
 
 SMALL = (
-    *("warmup.steps=0", "warmup.until=null", "data.held_out=0", "batch.prompts=3", "algorithm.n=3"),
+    *(
+        "warmup.steps=0",
+        "warmup.target_accuracy=null",
+        "data.held_out=0",
+        "batch.prompts_per_step=3",
+        "algorithm.group_size=3",
+    ),
     *("model.options.hidden=32", "model.options.heads=1", "tracking.display=false", "tracking.jsonl=false"),
     *("batch.minibatches=2", "batch.token_budget=60", "algorithm.kl_coef=0.05", "threads=1"),
 )
@@ -74,7 +80,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             given = [*SMALL, rows, f"rewards={home / 'scores.py'}:reward", *changes]
             given = [one.replace("HOME", str(home)) for one in given if one]
             run(
-                effective("letters", [*given, f"steps={steps}", f"saving.every={every}", f"out={out}"]),
+                effective("letters", [*given, f"steps={steps}", f"checkpoint.interval={every}", f"out={out}"]),
                 stream=io.StringIO(),
             )
             made[key] = out
@@ -144,11 +150,16 @@ def test_steps_between_checkpoints_are_replayed_through(make: Make) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        ("algorithm.preset=ppo", "algorithm.n=2", "algorithm.kl_in=reward", "batch.epochs=2"),
-        ("algorithm.preset=dapo", "algorithm.n=2", "algorithm.drop_constant_groups=true", "algorithm.refill=2"),
+        ("algorithm.preset=ppo", "algorithm.group_size=2", "algorithm.kl_in=reward", "batch.epochs=2"),
+        (
+            "algorithm.preset=dapo",
+            "algorithm.group_size=2",
+            "algorithm.drop_constant_groups=true",
+            "algorithm.refill=2",
+        ),
         ("algorithm=reinforce++",),
         ("algorithm.preset=sft",),
-        ("environment.function=HOME/scores.py:Game", "environment.max_turns=2", "environment.on_cut=respond"),
+        ("environment.function=HOME/scores.py:Game", "environment.max_turns=2", "environment.on_truncation=respond"),
     ],
     ids=["ppo", "dapo", "reinforce++", "sft", "episodes"],
 )
@@ -167,20 +178,20 @@ def test_pairs_and_an_experts_rows_are_the_same_too(make: Make, tmp_path: Path) 
     lines = [{"prompt": f"{word}>", "chosen": "abc", "rejected": word} for word in ("cba", "bca", "cab", "bac", "acb")]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("\n".join(json.dumps(line) for line in lines))
-    untouched(replay(make("algorithm.preset=dpo", "algorithm.n=1", f"data.path={pairs}", rows=""), 2))
+    untouched(replay(make("algorithm.preset=dpo", "algorithm.group_size=1", f"data.path={pairs}", rows=""), 2))
     expert = make(steps=4, every=3) / "book"
-    found = replay(make("algorithm.preset=mix", f"intake.expert={expert}", "intake.expert_share=0.3"), 2)
+    found = replay(make("algorithm.preset=mix", f"replay.expert={expert}", "replay.expert_share=0.3"), 2)
     untouched(found)
     assert "policy/expert/sft_loss" in by_name(found)
 
 
 def test_a_replay_of_old_records_says_what_cannot_be_compared(make: Make) -> None:
-    folder = make("intake.kind=replay", "intake.reuse=3", "intake.make_every=2")
+    folder = make("replay.kind=replay", "replay.reuse=3", "replay.rollout_interval=2")
     untouched(replay(folder, 2), "policy log-probs")
 
 
 def test_weights_of_a_sampler_are_in_the_ledger(make: Make) -> None:
-    folder = make("intake.kind=replay", "intake.sampler=proportional", "intake.sampler_options={key: reward}", every=2)
+    folder = make("replay.kind=replay", "replay.sampler=proportional", "replay.sampler_options={key: reward}", every=2)
     for step in (1, 2):
         assert by_name(replay(folder, step))["loss"] == step_replay.SAME
 
@@ -291,11 +302,11 @@ def test_choices_that_change_the_cut_the_reward_and_the_optimizer(make: Make) ->
     assert cut is not None and cut.numbers["updates"] == (2.0, 1.0) and not cut.moved
     reward = replay(folder, 4, ["rewards.0.function=length", "rewards.0.options={target: 1, per_unit: 0.1}"]).changed
     assert reward is not None and reward.moved and reward.moved[0].reward[1] < 0 <= reward.moved[0].reward[0]
-    mover = replay(folder, 4, ["optimizer.name=sgd", "algorithm.n=8"]).changed
+    mover = replay(folder, 4, ["optimizer.name=sgd", "algorithm.group_size=8"]).changed
     assert mover is not None and mover.numbers["loss"][0] is not None
     betas = replay(folder, 4, ["optimizer.betas=[0.1, 0.2]"]).changed
     assert betas is not None and betas.cosine is not None and betas.cosine < 0.99 and not betas.notes
-    assert any("sgd" in note for note in mover.notes) and any("algorithm.n" in note for note in mover.notes)
+    assert any("sgd" in note for note in mover.notes) and any("algorithm.group_size" in note for note in mover.notes)
 
 
 def test_the_same_choice_from_the_same_beginning_is_the_same_update(make: Make) -> None:
@@ -311,9 +322,9 @@ def test_choices_that_cannot_be_replayed_are_refused(make: Make) -> None:
     folder = make(steps=4, every=3)
     for change, said in (
         ("seed=3", "seed: got another value"),
-        ("batch.prompts=7", "batch.prompts: got another value"),
+        ("batch.prompts_per_step=7", "batch.prompts_per_step: got another value"),
         ("sampling.temperature=2", "sampling.temperature: got another value"),
-        ("algorithm.n=8", "changes nothing"),
+        ("algorithm.group_size=8", "changes nothing"),
         ("algorithm.estimator=grpo", "the run's own values"),
         ("algorithm.estimator=ppo", "needs a critic, and the run has none"),
         ("algorithm.estimator=rlo", "did you mean 'rloo'"),
@@ -392,7 +403,7 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
         "rewards.0.function": f"{evil}:leave",
         "rewards.1.options.functions.sly": f"{evil}:leave",
         "rewards.2.function": "code_match",
-        "intake.expert": "postgresql://nobody.invalid/db",
+        "replay.expert": "postgresql://nobody.invalid/db",
         "tracking.trackers.0": f"{evil}:Leave",
         "model.attention": "stranger/kernel",
     }
@@ -408,7 +419,7 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
     ]
     given["tracking"] |= {"trackers": [named["tracking.trackers.0"]]}
     given["model"] |= {"attention": named["model.attention"]}
-    given["intake"] |= {"expert": named["intake.expert"], "expert_share": 0.5}
+    given["replay"] |= {"expert": named["replay.expert"], "expert_share": 0.5}
     (copy / "config.yaml").write_text(shown(Config.of(given)))
     return named
 

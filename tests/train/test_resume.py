@@ -65,7 +65,7 @@ DEATHS = {
 @pytest.mark.parametrize("deaths", DEATHS)
 def test_killed_and_started_again(deaths: str, nursery: Nursery, expected: Lineage, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    changes = ["saving.keep=1"] if deaths == "while it saves" else []
+    changes = ["checkpoint.keep_last=1"] if deaths == "while it saves" else []
     for point, times in DEATHS[deaths]:
         life = nursery.live(command(folder, *changes), at=(point, times))
         assert life.killed, (point, life.said)
@@ -98,7 +98,7 @@ def test_the_uninterrupted_run_takes_each_prompt_once(expected: Lineage) -> None
 
 def test_a_short_trial(nursery: Nursery, tmp_path: Path) -> None:
     """Killed at any moment, as `python -m tests.train.trials` does at length; here with a critic."""
-    steps = {"ppo": ["steps=4", "algorithm.preset=ppo", "algorithm.n=2", "algorithm.critic_warmup=1"]}
+    steps = {"ppo": ["steps=4", "algorithm.preset=ppo", "algorithm.group_size=2", "algorithm.critic_warmup=1"]}
     report = trial(nursery, tmp_path, 3, seed=1, variants=steps)
     assert report.violations == [] and sum(report.kills.values()) == 3 and report.ended["ppo"] >= 1
 
@@ -148,7 +148,10 @@ def test_more_steps_go_on(nursery: Nursery, expected: Lineage, tmp_path: Path) -
     [
         (["seed=1"], "seed: 1, was 0"),
         (["optimizer.lr=1e-4"], "optimizer.lr: 0.0001, was 0.0005"),
-        (["algorithm.n=2", "batch.prompts=2"], "algorithm.n: 2, was 3; batch.prompts: 2, was 4"),
+        (
+            ["algorithm.group_size=2", "batch.prompts_per_step=2"],
+            "algorithm.group_size: 2, was 3; batch.prompts_per_step: 2, was 4",
+        ),
         (["resume=false"], "resume: got false, and {folder} has a run"),
     ],
 )

@@ -23,6 +23,7 @@ from rollbook.book.book import Book
 from rollbook.models import Actor, Critic
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import AlgorithmConfig
+from rollbook.train.checkpoint import CheckpointConfig
 from rollbook.train.learner import MinibatchConfig
 from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.prompts import Prompts
@@ -111,8 +112,8 @@ def trainer(folder: Path, setting: Setting, weights: int = 0) -> Trainer:
     """A trainer of a setting, whose weights are those of this seed until it resumes."""
     given = {"algorithm": "grpo", "changes": {}, "reward": by_ids, **setting}
     how = AlgorithmConfig.preset(given["algorithm"], **{"kl_coef": 0.0, **given["changes"]})
-    how = how if how.estimator is None or how.n > 1 else AlgorithmConfig.preset(how, n=2)
-    options = {name: given[name] for name in ("precision", "intake", "batching", "keep") if name in given}
+    how = how if how.estimator is None or how.group_size > 1 else AlgorithmConfig.preset(how, group_size=2)
+    options = {name: given[name] for name in ("precision", "replay", "minibatch") if name in given}
     short = torch.bfloat16 if given.get("precision") == "bfloat16" else None
     actor = llama(weights, given.get("dropout", 0.0), lora=given.get("lora"), dtype=short)
     if how.needs_critic:
@@ -133,11 +134,11 @@ def trainer(folder: Path, setting: Setting, weights: int = 0) -> Trainer:
         reward=given["reward"] if how.estimator is not None else None,
         prompts_per_step=3,
         sampling={"max_tokens": 5} if how.estimator is not None else None,
-        optimizer=OptimizerConfig(lr=0.01, warmup=2),
+        optimizer=OptimizerConfig(lr=0.01, warmup_steps=2),
         seed=3,
-        folder=folder,
+        checkpoints=CheckpointConfig(folder, interval=given.get("interval", 0), keep_last=given.get("keep_last")),
         reference=reference,
-        **{"batching": MinibatchConfig(minibatches=2), **options},
+        **{"minibatch": MinibatchConfig(minibatches=2), **options},
     )
 
 
@@ -164,7 +165,7 @@ def seeded() -> None:
     np.random.seed(5)
 
 
-REPLAY = {"kind": "replay", "reuse": 3, "max_staleness": 3, "make_every": 2}
+REPLAY = {"kind": "replay", "reuse": 3, "max_staleness": 3, "rollout_interval": 2}
 SETTINGS: dict[str, Setting] = {
     "reference": {"changes": {"kl_coef": 0.1}},
     "reference in the reward": {"changes": {"kl_coef": 0.1, "kl_in": "reward"}},
@@ -173,14 +174,14 @@ SETTINGS: dict[str, Setting] = {
     "bfloat16": {"precision": "bfloat16"},
     "bfloat16 critic": {"algorithm": "ppo", "precision": "bfloat16"},
     "autocast": {"precision": "autocast", "dropout": 0.3},
-    "dropout": {"dropout": 0.3, "batching": MinibatchConfig(minibatches=2, epochs=2)},
+    "dropout": {"dropout": 0.3, "minibatch": MinibatchConfig(minibatches=2, epochs=2)},
     "random rewards": {"reward": by_chance},
     "running norm": {"changes": {"reward_norm": "mean_std"}},
-    "dropped groups": {"reward": rarely, "changes": {"drop_constant_groups": True, "refill": 2, "n": 4}},
-    "replay": {"intake": ReplayConfig(**REPLAY)},
-    "newest first": {"intake": ReplayConfig(**{**REPLAY, "sampler": "Last", "max_staleness": 1})},
-    "expert": {"algorithm": "mix", "intake": ReplayConfig(expert_share=0.4)},
-    "replay and expert": {"algorithm": "mix", "intake": ReplayConfig(**REPLAY, expert_share=0.4)},
+    "dropped groups": {"reward": rarely, "changes": {"drop_constant_groups": True, "refill": 2, "group_size": 4}},
+    "replay": {"replay": ReplayConfig(**REPLAY)},
+    "newest first": {"replay": ReplayConfig(**{**REPLAY, "sampler": "Last", "max_staleness": 1})},
+    "expert": {"algorithm": "mix", "replay": ReplayConfig(expert_share=0.4)},
+    "replay and expert": {"algorithm": "mix", "replay": ReplayConfig(**REPLAY, expert_share=0.4)},
     "given answers": {"algorithm": "sft"},
     "pairs": {"algorithm": "dpo"},
 }
@@ -188,10 +189,10 @@ SETTINGS: dict[str, Setting] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
-    setting = SETTINGS[name]
+    setting = {**SETTINGS[name], "interval": 2}
     seeded()
     made = trainer(tmp_path / "whole", setting)
-    reports = made.run(5, save_every=2)
+    reports = made.run(5)
     expected = state(made)
     losses = [timeless(one.metrics) for one in reports]
     assert len({one.get("loss", one.get("critic/value_loss")) for one in losses}) > 1  # it does learn
@@ -201,27 +202,30 @@ def test_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
     first = trainer(folder, setting)
     disk.watch(dying("learnt", 4 if name != "dropped groups" else 3))
     with pytest.raises(Died):
-        first.run(5, save_every=2)
+        first.run(5)
     disk.watch(None)
     second = trainer(folder, setting, weights=1)
     assert second.resume()
     assert second.done == 2 and second.book.policy_version == 2
     disk.watch(dying("before rename", 1))
     with pytest.raises(Died):
-        second.run(5, save_every=2)
+        second.run(5)
     disk.watch(None)
     third = trainer(folder, setting, weights=1)
     assert third.resume() and third.done == 2
-    again = third.run(5, save_every=2)
+    again = third.run(5)
     assert [timeless(one.metrics) for one in again] == losses[2:]
     assert [one.uids for one in again] == [one.uids for one in reports[2:]]
     got = state(third)
     for part, wanted in expected.items():
         assert equal(wanted, got[part]), part
     assert third.book.check().ok
-    if third.intake.kind == "on_policy" and name != "dropped groups" and third.algorithm.estimator is not None:
+    if third.replay.kind == "on_policy" and name != "dropped groups" and third.algorithm.estimator is not None:
         assert (
-            misplaced(got, Prompts([{"prompt": [2, 3 + i]} for i in range(ROWS)], seed=3), 3, third.algorithm.n) == []
+            misplaced(
+                got, Prompts([{"prompt": [2, 3 + i]} for i in range(ROWS)], seed=3), 3, third.algorithm.group_size
+            )
+            == []
         )
 
 
@@ -246,7 +250,7 @@ def test_where_others_bring_the_records_they_are_kept(tmp_path: Path) -> None:
 
     def opened() -> Trainer:
         book = rollbook.open(tmp_path / "book")
-        options: dict[str, Any] = {"folder": tmp_path, "optimizer": OptimizerConfig(lr=0.01)}
+        options: dict[str, Any] = {"checkpoints": CheckpointConfig(tmp_path), "optimizer": OptimizerConfig(lr=0.01)}
         return Trainer(llama(0), "sft", book, prompts_per_step=2, seed=3, **options)
 
     def bring(book: Book, tasks: range) -> None:
@@ -316,15 +320,15 @@ def test_a_step_is_saved_again(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_are_kept_and_the_first(tmp_path: Path) -> None:
-    made = trainer(tmp_path, {"keep": 2})
+    made = trainer(tmp_path, {"keep_last": 2, "interval": 1})
     disk.watch(dying("before forgetting", 4))
     with pytest.raises(Died):
-        made.run(6, save_every=1)
+        made.run(6)
     disk.watch(None)
     assert [one.step for one in checkpoint.saved(tmp_path)] == [0, 2, 3]
-    made = trainer(tmp_path, {"keep": 2})
+    made = trainer(tmp_path, {"keep_last": 2, "interval": 1})
     assert made.resume()
-    made.run(6, save_every=1)
+    made.run(6)
     assert [one.step for one in checkpoint.saved(tmp_path)] == [0, 5, 6]
     assert [point.name for point in made.book.checkpoints()] == ["step-000000", "step-000005", "step-000006"]
 
@@ -332,7 +336,7 @@ def test_only_the_newest_are_kept_and_the_first(tmp_path: Path) -> None:
 def test_an_old_folder_is_not_written_over(tmp_path: Path) -> None:
     trainer(tmp_path / "run", {}).run(2)
     made = trainer(tmp_path / "other", {})
-    made.folder = tmp_path / "run"
+    made.checkpoints = CheckpointConfig(tmp_path / "run")
     with pytest.raises(ValueError, match=r"has a checkpoint of step 2, and this is step 0, .* or resume\(\) first"):
         made.save()
     with pytest.raises(ValueError, match="has no checkpoint 'step-000002', which .* goes with"):

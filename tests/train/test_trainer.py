@@ -30,7 +30,7 @@ from tests.train.test_episodes import Game
 from tests.train.test_learner import equal
 from tests.train.test_reference import weights
 
-KL = AlgorithmConfig.preset("grpo", n=4, kl_coef=2.0, kl_in="reward", kl_estimator="k1")
+KL = AlgorithmConfig.preset("grpo", group_size=4, kl_coef=2.0, kl_in="reward", kl_estimator="k1")
 
 
 def models() -> tuple[Actor, Actor]:
@@ -106,7 +106,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     for options, message in (
         ({"reward": None}, r"reward: missing; grpo \(grpo\) needs one, or an environment"),
         ({"prompts": None}, "prompts: missing"),
-        ({"sampling": {"n": 3}}, "sampling.n: got 3, expected algorithm.n, 4"),
+        ({"sampling": {"n": 3}}, "sampling.n: got 3, expected algorithm.group_size, 4"),
         ({"sampling": {"gamma": 0.5}}, "option 'gamma' is not known"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -117,7 +117,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
 
 def test_episodes_are_trained_with_the_kl_in_the_reward() -> None:
     actor = Actor(tiny.llama(vocab=len(tiny.bytes_())), tokenizer=tiny.bytes_())
-    environment = EnvironmentConfig(factory=Game, max_turns=2, on_cut="respond")
+    environment = EnvironmentConfig(factory=Game, max_turns=2, on_truncation="respond")
     prompts = Prompts([{"prompt": "ab"}, {"prompt": "c"}])
     run = trainer(actor, KL, prompts=prompts, reward=None, environment=environment)
     assert run.max_response_tokens == 6
@@ -135,8 +135,9 @@ from rollbook.train import AlgorithmConfig, Prompts, Trainer
 from transformers import LlamaConfig
 config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
                      max_position_embeddings=16)
-trainer = Trainer(Actor(config), AlgorithmConfig.preset("grpo", n=2), rollbook.open("memory:"), prompts_per_step=1,
-                  prompts=Prompts([{"prompt": [5]}]), reward=lambda response_ids: 1.0, sampling={"max_tokens": 2})
+trainer = Trainer(Actor(config), AlgorithmConfig.preset("grpo", group_size=2), rollbook.open("memory:"),
+                  prompts_per_step=1, prompts=Prompts([{"prompt": [5]}]), reward=lambda response_ids: 1.0,
+                  sampling={"max_tokens": 2})
 assert trainer.step()["records"] == 2
 print([name for name in sys.modules if name.startswith("rollbook.compat")])
 """
@@ -153,7 +154,7 @@ def test_a_step_in_which_everything_failed_is_an_error(broken: str) -> None:
     if broken == "engine":
         options = {"engine": ScriptedEngine([RuntimeError("down")])}
     actor, _ = models()
-    run = trainer(actor, AlgorithmConfig.preset("grpo", n=2, kl_coef=0.0), **options)
+    run = trainer(actor, AlgorithmConfig.preset("grpo", group_size=2, kl_coef=0.0), **options)
     with (
         warnings.catch_warnings(),
         pytest.raises(AllSamplesFailedError, match="all 4 samples failed, or have no reward"),
@@ -172,7 +173,7 @@ def test_a_sample_that_failed_is_left_out() -> None:
         return float(eid.run)
 
     actor, _ = models()
-    run = trainer(actor, AlgorithmConfig.preset("dr_grpo", n=3), reward=sometimes)
+    run = trainer(actor, AlgorithmConfig.preset("dr_grpo", group_size=3), reward=sometimes)
     report = run.step()
     assert report["left_out/no_reward"] == 2 and report["reward/errors"] == 2 and report["reward"] == 1.0
     for row in run.book.get(report.uids):

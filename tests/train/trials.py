@@ -18,10 +18,16 @@ from tests.train.nursery import Nursery
 
 VARIANTS = {
     "grpo": ["steps=8"],
-    "every step saved, one kept": ["steps=6", "saving.every=1", "saving.keep=1", "evaluation.every=1"],
-    "ppo": ["steps=6", "algorithm.preset=ppo", "algorithm.n=2", "algorithm.critic_warmup=2"],
-    "dropped groups": ["steps=6", "algorithm.preset=dapo", "algorithm.n=3", "algorithm.refill=2"],
-    "replay": ["steps=9", "intake.kind=replay", "intake.reuse=3", "intake.make_every=2", "intake.max_staleness=5"],
+    "every step saved, one kept": ["steps=6", "checkpoint.interval=1", "checkpoint.keep_last=1", "evaluation.every=1"],
+    "ppo": ["steps=6", "algorithm.preset=ppo", "algorithm.group_size=2", "algorithm.critic_warmup=2"],
+    "dropped groups": ["steps=6", "algorithm.preset=dapo", "algorithm.group_size=3", "algorithm.refill=2"],
+    "replay": [
+        "steps=9",
+        "replay.kind=replay",
+        "replay.reuse=3",
+        "replay.rollout_interval=2",
+        "replay.max_staleness=5",
+    ],
     "bfloat16": ["steps=6", "model.precision=bfloat16"],
 }
 ANY = "any moment"

@@ -767,7 +767,7 @@ Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What an environment says: text, or where the prompt is a chat a message or several; a text is then a user's."""
 
 Counted = Literal["sum", "last"]
-OnCut = Literal["end", "respond"]
+OnTruncation = Literal["end", "respond"]
 _EPISODE = ["on_realign", "on_fork", "parse", "template_options"]
 """Options of `Episode` that a configuration may set."""
 
@@ -895,9 +895,9 @@ class EnvironmentConfig:
     - `max_turns`: of the model. `context_limit`: tokens of a whole episode with its prompt; unless given, the model's
       positions. An episode that reaches either has the finish reason `length`, and `info["truncated"]` says which:
       `turns`, `context`, or `turn` where `max_tokens` cut one.
-    - `on_cut`: what happens to a turn that a limit cut. `end`: the episode is over, and the environment does not see
-      it; `respond`: it is a turn like others, as in a game whose moves have a fixed number of tokens: an episode that
-      the environment then ends has the finish reason `stop`, and is not truncated.
+    - `on_truncation`: what happens to a turn that a limit cut. `end`: the episode is over, and the environment does
+      not see it; `respond`: it is a turn like others, as in a game whose moves have a fixed number of tokens: an
+      episode that the environment then ends has the finish reason `stop`, and is not truncated.
     - `rewards`: the reward of an episode is the `sum` of what the environment gave its turns, or the `last` of it; 0
       if it gave none. With `sum`, `token_level_reward` has each turn's on its last token, where estimators over time
       (`ppo`, `gae`, `reinforce`, ...) take it; those that compare runs take the total.
@@ -905,14 +905,14 @@ class EnvironmentConfig:
     - `episode`: options of `Episode` (`on_fork`, `on_realign`, `parse`, `template_options`).
     - `tokenizer`: renders turns; the engine's processor or tokenizer unless given.
 
-    >>> EnvironmentConfig(factory=print, max_turns=3).on_cut
+    >>> EnvironmentConfig(factory=print, max_turns=3).on_truncation
     'end'
     """
 
     factory: Callable[[Prompt], Environment]
     max_turns: int = 8
     context_limit: int | None = None
-    on_cut: OnCut = "end"
+    on_truncation: OnTruncation = "end"
     rewards: Counted = "sum"
     workers: int = 1
     episode: Mapping[str, Any] = field(default_factory=dict)
@@ -923,7 +923,7 @@ class EnvironmentConfig:
             kind = type(self.factory).__name__
             raise ValueError(f"environment: got {kind}, expected a function from a Prompt to an Environment")
         check_choice("rewards", self.rewards, get_args(Counted))
-        check_choice("on_cut", self.on_cut, get_args(OnCut))
+        check_choice("on_truncation", self.on_truncation, get_args(OnTruncation))
         check_int("max_turns", self.max_turns, 1)
         check_int("workers", self.workers, 1)
         for name in self.episode:
@@ -1069,7 +1069,7 @@ class _Play:
             run.fail(sample.error or "", "turn")
         elif sample.unfinished:
             run.fail("the engine broke off", "turn")
-        elif sample.finish_reason == "length" and (self.environment.on_cut == "end" or not sample.response_ids):
+        elif sample.finish_reason == "length" and (self.environment.on_truncation == "end" or not sample.response_ids):
             run.over = True
         return not run.over
 

@@ -28,6 +28,7 @@ from rollbook.core.lazy import lazily
 if TYPE_CHECKING:
     from rollbook.train.algorithm import PRESETS as PRESETS
     from rollbook.train.algorithm import AlgorithmConfig as AlgorithmConfig
+    from rollbook.train.checkpoint import CheckpointConfig as CheckpointConfig
     from rollbook.train.evaluation import Evaluation as Evaluation
     from rollbook.train.evaluation import difference as difference
     from rollbook.train.evaluation import evaluate as evaluate
@@ -48,12 +49,13 @@ if TYPE_CHECKING:
     from rollbook.train.supervised import records_from_answers as records_from_answers
     from rollbook.train.trainer import AllSamplesFailedError as AllSamplesFailedError
     from rollbook.train.trainer import OutOfDataError as OutOfDataError
-    from rollbook.train.trainer import Report as Report
+    from rollbook.train.trainer import StepReport as StepReport
     from rollbook.train.trainer import Trainer as Trainer
     from rollbook.train.user_code import resolve as resolve
 
 _HOMES = {
     "AlgorithmConfig": "rollbook.train.algorithm",
+    "CheckpointConfig": "rollbook.train.checkpoint",
     "MinibatchConfig": "rollbook.train.learner",
     "Evaluation": "rollbook.train.evaluation",
     "OutOfDataError": "rollbook.train.trainer",
@@ -67,7 +69,7 @@ _HOMES = {
     "PRESETS": "rollbook.train.algorithm",
     "Prompts": "rollbook.train.prompts",
     "ReplayResult": "rollbook.train.step_replay",
-    "Report": "rollbook.train.trainer",
+    "StepReport": "rollbook.train.trainer",
     "Trainer": "rollbook.train.trainer",
     "UpdateResult": "rollbook.train.learner",
     "WarmupConfig": "rollbook.train.sft_warmup",

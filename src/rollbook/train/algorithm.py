@@ -77,7 +77,7 @@ class AlgorithmConfig:
     """The discount of estimators over time."""
     lam: float = 1.0
     """GAE's lambda."""
-    n: int = 8
+    group_size: int = 8
     """How many responses to each prompt."""
     advantage_clip: float = 0.0
     """Advantages are held within plus and minus this; 0: they are not."""
@@ -142,7 +142,7 @@ class AlgorithmConfig:
         for name in ("advantage_clip", "overlong_penalty"):
             put(self, name, check_float(f"algorithm.{name}", getattr(self, name), 0))
         for name, low, high in (
-            ("n", 1, 10**4),
+            ("group_size", 1, 10**4),
             ("refill", 0, 1000),
             ("overlong_buffer", 0, 10**7),
             ("critic_warmup", 0, 10**9),
@@ -202,7 +202,7 @@ class AlgorithmConfig:
         """Return sampling options for this algorithm: `n` responses per prompt, and `options`."""
         from rollbook.core.sampling import Sampling
 
-        return Sampling(**{"n": self.n, **options})
+        return Sampling(**{"n": self.group_size, **options})
 
     # --- what it needs ------------------------------------------------------------------------------------------------
 
@@ -345,13 +345,13 @@ def presets() -> dict[str, AlgorithmConfig]:
     """
     group: dict[str, Any] = {"estimator": "grpo", **_KL}
     given: dict[str, dict[str, Any]] = {
-        "ppo": {"estimator": "ppo", "n": 1, **_KL},
+        "ppo": {"estimator": "ppo", "group_size": 1, **_KL},
         "grpo": group,
         "dr_grpo": {"estimator": "dr_grpo", "loss_options": {"mode": "seq-mean-token-sum-norm"}},
         "dapo": {
             "estimator": "grpo",
             "loss_options": {"clip_high": 0.28},
-            "n": 16,
+            "group_size": 16,
             "drop_constant_groups": True,
             "refill": 3,
         },
@@ -362,9 +362,9 @@ def presets() -> dict[str, AlgorithmConfig]:
         "opmd": {"estimator": "opmd", "loss": "opmd", **_KL},
         "topr": {"estimator": "reinforce", "loss": "topr", **_KL},
         "asymre": {"estimator": "asymre", "loss": "opmd"},
-        "sft": {"estimator": None, "loss": "sft", "n": 1},
-        "dpo": {"estimator": None, "loss": "dpo", "n": 1},
-        "on_policy_distill": {"estimator": "on_policy_distill", "n": 1},
+        "sft": {"estimator": None, "loss": "sft", "group_size": 1},
+        "dpo": {"estimator": None, "loss": "dpo", "group_size": 1},
+        "on_policy_distill": {"estimator": "on_policy_distill", "group_size": 1},
         "mix": {"estimator": "grpo", "loss": "mix"},
     }
     return {name: AlgorithmConfig(name=name, **parts) for name, parts in given.items()}

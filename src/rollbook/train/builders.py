@@ -29,6 +29,7 @@ from rollbook.rewards.functions import MissingExtraError
 from rollbook.rewards.recipes import as_reward
 from rollbook.rollout.environment import EnvironmentConfig
 from rollbook.rollout.transformers import TransformersEngine
+from rollbook.train.checkpoint import CheckpointConfig
 from rollbook.train.config.schema import Config, Data, Model, Reward, Teacher
 from rollbook.train.config.values import ConfigError, expanded
 from rollbook.train.optimizer import OptimizerConfig
@@ -443,7 +444,7 @@ def environment_of(config: Config, actor: Actor) -> EnvironmentConfig | None:
         rewards=given.rewards,
         max_turns=given.max_turns,
         context_limit=given.context_limit,
-        on_cut=given.on_cut,
+        on_truncation=given.on_truncation,
         workers=given.workers,
         episode=given.episode,
         tokenizer=actor.processor or actor.tokenizer,
@@ -452,8 +453,8 @@ def environment_of(config: Config, actor: Actor) -> EnvironmentConfig | None:
 
 def expert_of(config: Config) -> Book | None:
     """Open the book of the expert's records, if there is one."""
-    given = config.intake.expert
-    return None if given is None else open_book(expanded(given, "intake.expert"), mode="r")
+    given = config.replay.expert
+    return None if given is None else open_book(expanded(given, "replay.expert"), mode="r")
 
 
 def trainer_of(config: Config, models: Models, prompts: Prompts, reward: Any, book: Book) -> Trainer:
@@ -466,7 +467,7 @@ def trainer_of(config: Config, models: Models, prompts: Prompts, reward: Any, bo
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError("intake.expert", f"got {config.intake.expert!r}, but {error}") from error
+        raise ConfigError("replay.expert", f"got {config.replay.expert!r}, but {error}") from error
     success = config.evaluation.success
     return Trainer(
         models.policy,
@@ -477,20 +478,19 @@ def trainer_of(config: Config, models: Models, prompts: Prompts, reward: Any, bo
         engine=engine_of(config, models.policy) if config.algorithm.needs_rollouts else None,
         environment=environment_of(config, models.policy),
         sampling=sampling_of(config, models.policy),
-        prompts_per_step=config.batch.prompts,
+        prompts_per_step=config.batch.prompts_per_step,
         critic=models.critic,
         reference=models.reference,
         teacher=models.teacher,
         optimizer=optimizer,
         critic_optimizer=critic,
-        batching=config.batch.batching(),
+        minibatch=config.batch.minibatch_config(),
         precision=config.model.precision,
         nonfinite_limit=config.nonfinite_limit,
-        intake=config.intake.intake(),
+        replay=config.replay.replay_config(),
         expert=expert,
         seed=config.seed,
-        folder=config.folder,
-        keep=config.saving.keep,
+        checkpoints=CheckpointConfig(config.folder, **vars(config.checkpoint)),
         success=success if isinstance(success, float) else 1.0,
     )
 

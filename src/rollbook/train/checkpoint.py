@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from rollbook.book.disk import hit
-from rollbook.core.checks import check_int
+from rollbook.core.checks import check_bool, check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import make_folder, make_private
 from rollbook.models.loading import quietly
@@ -62,6 +62,33 @@ def is_name(name: str) -> bool:
     (True, False)
     """
     return _NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where a `Trainer` writes checkpoints, and when.
+
+    Args:
+        folder: The run's folder. A trainer continues from the newest checkpoint in it.
+        interval: Steps between checkpoints in `Trainer.run`; 0 writes none in between.
+        keep_last: Number of recent checkpoints to keep, beside that of step 0; `None` keeps all.
+        save_final: Whether `Trainer.run` writes a checkpoint after the last step.
+
+    >>> CheckpointConfig("runs/mine", interval=10).keep_last is None
+    True
+    """
+
+    folder: Path
+    interval: int = 0
+    keep_last: int | None = None
+    save_final: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+        check_int("checkpoints.interval", self.interval)
+        if self.keep_last is not None:
+            check_int("checkpoints.keep_last", self.keep_last, 1)
+        check_bool("checkpoints.save_final", self.save_final)
 
 
 @dataclass(frozen=True)

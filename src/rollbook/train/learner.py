@@ -59,13 +59,13 @@ class MinibatchConfig:
     """Whether records are put into minibatches in a random order, by seed and step."""
     keep_groups: bool = False
     """Whether the runs of a prompt stay in one minibatch."""
-    drop_zero: bool = False
+    drop_zero_advantages: bool = False
     """Whether records whose advantages are all 0 are left out, of the denominators too."""
 
     def __post_init__(self) -> None:
         for name in ("minibatches", "epochs", "token_budget"):
             object.__setattr__(self, name, check_int(f"batch.{name}", getattr(self, name), 1))
-        for name in ("shuffle", "keep_groups", "drop_zero"):
+        for name in ("shuffle", "keep_groups", "drop_zero_advantages"):
             object.__setattr__(self, name, check_bool(f"batch.{name}", getattr(self, name)))
         if self.packed is not None:
             object.__setattr__(self, "packed", check_bool("batch.packed", self.packed))
@@ -136,7 +136,7 @@ class Learner:
         reference: Policy | None = None,
         optimizer: OptimizerConfig | None = None,
         critic_optimizer: OptimizerConfig | None = None,
-        batching: MinibatchConfig | None = None,
+        minibatch: MinibatchConfig | None = None,
         precision: str = "float32",
         seed: int = 0,
         max_tokens: int | None = None,
@@ -144,7 +144,7 @@ class Learner:
     ) -> None:
         self.actor, self.critic, self.reference = actor, critic, reference
         self.algorithm = AlgorithmConfig.preset(algorithm)
-        self.batching = MinibatchConfig() if batching is None else batching
+        self.minibatch = MinibatchConfig() if minibatch is None else minibatch
         self.precision = precision
         check_choice("precision", precision, PRECISIONS)
         self.seed = check_int("seed", seed)
@@ -197,7 +197,7 @@ class Learner:
             self.algorithm,
             expert=expert,
             weights=weights,
-            drop_zero=self.batching.drop_zero,
+            drop_zero_advantages=self.minibatch.drop_zero_advantages,
             version=step - 1,
         )
         placements: list[dict[str, Any]] = [{"left_out": rows.left_out.get(i, "")} for i in range(rows.record_count)]
@@ -207,7 +207,7 @@ class Learner:
         self.actor.train()
         if self.critic is not None:
             self.critic.train()
-        for epoch in range(self.batching.epochs):
+        for epoch in range(self.minibatch.epochs):
             for number, minibatch in enumerate(self.minibatches(rows, step, epoch)):
                 micro_batches = self.plan(rows, minibatch)
                 self._place(placements, rows, minibatch, micro_batches, epoch, number)
@@ -228,14 +228,14 @@ class Learner:
         names: Sequence[Any] = range(len(rows))
         if rows.pairs is not None:
             names = rows.pairs
-        elif self.batching.keep_groups:
+        elif self.minibatch.keep_groups:
             names = [eid.tid for eid in rows.records.eids()]
         for i, name in enumerate(names):
             units.setdefault(name, []).append(i)
         order = list(units.values())
-        if self.batching.shuffle:
+        if self.minibatch.shuffle:
             random.Random(derive_seed(self.seed, f"minibatches/{step}/{epoch}")).shuffle(order)
-        count = min(self.batching.minibatches, len(order))
+        count = min(self.minibatch.minibatches, len(order))
         cuts = [len(order) * k // count for k in range(count + 1)] if count else []
         return [sorted(row for unit in order[begin:end] for row in unit) for begin, end in itertools.pairwise(cuts)]
 
@@ -247,7 +247,7 @@ class Learner:
         if rows.pairs is not None:
             options = {"groups": [rows.pairs[i] for i in minibatch], "keep_groups": "micro_batch"}
         layout: Any = "packed" if self.packed else "padded"
-        budget = self.batching.token_budget
+        budget = self.minibatch.token_budget
         if options:
             budget = max(budget, int(max(_pair_size(lengths, options["groups"], layout))))
         return plan(lengths, token_cap=budget, layout=layout, loss_tokens=counts, oversize="alone", **options)[0]
@@ -255,9 +255,9 @@ class Learner:
     @property
     def packed(self) -> bool:
         """Whether micro-batches are packed."""
-        if self.batching.packed is None:
+        if self.minibatch.packed is None:
             return bool(self.actor.packs_cheaply)
-        return self.batching.packed
+        return self.minibatch.packed
 
     @staticmethod
     def _place(

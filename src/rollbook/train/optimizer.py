@@ -23,12 +23,12 @@ NAMES = ("adamw", "sgd")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How weights move.
+    """Settings of an optimizer and of its learning rate schedule.
 
-    The rate rises in a line over the first `warmup` steps, then stays (`constant`), or falls to `floor` times itself at
-    step `steps` in a line or by half a cosine.
+    The learning rate increases linearly over the first `warmup_steps` steps. Then it stays at `lr` (`constant`), or
+    decreases to `min_lr_ratio * lr` at step `steps`, linearly or along a cosine.
 
-    >>> how = OptimizerConfig(lr=1.0, warmup=2, schedule="linear", floor=0.1, steps=12)
+    >>> how = OptimizerConfig(lr=1.0, warmup_steps=2, schedule="linear", min_lr_ratio=0.1, steps=12)
     >>> [round(how.rate(step), 2) for step in (1, 2, 3, 7, 12, 20)]
     [0.5, 1.0, 0.91, 0.55, 0.1, 0.1]
     """
@@ -43,13 +43,13 @@ class OptimizerConfig:
     """What AdamW adds to the denominator."""
     weight_decay: float = 0.0
     """The decay of weights, of matrices alone."""
-    grad_clip: float = 1.0
+    max_grad_norm: float = 1.0
     """The longest gradient; 0: any."""
-    warmup: int = 0
+    warmup_steps: int = 0
     """Steps over which the rate rises."""
     schedule: str = "constant"
     """What the rate does after that: `constant`, `linear` or `cosine`."""
-    floor: float = 0.0
+    min_lr_ratio: float = 0.0
     """The share of the rate that is left at the end."""
     steps: int | None = None
     """The step at which the rate has fallen to its floor; none: the run's last."""
@@ -65,22 +65,22 @@ class OptimizerConfig:
         put(self, "betas", found)
         put(self, "eps", check_float("optimizer.eps", self.eps, 1e-30, 1, "a positive number"))
         put(self, "weight_decay", check_float("optimizer.weight_decay", self.weight_decay, 0, 1e3))
-        put(self, "grad_clip", check_float("optimizer.grad_clip", self.grad_clip, 0))
-        put(self, "warmup", check_int("optimizer.warmup", self.warmup))
+        put(self, "max_grad_norm", check_float("optimizer.max_grad_norm", self.max_grad_norm, 0))
+        put(self, "warmup_steps", check_int("optimizer.warmup_steps", self.warmup_steps))
         check_choice("optimizer.schedule", self.schedule, SCHEDULES)
-        put(self, "floor", check_float("optimizer.floor", self.floor, 0, 1))
+        put(self, "min_lr_ratio", check_float("optimizer.min_lr_ratio", self.min_lr_ratio, 0, 1))
         if self.steps is not None:
             put(self, "steps", check_int("optimizer.steps", self.steps, 1))
 
     def rate(self, step: int) -> float:
         """The learning rate of a step; the first one is 1."""
-        if self.warmup and step < self.warmup:
-            return self.lr * step / self.warmup
+        if self.warmup_steps and step < self.warmup_steps:
+            return self.lr * step / self.warmup_steps
         if self.schedule == "constant" or self.steps is None:
             return self.lr
-        gone = min(max(step - self.warmup, 0) / max(self.steps - self.warmup, 1), 1.0)
+        gone = min(max(step - self.warmup_steps, 0) / max(self.steps - self.warmup_steps, 1), 1.0)
         share = 1 - gone if self.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2
-        return self.lr * (self.floor + (1 - self.floor) * share)
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
 
 
 class Optimizer:
@@ -90,7 +90,7 @@ class Optimizer:
     those, rounded. The next bfloat16 number is 0.4 % away: small steps would all be lost otherwise.
 
     >>> layer = nn.Linear(2, 1)
-    >>> mover = Optimizer(layer, OptimizerConfig(name="sgd", betas=(0.0, 0.0), lr=0.1, grad_clip=0.0))
+    >>> mover = Optimizer(layer, OptimizerConfig(name="sgd", betas=(0.0, 0.0), lr=0.1, max_grad_norm=0.0))
     >>> before = layer.weight.detach().clone()
     >>> layer(torch.ones(1, 2)).sum().backward()
     >>> round(mover.update(step=1), 4), torch.allclose(layer.weight, before - 0.1)
@@ -143,8 +143,8 @@ class Optimizer:
         if not math.isfinite(length):
             raise ValueError(f"gradient: got a length of {length}, expected a finite one; nothing was changed")
         self._hand_over()
-        if self.how.grad_clip and length > self.how.grad_clip:
-            share = self.how.grad_clip / (length + 1e-6)
+        if self.how.max_grad_norm and length > self.how.max_grad_norm:
+            share = self.how.max_grad_norm / (length + 1e-6)
             torch._foreach_mul_([one.grad for one in self.moved if one.grad is not None], share)
         for group in self.inner.param_groups:
             group["lr"] = self.how.rate(step)

@@ -34,7 +34,7 @@ class ReplayConfig:
     >>> ReplayConfig(reuse=2)
     Traceback (most recent call last):
         ...
-    ValueError: intake.reuse: got 2, expected 1, since kind is 'on_policy'
+    ValueError: replay.reuse: got 2, expected 1, since kind is 'on_policy'
     """
 
     kind: str = "on_policy"
@@ -47,7 +47,7 @@ class ReplayConfig:
     """How often a record may be learnt from; none: for ever."""
     max_staleness: int | None = None
     """How many policy versions old a record may be; none: any."""
-    make_every: int = 1
+    rollout_interval: int = 1
     """A rollout every so many steps; in between, a replay learns from what there is."""
     expert_share: float = 0.0
     """The share of a step's records that is an expert's."""
@@ -59,25 +59,25 @@ class ReplayConfig:
     """The book's consumer group that this trainer is."""
 
     def __post_init__(self) -> None:
-        check_choice("intake.kind", self.kind, KINDS)
+        check_choice("replay.kind", self.kind, KINDS)
         if self.sampler is not None and self.sampler not in SAMPLERS:
             raise ValueError(
-                f"intake.sampler: got {self.sampler!r}, expected a sampler{suggest(self.sampler, SAMPLERS)}"
+                f"replay.sampler: got {self.sampler!r}, expected a sampler{suggest(self.sampler, SAMPLERS)}"
             )
         if self.reuse is not None:
-            check_int("intake.reuse", self.reuse, 1)
+            check_int("replay.reuse", self.reuse, 1)
         if self.max_staleness is not None:
-            check_int("intake.max_staleness", self.max_staleness)
-        check_int("intake.make_every", self.make_every, 1)
-        check_float("intake.expert_share", self.expert_share, 0, 1)
-        check_float("intake.timeout", self.timeout, 0)
-        check_float("intake.lease_seconds", self.lease_seconds, 1, 1e9)
+            check_int("replay.max_staleness", self.max_staleness)
+        check_int("replay.rollout_interval", self.rollout_interval, 1)
+        check_float("replay.expert_share", self.expert_share, 0, 1)
+        check_float("replay.timeout", self.timeout, 0)
+        check_float("replay.lease_seconds", self.lease_seconds, 1, 1e9)
         if self.kind == "on_policy":
-            for name, value, expected in (("reuse", self.reuse, 1), ("make_every", self.make_every, 1)):
+            for name, value, expected in (("reuse", self.reuse, 1), ("rollout_interval", self.rollout_interval, 1)):
                 if value != expected:
-                    raise ValueError(f"intake.{name}: got {value}, expected {expected}, since kind is 'on_policy'")
+                    raise ValueError(f"replay.{name}: got {value}, expected {expected}, since kind is 'on_policy'")
             if self.sampler is not None:
-                raise ValueError(f"intake.sampler: got {self.sampler!r}, expected none, since kind is 'on_policy'")
+                raise ValueError(f"replay.sampler: got {self.sampler!r}, expected none, since kind is 'on_policy'")
 
     def settings(self, seed: int = 0) -> dict[str, Any]:
         """What the book's consumer group is to be like; `seed`: of a sampler's chance."""
@@ -86,7 +86,7 @@ class ReplayConfig:
             try:
                 made["sampler"] = SAMPLERS[self.sampler or "Uniform"](**(self.sampler_options or {}))
             except TypeError as error:
-                raise ValueError(f"intake.sampler_options: {error}") from None
+                raise ValueError(f"replay.sampler_options: {error}") from None
             made |= {"removers": (MaxUses(self.reuse),), "seed": seed}
         return made
 
@@ -95,11 +95,11 @@ class ReplayConfig:
         if not self.expert_share:
             return None
         if expert is None:
-            raise ValueError(f"expert: got None, and intake.expert_share is {self.expert_share:g}, expected a book")
+            raise ValueError(f"expert: got None, and replay.expert_share is {self.expert_share:g}, expected a book")
         if not known:
             known += [record.eid.uid for record in expert]
         if not known:
-            raise ValueError(f"expert: {expert.url} has no records, and intake.expert_share is {self.expert_share:g}")
+            raise ValueError(f"expert: {expert.url} has no records, and replay.expert_share is {self.expert_share:g}")
         wanted = math.ceil(own * self.expert_share / (1 - self.expert_share)) if self.expert_share < 1 else own
         names = chosen(known, wanted, derive_seed(seed, f"expert/{step}"))
         once = list(dict.fromkeys(names))

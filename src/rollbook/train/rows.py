@@ -37,7 +37,7 @@ class TrainRows:
     ...     Experience(tokens=[1, 2, 3], advantages=[a, a], logprobs=[-1.0, -1.0], eid={"task": i})
     ...     for i, a in enumerate((1.0, 0.0, -1.0))
     ... )
-    >>> rows = TrainRows.from_records(records, AlgorithmConfig.preset("grpo", kl_coef=0.0), drop_zero=True)
+    >>> rows = TrainRows.from_records(records, AlgorithmConfig.preset("grpo", kl_coef=0.0), drop_zero_advantages=True)
     >>> len(rows), rows.sources.tolist(), rows.left_out
     (2, [0, 2], {1: 'zero advantage'})
     """
@@ -66,7 +66,7 @@ class TrainRows:
         *,
         expert: Sequence[bool] | None = None,
         weights: Sequence[float] | None = None,
-        drop_zero: bool = False,
+        drop_zero_advantages: bool = False,
         version: int | None = None,
     ) -> TrainRows:
         """Make the rows of a step.
@@ -76,7 +76,7 @@ class TrainRows:
             algorithm: What they are trained by.
             expert: [N] Which records an expert made.
             weights: [N] A sampler's weight of each record.
-            drop_zero: Whether to leave out rows whose advantages are all 0.
+            drop_zero_advantages: Whether to leave out rows whose advantages are all 0.
             version: The policy's version, for a bound on staleness.
 
         Returns:
@@ -107,7 +107,7 @@ class TrainRows:
         rows._fill_columns()
         if algorithm.high_entropy_ratio > 0:
             rows._mask_low_entropy(algorithm.high_entropy_ratio)
-        rows._leave_out_empty(drop_zero and "advantages" in loss_inputs(algorithm))
+        rows._leave_out_empty(drop_zero_advantages and "advantages" in loss_inputs(algorithm))
         # Log-probs say how long the response of a truncated prompt is.
         rows.records = rows.records.select(*loss_columns(algorithm), *_BATCH_FIELDS, "logprobs")
         return rows
@@ -279,11 +279,11 @@ class TrainRows:
             ]
         self._leave_out(dict.fromkeys(missing, "no reward"))
 
-    def _leave_out_empty(self, drop_zero: bool) -> None:
-        """Leave out rows without a token in the loss and, with `drop_zero`, those whose advantages are all 0."""
+    def _leave_out_empty(self, drop_zero_advantages: bool) -> None:
+        """Leave out rows without a token in the loss and, if `drop_zero_advantages`, rows whose advantages are 0."""
         masks = self._read_masks()
         reasons: dict[int, str] = {i: "no token that counts" for i, mask in enumerate(masks) if not bool(mask.any())}
-        if drop_zero:
+        if drop_zero_advantages:
             advantages = self.records.values("advantages")
             for i, (row, mask) in enumerate(zip(advantages, masks, strict=True)):
                 of_expert = self.expert is not None and self.expert[i]

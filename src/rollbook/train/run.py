@@ -37,7 +37,7 @@ from rollbook.train.evaluation import Evaluation, difference, evaluate, evaluate
 from rollbook.train.prompts import Prompts
 from rollbook.train.sft_warmup import Warmed, warm_up
 from rollbook.train.tracker import LINES, WandB, trackers_of
-from rollbook.train.trainer import Report, Trainer
+from rollbook.train.trainer import StepReport, Trainer
 from rollbook.train.user_code import foreign_code, resolve
 
 CONNECT_TIMEOUT = 10.0
@@ -158,7 +158,7 @@ class Outcome:
     seconds: float
     before: Evaluation | None = None
     after: Evaluation | None = None
-    reports: list[Report] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
     warmed: Warmed | None = None
 
     @property
@@ -270,7 +270,7 @@ class Run:
         with self._held:
             if self.config.epochs is not None:
                 self._prompts = builders.prompts_of(self.config)
-                count = math.ceil(self.config.epochs * len(self._prompts[0]) / self.config.batch.prompts)
+                count = math.ceil(self.config.epochs * len(self._prompts[0]) / self.config.batch.prompts_per_step)
                 self.config = dataclasses.replace(self.config, steps=count)
             try:
                 outcome = self._gone() if self.prepare() else self._go(going_on=False)
@@ -278,7 +278,11 @@ class Run:
                 kept = checkpoint.saved(self.folder)
                 where = f"from {kept[-1].path}" if kept else "from the beginning"
                 lost = 0 if self._trainer is None or not kept else self._trainer.done - kept[-1].step
-                again = f", and does {lost} steps again (saving.every is {self.config.saving.every})" if lost else ""
+                again = (
+                    f", and does {lost} steps again (checkpoint.interval is {self.config.checkpoint.interval})"
+                    if lost
+                    else ""
+                )
                 self.say(f"\ninterrupted; the same command goes on {where}{again}")
                 raise
         if self.config.tracking.display:
@@ -365,7 +369,7 @@ class Run:
 
     def _warm(self, actor: Any, prompts: Prompts, reward: Any) -> Warmed:
         config = self.config
-        how = config.warmup.warm_up()
+        how = config.warmup.warmup_config()
 
         def told(step: int, loss: float, success: float | None) -> None:
             hit("warming up")
@@ -422,7 +426,7 @@ class Run:
             last = step == config.steps
             if judge is not None and ((last and config.evaluation.after) or _due(step, config.evaluation.every)):
                 self._evaluate(trainer, judge, reward)
-            if (last and config.saving.final) or _due(step, config.saving.every):
+            if (last and config.checkpoint.save_final) or _due(step, config.checkpoint.interval):
                 trainer.save()
 
     def _evaluate(self, trainer: Trainer, held: Prompts, reward: Any) -> None:
@@ -453,8 +457,10 @@ def run(config: Config, *, stream: TextIO | None = None) -> Outcome:
     >>> import io, tempfile
     >>> from rollbook.train.config import effective
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     small = ["steps=1", "warmup.steps=1", "warmup.until=null", "data.options.count=40", "data.held_out=4",
-    ...              "batch.prompts=2", "algorithm.n=2", "model.options.hidden=32", "model.options.heads=1"]
+    ...     small = ["steps=1", "warmup.steps=1", "warmup.target_accuracy=null", "data.options.count=40",
+    ...              "data.held_out=4",
+    ...              "batch.prompts_per_step=2", "algorithm.group_size=2",
+    ...              "model.options.hidden=32", "model.options.heads=1"]
     ...     outcome = run(effective("letters", [*small, f"out={folder}/run"]), stream=io.StringIO())
     >>> outcome.steps, outcome.after.prompts
     (1, 4)
@@ -530,7 +536,7 @@ def _headline(config: Config, actor: Any, prompts: Prompts, held: Prompts | None
     model = f"{type(actor.model).__name__}, {_count(size)} weights{part}, {config.model.precision} on {device}"
     rows = f"{len(prompts):,} to train on" + ("" if held is None else f", {len(held):,} held out")
     own = config.algorithm
-    what = f"{own.name}, {config.batch.prompts} prompts x {own.n}" if own.needs_rollouts else own.name
+    what = f"{own.name}, {config.batch.prompts_per_step} prompts x {own.group_size}" if own.needs_rollouts else own.name
     lines = [("run", str(config.folder)), ("model", model), ("data", rows)]
     lines += [("algorithm", f"{what} a step, {config.steps} steps, seed {config.seed}")]
     return "\n".join(f"{name:<9} {text}" for name, text in lines)

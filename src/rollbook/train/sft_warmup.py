@@ -27,28 +27,28 @@ _ERRORS = ("error", "reward_error")
 class WarmupConfig:
     """How long to learn from given answers first.
 
-    >>> WarmupConfig(until=0.2).steps
+    >>> WarmupConfig(target_accuracy=0.2).steps
     100
     """
 
     steps: int = 100
     """The most supervised steps."""
-    until: float | None = None
+    target_accuracy: float | None = None
     """The share of sampled answers that succeed at which it is over; none: all steps are done."""
-    every: int = 5
+    eval_interval: int = 5
     """How often to look whether it is over."""
-    rows: int = 128
+    batch_size: int = 128
     """Rows of each supervised step."""
-    checked: int = 256
+    eval_prompts: int = 256
     """Rows that are sampled at each look."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-3, warmup=30))
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-3, warmup_steps=30))
     """How weights move meanwhile."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "every", "rows", "checked"):
+        for name in ("steps", "eval_interval", "batch_size", "eval_prompts"):
             check_int(f"warmup.{name}", getattr(self, name), 0 if name == "steps" else 1)
-        if self.until is not None:
-            check_float("warmup.until", self.until, 0, 1)
+        if self.target_accuracy is not None:
+            check_float("warmup.target_accuracy", self.target_accuracy, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -78,29 +78,29 @@ def warm_up(
     >>> from rollbook.models import Actor
     >>> from rollbook.train.recipes import letters
     >>> model, words = letters.model(hidden=32, heads=1, layers=1)
-    >>> done = warm_up(Actor(model, tokenizer=words), Prompts(letters.rows(500)), WarmupConfig(steps=3, rows=16))
+    >>> done = warm_up(Actor(model, tokenizer=words), Prompts(letters.rows(500)), WarmupConfig(steps=3, batch_size=16))
     >>> done.steps, done.success
     (3, None)
     """
-    if how.until is not None and reward is None:
-        raise ValueError(f"reward: got None, expected one, since warmup.until is {how.until:g}")
+    if how.target_accuracy is not None and reward is None:
+        raise ValueError(f"reward: got None, expected one, since warmup.target_accuracy is {how.target_accuracy:g}")
     check: Prompts | None = None
-    if how.until is not None:
-        prompts, check = prompts.split(min(how.checked, len(prompts) // 2), seed=seed)
+    if how.target_accuracy is not None:
+        prompts, check = prompts.split(min(how.eval_prompts, len(prompts) // 2), seed=seed)
     learner = Learner(
         actor,
         "sft",
         optimizer=how.optimizer,
-        batching=MinibatchConfig(token_budget=token_budget),
+        minibatch=MinibatchConfig(token_budget=token_budget),
         precision=precision,
         seed=seed,
     )
     loss, success, done = 0.0, None, 0
     for step in range(1, how.steps + 1):
-        shown = prompts.take(how.rows, f"warmup-{step}")
+        shown = prompts.take(how.batch_size, f"warmup-{step}")
         records = records_from_answers(shown, actor.tokenizer, processor=actor.processor)
         loss, done = learner.update(records, step=step).metrics["loss"], step
-        look = check is not None and step % how.every == 0
+        look = check is not None and step % how.eval_interval == 0
         if look:
             evaluation = evaluate(TransformersEngine(actor), check, reward, sampling=sampling, step=step, seed=seed)
             if evaluation.failed + evaluation.unscored == len(evaluation.records):
@@ -111,6 +111,6 @@ def warm_up(
             success = evaluation.success
         if on_step is not None:
             on_step(step, loss, success if look else None)
-        if how.until is not None and success is not None and success >= how.until:
+        if how.target_accuracy is not None and success is not None and success >= how.target_accuracy:
             break
     return Warmed(done, loss, success)

@@ -365,7 +365,7 @@ class Rebuilt:
     def __init__(self, folder: Path, config: Config, book: Book, step: int, stack: ExitStack) -> None:
         self.folder, self.book, self.step = folder, book, step
         self.config = on_cpu(config)
-        self.intake = self.config.intake.intake()
+        self.replay = self.config.replay.replay_config()
         self.metrics = dict(book.metrics())
         self.traced = self.trace(step)
         if not self.traced.uids:
@@ -381,7 +381,7 @@ class Rebuilt:
         self.after = next((one for one in found if one.step == step), None)
         """The checkpoint of the step itself, if there is one."""
         self.expert: Book | None = None
-        expert = builders.expert_of(self.config) if self.intake.expert_share else None
+        expert = builders.expert_of(self.config) if self.replay.expert_share else None
         if expert is not None:
             self.expert = stack.enter_context(expert)
         self._experts: list[str] = []
@@ -393,7 +393,7 @@ class Rebuilt:
 
     def trace(self, step: int) -> Traced:
         """What the book says of a step of the run."""
-        found = trace(self.book, step, self.intake.consumer)
+        found = trace(self.book, step, self.replay.consumer)
         known = [each for each in self.metrics if each > 0]
         if not found.uids and step not in known:
             told = f"steps {min(known)} to {max(known)}" if known else "no steps"
@@ -409,7 +409,7 @@ class Rebuilt:
 
     def beside(self, own: Experiences, step: int, algorithm: AlgorithmConfig) -> tuple[Experiences, list[bool] | None]:
         """A step's own records and the expert's that were beside them, and which are the expert's."""
-        given = self.intake.experts(self.expert, len(own), seed=self.config.seed, step=step, known=self._experts)
+        given = self.replay.experts(self.expert, len(own), seed=self.config.seed, step=step, known=self._experts)
         both = own if given is None else Experiences([*own, *given])
         return both, [i >= len(own) for i in range(len(both))] if algorithm.mixed else None
 
@@ -456,7 +456,7 @@ class Rebuilt:
             reference=self.models.reference,
             optimizer=_ending(config.optimizer, config),
             critic_optimizer=None if config.critic_optimizer is None else _ending(config.critic_optimizer, config),
-            batching=config.batch.batching(),
+            minibatch=config.batch.minibatch_config(),
             seed=config.seed,
             max_tokens=config.sampling.max_tokens,
             nonfinite_limit=1 << 30,  # what another choice comes to is to be seen, whatever it is
@@ -586,7 +586,7 @@ def less(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> to
     return torch.cat(parts)
 
 
-_MAKING = ("algorithm.n", "algorithm.refill", "algorithm.drop_constant_groups")
+_MAKING = ("algorithm.group_size", "algorithm.refill", "algorithm.drop_constant_groups")
 """Keys of an algorithm that say how records are made."""
 _NAMES = ("algorithm.preset", "algorithm.name")
 _OTHER = ("algorithm.", "batch.", "optimizer.", "critic_optimizer", "rewards", "steps")
@@ -629,7 +629,7 @@ def choices(config: Config, other: Config) -> tuple[list[str], list[str]]:
     """What another configuration changes, of all that a replay can change; and what it changes that is not replayed.
 
     >>> choices(Config(), Config.of({"algorithm": {"preset": "grpo", "estimator": "rloo", "n": 4}}))
-    (['algorithm.estimator: "rloo", was "grpo"'], ['algorithm.n'])
+    (['algorithm.estimator: "rloo", was "grpo"'], ['algorithm.group_size'])
     >>> choices(Config(), Config(seed=1))
     Traceback (most recent call last):
         ...
@@ -637,7 +637,7 @@ def choices(config: Config, other: Config) -> tuple[list[str], list[str]]:
     """  # noqa: E501
     found = differences(on_cpu(config), on_cpu(other))
     for one in found:
-        if not one.path.startswith(_OTHER) or one.path == "batch.prompts":
+        if not one.path.startswith(_OTHER) or one.path == "batch.prompts_per_step":
             raise ValueError(
                 f"{one.path}: got another value, and the records are what they are, expected changes of algorithm, "
                 "rewards, batch or optimizer"
@@ -778,8 +778,10 @@ def replay(run: Any, step: int, changes: Sequence[str] = (), *, trust: bool = Fa
     >>> import io, tempfile
     >>> from rollbook.train.run import run
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     small = ["steps=1", "warmup.steps=1", "warmup.until=null", "data.options.count=40", "data.held_out=0",
-    ...              "batch.prompts=2", "algorithm.n=2", "model.options.hidden=32", "model.options.heads=1"]
+    ...     small = ["steps=1", "warmup.steps=1", "warmup.target_accuracy=null", "data.options.count=40",
+    ...              "data.held_out=0",
+    ...              "batch.prompts_per_step=2", "algorithm.group_size=2",
+    ...              "model.options.hidden=32", "model.options.heads=1"]
     ...     _ = run(effective("letters", [*small, f"out={folder}/run"]), stream=io.StringIO())
     ...     found = replay(f"{folder}/run", 1)
     >>> found.agrees, found.records

@@ -42,6 +42,7 @@ from rollbook.rollout.environment import EnvironmentConfig
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import AlgorithmConfig
+from rollbook.train.checkpoint import CheckpointConfig
 from rollbook.train.learner import Learner, MinibatchConfig, UpdateResult
 from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.pipeline import Models, add_greedy_baseline, annotate, estimate, generate, score
@@ -138,12 +139,12 @@ class AllSamplesFailedError(RollbookError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Report(Mapping[str, float]):
+class StepReport(Mapping[str, float]):
     """What a step was: its metrics by name.
 
-    >>> report = Report(3, {"records": 1.0, "reward": 0.25, "loss": 0.5, "lr": 1e-6}, ["3/0/0/0/a"])
+    >>> report = StepReport(3, {"records": 1.0, "reward": 0.25, "loss": 0.5, "lr": 1e-6}, ["3/0/0/0/a"])
     >>> report["loss"], report
-    (0.5, Report(step 3: 1 records, reward 0.25, loss 0.5, and 1 more))
+    (0.5, StepReport(step 3: 1 records, reward 0.25, loss 0.5, and 1 more))
     """
 
     step: int
@@ -167,7 +168,7 @@ class Report(Mapping[str, float]):
         numbers = [f"{name} {self.metrics[name]:.3g}" for name in first]
         more = len(self.metrics) - len(first) - ("records" in self.metrics)
         listed = [f"{len(self.uids)} records", *numbers, *([f"and {more} more"] if more else [])]
-        return f"Report(step {self.step}: {', '.join(listed)})"
+        return f"StepReport(step {self.step}: {', '.join(listed)})"
 
 
 class Trainer:
@@ -186,13 +187,13 @@ class Trainer:
         critic: The value model, if the algorithm needs one.
         reference: The reference model, if the algorithm needs one; by default the actor as it is now.
         teacher: The teacher, if the algorithm needs one.
-        optimizer: See `Learner`; so are `critic_optimizer`, `batching`, `precision` and `nonfinite_limit`.
-        intake: Which records a step takes.
-        expert: A book of an expert's records, for `intake.expert_share`.
+        optimizer: See `Learner`; so are `critic_optimizer`, `minibatch`, `precision` and `nonfinite_limit`.
+        replay: Which records a step takes.
+        expert: A book of an expert's records, for `replay.expert_share`.
         seed: The seed of every random choice.
         trackers: What metrics go to beside the book; each has `log(step, metrics)`.
-        folder: Where checkpoints go. Training continues from the newest one in it, with the book rewound to it.
-        keep: How many checkpoints to keep.
+        checkpoints: Where and when to write checkpoints. Training continues from the newest one in the folder, with the
+            book rewound to it.
         success: The least reward that counts as a success.
 
     >>> from rollbook import open
@@ -203,7 +204,7 @@ class Trainer:
     >>> actor = Actor(LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...                           num_attention_heads=2, max_position_embeddings=16))
     >>> trainer = Trainer(
-    ...     actor, AlgorithmConfig.preset("grpo", n=4, kl_coef=0.0), open("memory:"),
+    ...     actor, AlgorithmConfig.preset("grpo", group_size=4, kl_coef=0.0), open("memory:"),
     ...     prompts=Prompts([{"prompt": [5, 6]}, {"prompt": [7]}]), prompts_per_step=2,
     ...     reward=lambda response_ids: response_ids[0] / 32, sampling={"max_tokens": 2},
     ... )
@@ -229,15 +230,14 @@ class Trainer:
         teacher: Any = None,
         optimizer: OptimizerConfig | None = None,
         critic_optimizer: OptimizerConfig | None = None,
-        batching: MinibatchConfig | None = None,
+        minibatch: MinibatchConfig | None = None,
         precision: str = "float32",
         nonfinite_limit: int = 3,
-        intake: ReplayConfig | None = None,
+        replay: ReplayConfig | None = None,
         expert: Book | None = None,
         seed: int = 0,
         trackers: Iterable[Any] = (),
-        folder: Any = None,
-        keep: int | None = None,
+        checkpoints: CheckpointConfig | None = None,
         success: float = 1.0,
     ) -> None:
         if not hasattr(actor, "token_stats"):
@@ -254,11 +254,10 @@ class Trainer:
         self.models = Models(actor, actor.reference() if self._own_reference else reference, critic, teacher)
         norm = self.algorithm.reward_norm
         self.reward_norm = None if norm is None else RunningNorm(minus_mean=norm == "mean_std")
-        self.intake = ReplayConfig() if intake is None else intake
+        self.replay = ReplayConfig() if replay is None else replay
         self.expert, self._experts = expert, list[str]()
         self.trackers = list(trackers)
-        self.folder = None if folder is None else Path(folder)
-        self.keep = keep
+        self.checkpoints = checkpoints
         self.success = check_float("success", success)
         self.done = 0
         """How many steps were done: the version of the policy."""
@@ -272,13 +271,13 @@ class Trainer:
             reference=self.models.reference,
             optimizer=optimizer,
             critic_optimizer=critic_optimizer,
-            batching=batching,
+            minibatch=minibatch,
             precision=precision,
             seed=self.seed,
             max_tokens=None if sampling is None and prompts is None else self.sampling.max_tokens,
             nonfinite_limit=nonfinite_limit,
         )
-        book.consumer(self.intake.consumer, create=True, change=True, **self.intake.settings(self.seed))
+        book.consumer(self.replay.consumer, create=True, change=True, **self.replay.settings(self.seed))
         if not self.resume():
             self._announce()
 
@@ -302,14 +301,18 @@ class Trainer:
         sampling = (
             options if isinstance(options, Sampling) else Sampling.of({"temperature": temperature, **(options or {})})
         )
-        if sampling.n not in (1, self.algorithm.n):
-            raise ValueError(f"sampling.n: got {sampling.n}, expected algorithm.n, {self.algorithm.n}")
+        if sampling.n not in (1, self.algorithm.group_size):
+            raise ValueError(
+                f"sampling.n: got {sampling.n}, expected algorithm.group_size, {self.algorithm.group_size}"
+            )
         if sampling.temperature not in (0, temperature):
             advise(
                 f"temperature: samples are drawn at {sampling.temperature:g} and the actor's log-probs are at "
                 f"{temperature:g}; Actor(temperature={sampling.temperature:g}) makes them one"
             )
-        return Sampling.of(sampling, n=self.algorithm.n, seed=self.seed if sampling.seed is None else sampling.seed)
+        return Sampling.of(
+            sampling, n=self.algorithm.group_size, seed=self.seed if sampling.seed is None else sampling.seed
+        )
 
     @property
     def max_response_tokens(self) -> int:
@@ -319,7 +322,7 @@ class Trainer:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def step(self) -> Report:
+    def step(self) -> StepReport:
         """Roll out, lease, update, acknowledge.
 
         Returns:
@@ -330,14 +333,14 @@ class Trainer:
         begun = time.perf_counter()
         appended = None
         with metrics.time("make"):
-            if self.prompts is not None and (step - 1) % self.intake.make_every == 0:
+            if self.prompts is not None and (step - 1) % self.replay.rollout_interval == 0:
                 appended = self._rollout(self.prompts, step, metrics)
         with self._lease() as lease:
             with metrics.time("take"):
                 leased = lease.experiences if len(lease) else None
             if leased is None:
                 self._warn_nothing_leased(step, metrics.values(), appended)
-                return Report(step, metrics.values(records=0.0, waited_for=1.0), [])
+                return StepReport(step, metrics.values(records=0.0, waited_for=1.0), [])
             with metrics.time("learn"):
                 records, expert = self._with_experts(leased, step)
                 records = self.completed(records, expert)
@@ -358,7 +361,7 @@ class Trainer:
         self._add_divergence(metrics, records[: len(leased)])
         self.track(step, metrics.values())
         hit("stepped")
-        return Report(step, metrics.values(), lease.uids)
+        return StepReport(step, metrics.values(), lease.uids)
 
     def collect(self, prompts: Sequence[Prompt], metrics: StepMetrics | None = None) -> Experiences:
         """Make the records of prompts: rollouts with rewards and advantages, or given answers.
@@ -421,7 +424,7 @@ class Trainer:
                 break
             constant = _constant(records)
             if constant:
-                self.book.drop(constant, "constant group", consumer=self.intake.consumer)
+                self.book.drop(constant, "constant group", consumer=self.replay.consumer)
             missing = len({uid.rsplit("/", 3)[0] for uid in constant})
             dropped += missing
             if not missing:
@@ -435,7 +438,7 @@ class Trainer:
 
     def _warn_nothing_leased(self, step: int, metrics: Mapping[str, float], appended: int | None) -> None:
         if appended is None:
-            counts = self.book.counts(self.intake.consumer)
+            counts = self.book.counts(self.replay.consumer)
             reason = f"no records are waiting for consumer {counts.consumer!r}"
             if counts.waiting:
                 reason = (
@@ -458,13 +461,13 @@ class Trainer:
         advise(f"step {step} trained on nothing: {reason}")
 
     def _lease(self) -> Lease:
-        intake = self.intake
+        replay = self.replay
         return self.book.lease(
             self.prompts_per_step,
             by="experience" if self.algorithm.estimator is None else "group",
-            consumer=intake.consumer,
-            timeout=intake.timeout,
-            seconds=intake.lease_seconds,
+            consumer=replay.consumer,
+            timeout=replay.timeout,
+            seconds=replay.lease_seconds,
         )
 
     def _acknowledge(self, lease: Lease, step: int, details: Mapping[str, Mapping[str, Any]]) -> None:
@@ -473,7 +476,7 @@ class Trainer:
         The weights have changed already: while the book's server cannot be reached, try again, for as long as the
         lease lives.
         """
-        end = time.monotonic() + self.intake.lease_seconds
+        end = time.monotonic() + self.replay.lease_seconds
         while True:
             try:
                 lease.ack(step=step, details=details)
@@ -499,7 +502,7 @@ class Trainer:
 
     def _with_experts(self, leased: Experiences, step: int) -> tuple[Experiences, list[bool] | None]:
         """A step's leased records with an expert's appended, and which are the expert's."""
-        experts = self.intake.experts(self.expert, len(leased), seed=self.seed, step=step, known=self._experts)
+        experts = self.replay.experts(self.expert, len(leased), seed=self.seed, step=step, known=self._experts)
         records = leased if experts is None else Experiences([*leased, *experts])
         return records, [i >= len(leased) for i in range(len(records))] if self.algorithm.mixed else None
 
@@ -521,7 +524,7 @@ class Trainer:
 
     @property
     def _token_budget(self) -> int:
-        return self.learner.batching.token_budget
+        return self.learner.minibatch.token_budget
 
     def _announce(self) -> None:
         """Say which version the policy has: to the actor's own engine, and to the book. Of another engine whoever
@@ -585,29 +588,36 @@ class Trainer:
         self,
         steps: int,
         *,
-        save_every: int | None = None,
-        on_step: Callable[[Report], Any] | None = None,
-    ) -> list[Report]:
-        """Steps up to number `steps`, counted from the run's beginning; their reports.
+        on_step: Callable[[StepReport], Any] | None = None,
+    ) -> list[StepReport]:
+        """Run steps up to number `steps`, counted from the run's beginning.
 
-        Saves before the first, every `save_every` of them and at the end, if there is a folder.
+        With `checkpoints`, saves before the first step, every `interval` steps and after the last one.
+
+        Args:
+            steps: Number of the last step.
+            on_step: Called with the report of each step.
+
+        Returns:
+            The reports of the steps.
         """
         check_int("steps", steps)
-        reports: list[Report] = []
-        if self.folder is not None and self.done == 0 < steps and not checkpoint.saved(self.folder):
+        reports: list[StepReport] = []
+        saving = self.checkpoints
+        if saving is not None and self.done == 0 < steps and not checkpoint.saved(saving.folder):
             self.save()
         while self.done < steps:
             report = self.advance()
             reports.append(report)
             if on_step is not None:
                 on_step(report)
-            if self.folder is not None and save_every and self.done % save_every == 0 and self.done < steps:
+            if saving is not None and saving.interval and self.done % saving.interval == 0 and self.done < steps:
                 self.save()
-        if self.folder is not None and reports:
+        if saving is not None and saving.save_final and reports:
             self.save()
         return reports
 
-    def advance(self) -> Report:
+    def advance(self) -> StepReport:
         """A step of a run, which is counted whatever comes of it: where every group was dropped, the prompts are spent
         and the weights stay as they are. `OutOfDataError` where nobody makes records and the book has none to lease."""
         report = self.step()
@@ -621,13 +631,14 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of everything, and name this point of the book."""
-        if self.folder is None:
-            raise ValueError("folder: got None, expected where checkpoints go")
-        checkpoint.mend(self.folder)
-        found = checkpoint.saved(self.folder)
+        if self.checkpoints is None:
+            raise ValueError("checkpoints: missing; pass CheckpointConfig(folder) to the trainer")
+        folder = self.checkpoints.folder
+        checkpoint.mend(folder)
+        found = checkpoint.saved(folder)
         if found and found[-1].step > self.done:
             raise ValueError(
-                f"folder: got {self.folder}, which has a checkpoint of step {found[-1].step}, and this is step "
+                f"checkpoints.folder: got {folder}, which has a checkpoint of step {found[-1].step}, and this is step "
                 f"{self.done}, expected another folder, or resume() first"
             )
         name = checkpoint.name_of(self.done)
@@ -651,16 +662,16 @@ class Trainer:
         if self.reward_norm is not None:
             state["reward_norm"] = self.reward_norm.state_dict()
         made = checkpoint.save(
-            self.folder,
+            folder,
             self.done,
             actor=self.actor,
             critic=self.models.critic,
             state=state,
             told=told,
         )
-        checkpoint.prune(self.folder, self.keep)
+        checkpoint.prune(folder, self.checkpoints.keep_last)
         hit("before forgetting")
-        there = {checkpoint.name_of(one.step) for one in checkpoint.saved(self.folder)}
+        there = {checkpoint.name_of(one.step) for one in checkpoint.saved(folder)}
         for point in self.book.checkpoints():
             # Also what a process would have forgotten that was killed before it came to this.
             own = point.name.removesuffix("+")
@@ -675,16 +686,17 @@ class Trainer:
         without prompts, others appended them, and they wait. A checkpoint that cannot be read is refused
         (`checkpoint.CorruptCheckpointError`): older weights are not taken in its place.
         """
-        if self.folder is None:
+        if self.checkpoints is None:
             return False
-        checkpoint.mend(self.folder)
-        found = checkpoint.saved(self.folder)
+        folder = self.checkpoints.folder
+        checkpoint.mend(folder)
+        found = checkpoint.saved(folder)
         if not found:
             return False
         last = found[-1]
         told, state = last.told(), checkpoint.load_state(last)
         if told["seed"] != self.seed:
-            raise ValueError(f"seed: got {self.seed}, and the run at {self.folder} has {told['seed']}")
+            raise ValueError(f"seed: got {self.seed}, and the run at {folder} has {told['seed']}")
         if told["book"] not in [point.name for point in self.book.checkpoints()]:
             raise ValueError(
                 f"book: {self.book.url} has no checkpoint {told['book']!r}, which {last.path} goes with, expected the "

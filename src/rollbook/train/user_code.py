@@ -122,10 +122,10 @@ def foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]:
         named["model.attention"] = str(config.model.attention)  # a kernel of the hub
     if remote and config.engine.url is not None:
         named["engine.url"] = config.engine.url
-    expert = config.intake.expert
+    expert = config.replay.expert
     if expert is not None and "://" in expert:
         # libpq offers the server of an address whatever password the environment holds.
-        named["intake.expert"] = expert
+        named["replay.expert"] = expert
     return named
 
 

@@ -225,8 +225,8 @@ def effective(config: str | Path | None = None, overrides: Sequence[str] = ()) -
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = Path(folder, "my.toml")
     ...     _ = file.write_text('[optimizer]\\nlr = 1e-4')
-    ...     found = effective(file, ["optimizer.warmup=5", "algorithm=rloo"])
-    >>> found.optimizer.lr, found.optimizer.warmup, found.algorithm.estimator
+    ...     found = effective(file, ["optimizer.warmup_steps=5", "algorithm=rloo"])
+    >>> found.optimizer.lr, found.optimizer.warmup_steps, found.algorithm.estimator
     (0.0001, 5, 'rloo')
     """
     given = _with_bases(_find(DEFAULT if config is None else config, None), [])
@@ -312,7 +312,7 @@ def overriding(arguments: Sequence[str]) -> Document:
 
     A key of text takes the value as it stands; others take numbers, true, false, null, [lists] and {mappings}.
 
-    >>> overriding(["algorithm=ppo", "algorithm.n=2"]).values
+    >>> overriding(["algorithm=ppo", "algorithm.group_size=2"]).values
     {'algorithm': {'preset': 'ppo', 'n': 2}}
     >>> overriding(["name=2026", "steps=20", "sampling.stop=[END]", "rewards.0.weight=2"]).values
     {'name': '2026', 'steps': 20, 'sampling': {'stop': ['END']}, 'rewards': {'0': {'weight': 2}}}

@@ -229,36 +229,36 @@ class Warmup:
 
     steps: int = key(0, low=0, high=10**6)
     """At most so many steps; 0: no warm-up."""
-    until: float | None = key(None, above=0, high=1)
+    target_accuracy: float | None = key(None, above=0, high=1)
     """Stop when this share of sampled responses succeeds, to rows that it does not learn from; null: after `steps`."""
-    every: int = key(5, low=1)
+    eval_interval: int = key(5, low=1)
     """Steps between looks at that share."""
-    rows: int = key(128, low=1, high=10**5)
+    batch_size: int = key(128, low=1, high=10**5)
     """Rows of each step."""
-    checked: int = key(256, low=1, high=10**6)
+    eval_prompts: int = key(256, low=1, high=10**6)
     """Rows that are sampled at each look."""
     lr: float = key(3e-3, above=0, high=10)
     """The learning rate at its highest."""
-    rise: int = key(30, low=0)
+    lr_warmup_steps: int = key(30, low=0)
     """Steps over which the rate rises."""
-    grad_clip: float = key(1.0, low=0)
+    max_grad_norm: float = key(1.0, low=0)
     """The longest gradient; 0: any."""
 
     def __post_init__(self) -> None:
         checked(self)
 
-    def warm_up(self) -> WarmupConfig:
+    def warmup_config(self) -> WarmupConfig:
         """The same as `rollbook.train.sft_warmup.warm_up` takes it."""
         from rollbook.train.optimizer import OptimizerConfig
         from rollbook.train.sft_warmup import WarmupConfig
 
         return WarmupConfig(
             steps=self.steps,
-            until=self.until,
-            every=self.every,
-            rows=self.rows,
-            checked=self.checked,
-            optimizer=OptimizerConfig(lr=self.lr, warmup=self.rise, grad_clip=self.grad_clip),
+            target_accuracy=self.target_accuracy,
+            eval_interval=self.eval_interval,
+            batch_size=self.batch_size,
+            eval_prompts=self.eval_prompts,
+            optimizer=OptimizerConfig(lr=self.lr, warmup_steps=self.lr_warmup_steps, max_grad_norm=self.max_grad_norm),
         )
 
 
@@ -317,7 +317,7 @@ class Environment:
     """What a conversation is worth, of what the environment gave its turns."""
     context_limit: int | None = key(None, low=1)
     """Tokens of a whole conversation, at most; null: the model's positions."""
-    on_cut: Literal["end", "respond"] = key("end")
+    on_truncation: Literal["end", "respond"] = key("end")
     """What becomes of a turn that a limit cut: it is the `end`, or the environment shall `respond` to it."""
     workers: int = key(1, low=1, high=1024)
     """Environments that respond at the same time."""
@@ -364,7 +364,7 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How responses are sampled, in training; how many of each prompt is `algorithm.n`."""
+    """How responses are sampled, in training; how many of each prompt is `algorithm.group_size`."""
 
     max_tokens: int = key(1024, low=1, high=10**7)
     """Tokens of a response, at most (of each turn, with an environment)."""
@@ -401,7 +401,9 @@ class Sampling:
 class ReplayConfig:
     """Which records a step learns from."""
 
-    kind: Literal["on_policy", "replay"] = key("on_policy", anew=("sampler", "sampler_options", "reuse", "make_every"))
+    kind: Literal["on_policy", "replay"] = key(
+        "on_policy", anew=("sampler", "sampler_options", "reuse", "rollout_interval")
+    )
     """`on_policy`: those that the step made; `replay`: those that the sampler picks from the book."""
     sampler: str | None = key(None, anew=("sampler_options",), choices=tuple(SAMPLERS))
     """Who picks in a replay, of the book's samplers; null: `uniform`."""
@@ -411,7 +413,7 @@ class ReplayConfig:
     """How often a record may be learned from; null: for ever."""
     max_staleness: int | None = key(None, low=0)
     """How many versions old a record's policy may be; null: any."""
-    make_every: int = key(1, low=1, high=10**4)
+    rollout_interval: int = key(1, low=1, high=10**4)
     """New records are made in every so many-th step; in between, a replay learns from what there is."""
     timeout: float = key(0.0, free=True, low=0)
     """Seconds to wait for records that others bring."""
@@ -427,12 +429,12 @@ class ReplayConfig:
         if self.expert_share > 0 and self.expert is None:
             raise ConfigError("expert_share", f"got {self.expert_share:g} without expert, which it is for")
         if self.kind == "on_policy":
-            for name, least in {"reuse": 1, "make_every": 1, "sampler": None}.items():
+            for name, least in {"reuse": 1, "rollout_interval": 1, "sampler": None}.items():
                 if getattr(self, name) != least:
                     raise ConfigError(name, f"got {getattr(self, name)!r} for kind on_policy, expected it for replay")
         needs(self, "sampler_options", "sampler")
 
-    def intake(self) -> Taken:
+    def replay_config(self) -> Taken:
         """All but `expert`, as a `Trainer` takes it."""
         from rollbook.train.replay_config import ReplayConfig as Taken
 
@@ -449,8 +451,8 @@ _FREE = {"free": True}
 class Batch:
     """What a step is made of, and how it is cut."""
 
-    prompts: int = key(64, low=1, high=10**6)
-    """Prompts of a step; each has `algorithm.n` responses. Of `sft` and `dpo`: rows."""
+    prompts_per_step: int = key(64, low=1, high=10**6)
+    """Prompts of a step; each has `algorithm.group_size` responses. Of `sft` and `dpo`: rows."""
     minibatches: int = key(1, low=1, high=10**4)
     """Updates of the weights in each pass over a step's records."""
     epochs: int = key(1, low=1, high=10**4)
@@ -464,14 +466,14 @@ class Batch:
     """Whether minibatches are drawn by chance, made from the seed."""
     keep_groups: bool = key(False)
     """Whether the responses to a prompt stay in one minibatch."""
-    drop_zero: bool = key(False)
+    drop_zero_advantages: bool = key(False)
     """Whether records whose advantages are all 0 are left out of the passes."""
 
     def __post_init__(self) -> None:
         checked(self)
 
-    def batching(self) -> MinibatchConfig:
-        """All but `prompts`, as a `Learner` takes it."""
+    def minibatch_config(self) -> MinibatchConfig:
+        """All but `prompts_per_step`, as a `Learner` takes it."""
         from rollbook.train.learner import MinibatchConfig
 
         names = [one.name for one in dataclasses.fields(MinibatchConfig)]
@@ -482,14 +484,14 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
+class Checkpoint:
     """Checkpoints: weights, optimizers, random states, the data's cursor and the book's checkpoint of the same name."""
 
-    every: int = key(50, low=0)
+    interval: int = key(50, low=0)
     """Steps between checkpoints, which is what a run that is killed loses at most; 0: none in between."""
-    keep: int | None = key(2, low=1)
+    keep_last: int | None = key(2, low=1)
     """How many of the latest are kept, beside step 0; null: all."""
-    final: bool = key(True)
+    save_final: bool = key(True)
     """Whether there is one after the last step."""
 
     def __post_init__(self) -> None:
@@ -593,7 +595,7 @@ class Config:
     Traceback (most recent call last):
         ...
     rollbook.train.config.values.ConfigError: optimizer.lrr: unknown key; did you mean 'lr'? (name, lr, betas, eps,
-    weight_decay, grad_clip, warmup, schedule, floor, steps)
+    weight_decay, max_grad_norm, warmup_steps, schedule, min_lr_ratio, steps)
     """
 
     name: str = key("run", free=True, pattern=r"[\w.+-]*\w[\w.+-]*", what="letters, digits and any of . _ + -")
@@ -605,7 +607,7 @@ class Config:
     steps: int = key(100, free=True, low=0, high=10**9, anew=("epochs",))
     """Steps of training, all in all, those before a resume included. A change of them drops a file's `epochs`."""
     epochs: float | None = key(None, free=True, above=0, high=10**6)
-    """Passes over the training data, in place of `steps`: it sets them by the number of rows and `batch.prompts`."""
+    """Passes over the training data. Sets `steps` from the number of rows and `batch.prompts_per_step`."""
     device: str = key("auto", free=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", what="auto, cpu, cuda, cuda:1 or mps")
     """Where models are; `auto`: on a GPU if there is one."""
     threads: int | None = key(None, free=True, low=1, high=1024)
@@ -632,12 +634,12 @@ class Config:
     sampling: Sampling = field(default_factory=Sampling)
     algorithm: AlgorithmConfig = field(default_factory=_algorithm)
     """The preset, and what is different from it; null as the preset: one's own, from its parts."""
-    intake: ReplayConfig = field(default_factory=ReplayConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     batch: Batch = field(default_factory=Batch)
     optimizer: OptimizerConfig = field(default_factory=_optimizing)
     critic_optimizer: OptimizerConfig | None = field(default=None)
     """The critic's, with the keys of `optimizer`; null: the same as the actor's."""
-    saving: Saving = field(default_factory=Saving, metadata=_FREE)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata=_FREE)
     evaluation: Evaluation = field(default_factory=Evaluation, metadata=_FREE)
     tracking: Tracking = field(default_factory=Tracking, metadata=_FREE)
 
@@ -682,13 +684,13 @@ class Config:
             raise ConfigError("rewards", f"got none, which {own.name} needs; an environment can give them too")
         if own.needs_teacher and not self.teacher.given:
             raise ConfigError("teacher", f"got none, which {own.name} needs; expected one of path, config, builder")
-        if own.mixed and self.intake.expert is None:
-            raise ConfigError("intake.expert", f"got none, which {own.name} needs; expected the path of a book")
+        if own.mixed and self.replay.expert is None:
+            raise ConfigError("replay.expert", f"got none, which {own.name} needs; expected the path of a book")
         entry = own.estimator_entry
         lone = own.estimator_options.get("singleton", "zero")
-        if own.n == 1 and entry is not None and entry.compares_runs and lone == "zero":
+        if own.group_size == 1 and entry is not None and entry.compares_runs and lone == "zero":
             raise ConfigError(
-                "algorithm.n",
+                "algorithm.group_size",
                 f"got 1, and {own.name} ({own.estimator}) compares the responses to a prompt, expected at least 2",
             )
         if self.environment.function is not None:
@@ -744,12 +746,17 @@ def differences(before: Config, after: Config) -> list[Difference]:
     return found
 
 
+_SYNONYMS = {"n": "group_size"}
+"""Names of other projects for keys of another section."""
+
+
 def _placed(error: ConfigError) -> ConfigError:
     """A key that is in another section says so: `lr` at the top is `optimizer.lr`."""
     name = error.path.rpartition(".")[2]
     if not error.said.startswith("unknown key"):
         return error
     top = section_of(Config)
+    name = _SYNONYMS.get(name, name)
     found = [
         f"{one}.{name}" for one, each in top.keys.items() if (inner := section_in(each.kind)) and name in inner.keys
     ]
@@ -759,6 +766,7 @@ def _placed(error: ConfigError) -> ConfigError:
 
 __all__ = [
     "Batch",
+    "Checkpoint",
     "Config",
     "ConfigError",
     "Critic",
@@ -771,7 +779,6 @@ __all__ = [
     "ReplayConfig",
     "Reward",
     "Sampling",
-    "Saving",
     "Teacher",
     "Tracking",
     "Warmup",

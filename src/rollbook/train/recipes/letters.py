@@ -118,7 +118,7 @@ def taught(
     warm_up(
         Actor(made, tokenizer=words),
         Prompts(rows(count, length, seed, skip), seed=seed),
-        WarmupConfig(steps=steps, until=until, optimizer=OptimizerConfig(lr=3e-3, warmup=30, **pace)),
+        WarmupConfig(steps=steps, target_accuracy=until, optimizer=OptimizerConfig(lr=3e-3, warmup_steps=30, **pace)),
         reward=reward,
         sampling={"max_tokens": length + 1},
         seed=seed,
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     whole = argparse.ArgumentParser(prog="python -m rollbook.train.recipes.letters")
     parser = whole.add_subparsers(required=True).add_parser(
-        "expert", help="write a book of right answers, for `rollbook train letters-mix intake.expert=FOLDER`"
+        "expert", help="write a book of right answers, for `rollbook train letters-mix replay.expert=FOLDER`"
     )
     parser.add_argument("folder", type=Path, help="where the book goes")
     parser.add_argument("--count", type=int, default=2000, help="how many answers")
