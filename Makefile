@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu test-vllm lint bench trials fuzz soak compat wheel-check pages clean
+.PHONY: demo test test-fast test-gpu test-vllm lint docs bench trials fuzz soak compat wheel-check pages clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rollbook needs Python 3.11 or later; set PYTHON")'
@@ -19,6 +19,11 @@ demo: $(STAMP)  ## a tiny model learns to sort letters by GRPO, in about two min
 WORKERS ?= 2
 test: $(STAMP) lint  ## lint, types, doctests, unit, property, conformance and attack tests; what they install: CONTRIBUTING.md
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+FAST := tests/algorithms tests/conformance tests/vectors tests/train/test_pipeline.py \
+	tests/test_batch.py tests/test_experience.py tests/test_fields.py tests/test_planner.py tests/test_wire.py
+test-fast: $(STAMP)  ## the tests to run while editing: records, batches, algorithms, the pipeline; no downloads
+	$(BIN)/python -m pytest -n $(WORKERS) -x $(FAST)
 
 test-gpu:  ## on a machine with a CUDA device, with the Python that has its torch: what only a device shows
 	PYTHONPATH=src $(PYTHON) -m pytest tests_gpu
@@ -46,6 +51,10 @@ bench: $(STAMP)  ## side by side with peers and the hardware's bounds; installs 
 trials: $(STAMP)  ## longer runs that show learning: the demo over seeds against a reward of chance, the examples, crashes
 	$(BIN)/python -m benchmarks.trial_letters --what letters ppo calculator colours
 	$(BIN)/python -m tests.train.trials crash --kills 60
+
+docs: $(STAMP)  ## the documentation and API reference as a site in build/docs; warnings are errors
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
 pages: $(STAMP)  ## docs that are made from the code
 	$(BIN)/python docs/config_page.py > docs/configuration.md

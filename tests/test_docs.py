@@ -64,6 +64,7 @@ TESTED = [
     "seeing",
     "doctor",
     "training",
+    "get_started",
     "mix",
     "migration-lightrft",
     "migration-trinity",
@@ -255,13 +256,13 @@ def test_training_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    page = ROOT / "docs" / "training.md"
-    text, files, threads = page.read_text(), files_of(page), torch.get_num_threads()
+    pages = [ROOT / "docs" / "get_started.md", ROOT / "docs" / "training.md"]
+    text, files, threads = pages[1].read_text(), files_of(pages[0]), torch.get_num_threads()
     for name, inside in files.items():
         (tmp_path / name).write_text(inside)
     scope: dict[str, Any] = {}
     try:
-        for code in blocks(page):
+        for code in [code for page in pages for code in blocks(page)]:
             if code.partition("\n")[0].removeprefix("# ") not in files:
                 exec(code, scope)
     finally:
@@ -288,7 +289,7 @@ def test_recipe_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in recipes():
         assert re.search(rf"^rollbook train {name}\b", pages[name.rpartition("-")[2]].read_text(), re.M), name
     monkeypatch.chdir(ROOT)
-    for page in [*pages.values(), ROOT / "docs" / "training.md"]:
+    for page in [*pages.values(), ROOT / "docs" / "get_started.md"]:
         text = page.read_text()
         for number, inside in enumerate(re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)):
             file = tmp_path / f"{page.stem}-{number}.yaml"
