@@ -866,7 +866,7 @@ def _apart() -> list[float]:
 
 _ROWS, _WHOLE = [slice(0, 1), slice(1, 2)], [slice(0, 2)]
 PAGE: dict[str, dict[str, Callable[[], list[Any]]]] = {
-    "A tool's answer inside a response": {
+    "Tool output inside a response": {
         "verl": lambda: _of(VERL, "advantages.gae", TOOL, **DISCOUNT)[:1],
         "Trinity-RFT": lambda: _of(TRINITY, "advantages.gae", TOOL, **DISCOUNT)[:1],
         "SkyRL, slime": lambda: _gae(TOOL, observations="through")[:1],
@@ -898,7 +898,7 @@ PAGE: dict[str, dict[str, Callable[[], list[Any]]]] = {
         "Trinity-RFT": lambda: _of(TRINITY, "advantages.grpo", MISSING),
         "TRL": lambda: _trl_norm(MISSING["rewards"]),
     },
-    "Which deviation": {
+    "Standard deviation": {
         "verl": lambda: _of(VERL, "advantages.grpo", FOUR)[:1],
         "Trinity-RFT, grpo": lambda: _of(TRINITY, "advantages.grpo", FOUR)[:1],
         "Trinity-RFT, rec": lambda: _of(TRINITY, "advantages.rec", FOUR, normalise=True)[:1],
@@ -909,7 +909,7 @@ PAGE: dict[str, dict[str, Callable[[], list[Any]]]] = {
     "Token mean and micro-batches": {
         "verl, whole batch": lambda: _aggregated(VERL, _WHOLE, "token-mean"),
         "verl, two micro-batches": lambda: _aggregated(VERL, _ROWS, "token-mean"),
-        "verl, told of 3 tokens": lambda: [2 * x for x in _aggregated(VERL, _ROWS, "token-mean", batch_num_tokens=3)],
+        "verl, batch_num_tokens=3": lambda: [2 * x for x in _aggregated(VERL, _ROWS, "token-mean", batch_num_tokens=3)],
         "Trinity-RFT, whole batch": lambda: _aggregated(TRINITY, _WHOLE, "token-mean"),
         "Trinity-RFT, two micro-batches": lambda: _aggregated(TRINITY, _ROWS, "token-mean"),
     },
@@ -919,14 +919,14 @@ PAGE: dict[str, dict[str, Callable[[], list[Any]]]] = {
         "Trinity-RFT, width 3": lambda: _aggregated(TRINITY, _WHOLE, "seq-mean-token-sum-norm"),
         "Trinity-RFT, width 6": lambda: _aggregated(TRINITY, _WHOLE, "seq-mean-token-sum-norm", 6),
     },
-    "Two pairs in one call of DPO": {
+    "Two DPO pairs in one call": {
         "Trinity-RFT": lambda: _of(TRINITY, "losses.dpo", PAIRS, "value", reference_free=True),
         "TRL": lambda: [reference.dpo(**PAIRS, frozen={}, reference_free=True)],
     },
-    "Whitening over less than the batch": {
+    "Whitening per micro-batch": {
         "verl": lambda: _whitened(VERL),
         "Trinity-RFT": lambda: _whitened(TRINITY),
-        "LightRFT, a row to a micro-batch": _apart,
+        "LightRFT, one row per micro-batch": _apart,
     },
 }
 """Rows named after a peer alone, or after it and a setting."""

@@ -383,7 +383,7 @@ def rows_of(text: str) -> list[list[str]]:
 
 
 def test_the_page_about_peers_has_a_section_for_each_difference() -> None:
-    assert list(page()) == ["", *peers.PAGE, "All that differs in the vectors"]
+    assert list(page()) == ["", *peers.PAGE, "Differences in the vectors"]
 
 
 def test_numbers_of_the_page_about_peers() -> None:
@@ -397,7 +397,7 @@ def test_numbers_of_the_page_about_peers() -> None:
             continue
         table = {row[0]: row for row in rows_of(text)}
         assert set(table) == set(peers.PAGE[title]), title
-        column = next(i for i, name in enumerate(table_head(text)) if name not in ("who", "how", "eps"))
+        column = next(i for i, name in enumerate(table_head(text)) if name not in ("framework", "how", "eps"))
         for who, row in table.items():
             ran = who.partition(",")[0] in {"verl", "Trinity-RFT"}
             assert row[1] == ("ran" if ran else "formula"), (title, who)
@@ -420,7 +420,7 @@ def table_head(text: str) -> list[str]:
 
 
 def test_the_list_of_differences_is_the_files() -> None:
-    text = page()["All that differs in the vectors"]
+    text = page()["Differences in the vectors"]
     told = {(row[0], row[1]): re.findall(r"`([^`]+)`", row[2]) for row in rows_of(text)}
     found: dict[tuple[str, str], list[str]] = {}
     entries = [(vector["id"], peer, entry) for vector in FILE["vectors"] for peer, entry in vector["peers"].items()]
