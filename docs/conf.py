@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
+
 from rollbook import __version__
+
+ROOT = Path(__file__).parents[1]
+PROJECT = ROOT / "docs" / "project"
+"""Copies of the pages outside `docs/`, made by each build; their links to `docs/` are adapted."""
+shutil.rmtree(PROJECT, ignore_errors=True)
+for page in [*ROOT.glob("[A-Z]*.md"), ROOT / "benchmarks" / "README.md", *(ROOT / "benchmarks/results").glob("*.md")]:
+    copy = PROJECT / page.relative_to(ROOT)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    text = page.read_text(encoding="utf-8")
+    for picture in page.parent.glob("*.svg"):
+        shutil.copy(picture, copy.parent)
+    copy.write_text(re.sub(r"\]\((\.\./)*docs/", lambda match: f"]({match[1] or ''}../", text), encoding="utf-8")
 
 project = "Rollbook"
 release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = "Rollbook"
-exclude_patterns = ["config_page.py", "draw.py"]
-nitpicky = False
-myst_enable_extensions = ["attrs_inline"]
+exclude_patterns = ["project/README.md"]
+# Annotations are short names, and some names occur in two packages.
+# Benchmark results begin with the headings that the benchmarks print.
+suppress_warnings = ["ref.python", "myst.header"]
 myst_heading_anchors = 3
 default_role = "code"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
-autodoc_type_aliases: dict[str, str] = {}
 napoleon_numpy_docstring = False
