@@ -20,7 +20,8 @@ from rollbook.core import fields
 from rollbook.io.parquet import read_parquet
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+DOCS = [page for page in (ROOT / "docs").rglob("*.md") if "project" not in page.parts]  # where a build puts copies
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS, *(ROOT / "benchmarks").glob("*.md")])
 
 
 def blocks(page: Path) -> list[str]:

@@ -22,10 +22,10 @@ from rollbook.inspect.server import Server
 from rollbook.train.builders import prompts_of
 from rollbook.train.config import effective
 from rollbook.train.run import run
-from tests.test_docs import files_of
+from tests.test_docs import DOCS, files_of
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 EXAMPLES = [path for suffix in ("py", "yaml") for path in (ROOT / "examples").rglob(f"*.{suffix}")]
 SMALL = (
     *(
