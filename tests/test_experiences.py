@@ -657,6 +657,6 @@ def test_missing_and_fill() -> None:
     assert partly.missing("advantages").tolist() == [0, 2] and partly[1].advantages.tolist() == [0.25, 0.5]
     with pytest.raises(ValueError, match="fill: 'reward' has 2 rows, expected 3"):
         many.fill(reward=[1.0, 2.0])
-    with pytest.raises(ValueError, match="is no field"):
+    with pytest.raises(ValueError, match="is not a field"):
         many.missing("nothing")
     assert not len(Experiences([]).missing("reward"))

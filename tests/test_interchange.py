@@ -115,7 +115,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         ({"tokens": [[1, 2]], "reward": ["good"]}, "reward"),
         ({"tokens": [[1, 2]], "experience_type": ["other"]}, "experience_type"),
         ({"tokens": [[1, 2]], "prompt_length": [5]}, "prompt_length: got 5 with 2 tokens"),
-        ({"tokens": [[1, 2]], "info": ["{not json"]}, "record 0: info: .*no JSON"),
+        ({"tokens": [[1, 2]], "info": ["{not json"]}, "record 0: info: .*not JSON"),
         ({"tokens": [[1, 2]], "eid": ["1/2/0/0/x"]}, "eid"),
         ({"tokens": [1, 2]}, "tokens"),
         (

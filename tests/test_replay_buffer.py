@@ -30,7 +30,7 @@ from rollbook.compat.lightrft.replay_buffer import (
     remove_padding_in_sequences,
     split_experience_batch,
 )
-from rollbook.core.experience import same
+from rollbook.core.freeform import same
 from rollbook.core.rows import Rows
 
 FIELDS = ["action_log_probs", "base_action_log_probs", "values", "returns", "advantages", "kl", "action_entropy"]

@@ -175,7 +175,7 @@ def test_results_go_back_into_records_and_batches() -> None:
 
 def test_assign_refuses_what_does_not_fit() -> None:
     many = Experiences([record({"task": 0}, 1.0, [True, True])])
-    with pytest.raises(ValueError, match="assign: 'advantage' is no field"):
+    with pytest.raises(ValueError, match="assign: 'advantage' is not a field"):
         many.assign(advantage=[[1.0, 1.0]])
     with pytest.raises(ValueError, match="assign: 'reward' has 2 rows, expected 1"):
         many.assign(reward=[1.0, 2.0])

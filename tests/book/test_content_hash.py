@@ -24,8 +24,8 @@ from rollbook import EID, CustomField, Experience, Experiences
 from rollbook.book.content_hash import ContentHashes, content_hashes, is_late
 from rollbook.book.revision import compare
 from rollbook.core import freeform
-from rollbook.core.experience import same
 from rollbook.core.fields import FIELDS, Field, declare, withdraw
+from rollbook.core.freeform import same
 from rollbook.core.wire import decode, encode
 from rollbook.io.arrow import from_table, to_table
 from rollbook.io.parquet import read_parquet, write_parquet

@@ -124,7 +124,7 @@ def test_unknown_columns_and_declared_fields(tmp_path: Path) -> None:
     for name in ("jsonl", "trxp"):
         with pytest.raises(ValueError, match=r"surprise.* of a newer version cannot be kept"):
             write(got, tmp_path / f"again.{name}")
-    with pytest.raises(WireError, match="'surprise' is no field"):
+    with pytest.raises(WireError, match="'surprise' is not a field"):
         back(tmp_path / "x.jsonl")
 
 
@@ -198,7 +198,7 @@ def test_jsonl_is_what_a_person_expects(tmp_path: Path) -> None:
         ('{"tokens": [1, 2, 3], "logprobs": [0.5]}', "logprobs: got 1 entries, expected 2"),
         ('{"tokens": [1, 2], "logprobs": ["high"]}', "logprobs"),
         ('{"tokens": [1, 2], "eid": "1/2/0/0/a"}', "eid"),
-        ('{"tokens": [1, 2], "prompt_lenght": 1}', "'prompt_lenght' is no field"),
+        ('{"tokens": [1, 2], "prompt_lenght": 1}', "'prompt_lenght' is not a field"),
         ('{"tokens": [1, 2], "info": {"$unheard": 1}}', "unknown"),
         ('{"tokens": [1, 2], "info": {"a": ' + "[" * 100 + "]" * 100 + "}}", "nested"),
         ('{"tokens": ' + "[" * 100_000, "invalid JSON"),

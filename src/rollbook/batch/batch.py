@@ -19,9 +19,9 @@ import torch
 from rollbook.batch.columns import TOKEN_COLUMNS, BatchColumns, read_columns
 from rollbook.batch.device import copy_columns, pin_memory, to
 from rollbook.batch.media import GRIDS, TYPES, config_of, media_inputs, rope_positions
-from rollbook.core.experience import same
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import FIELDS
+from rollbook.core.freeform import same
 from rollbook.core.ids import EID
 from rollbook.core.rows import Column, Rows, Spans, concatenated
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.core.experience import same
+from rollbook.core.freeform import same
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Column, Rows, concatenated
 

@@ -26,9 +26,9 @@ from rollbook.book.media import extract
 from rollbook.book.read import check_present, fetch, locate, seqs_of
 from rollbook.book.segments.files import FileSegmentStore, SegmentStore
 from rollbook.core.checks import suggest
-from rollbook.core.experience import same
 from rollbook.core.experiences import from_rows
 from rollbook.core.fields import FIELDS
+from rollbook.core.freeform import same
 from rollbook.core.wire import encode
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ import torch
 
 from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, from_experiences
 from rollbook.compat.lightrft.replay_buffer import make_experience_batch, split_experience_batch
-from rollbook.core.experience import Experience, same, split_preference_pairs
+from rollbook.core.experience import Experience, split_preference_pairs
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS, owner
+from rollbook.core.freeform import same
 from rollbook.core.ids import EID
 
 COLUMN = "rollbook"

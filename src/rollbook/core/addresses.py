@@ -54,10 +54,16 @@ class PostgresAddress:
 
     @classmethod
     def parse(cls, url: str) -> PostgresAddress:
-        """Parse a URL.
+        """Parse a `postgresql://` URL.
+
+        Args:
+            url: The URL.
+
+        Returns:
+            The address.
 
         Raises:
-            ValueError: It is malformed or ambiguous. The message does not quote any of it that could be a secret.
+            ValueError: The URL is not valid.
         """
         scheme, _, rest = url.partition("://")
         # As libpq does: the user ends with the first @ that comes before a slash.
@@ -90,11 +96,18 @@ class PostgresAddress:
         return f"{self.base}?{self.query}" if self.query else self.base
 
     def with_schema(self, schema: str) -> str:
-        """The same address for another schema."""
+        """Return the address with another schema.
+
+        Args:
+            schema: Name of the schema.
+
+        Returns:
+            The new address.
+        """
         return f"{self.base}?{self.query}{'&' if self.query else ''}schema={schema}"
 
     def shown(self) -> str:
-        """The address without its secrets."""
+        """Return the address without its secrets."""
         shown = {name: HIDDEN if _is_hidden(name) else quote(value, safe="") for name, value in self.parameters.items()}
         user, password = shown.pop("user", ""), shown.pop("password", "")
         hosts, ports = (self.parameters.get(name, "").split(",") for name in ("host", "port"))
@@ -146,10 +159,13 @@ def _conninfo(text: str) -> dict[str, str] | None:
 
 
 def redacted(address: str | os.PathLike[str]) -> str:
-    """An address without its secrets; a path or another text is returned as it is.
+    """Hide the secrets of an address.
 
-    Hidden are passwords (in `user:password@`, as a parameter, in `key=value` strings), the whole user part of URLs that
-    are not PostgreSQL's, and their query values.
+    Args:
+        address: A URL, a `key=value` string of libpq, a path or another text.
+
+    Returns:
+        The address with secrets replaced; a text without secrets as it is.
 
     >>> redacted("postgresql://ana:word@db1,db2:5433/runs?sslpassword=x&schema=demo")
     'postgresql://ana:***@db1,db2:5433/runs?sslpassword=***&schema=demo'
@@ -189,8 +205,15 @@ def _redacted_url(text: str) -> str:
 
 
 def is_conninfo(text: str) -> bool:
-    """Whether a text is libpq's `key=value` form, as `host=db dbname=runs`."""
-    names = [each.partition("=")[0] for each in text.split() if "=" in each]
+    """Return whether a text is a `key=value` string of libpq, such as `host=db dbname=runs`.
+
+    Args:
+        text: The text.
+
+    Returns:
+        Whether it has that form.
+    """
+    names = [entry.partition("=")[0] for entry in text.split() if "=" in entry]
     return bool({"host", "hostaddr", "dbname", "password", "service"} & set(names))
 
 
@@ -205,7 +228,13 @@ def _redacted_pairs(text: str) -> str:
 
 
 def url_secrets(text: str) -> dict[str, str]:
-    """The secrets that a URL, or a `key=value` string of libpq's, holds, by what each is; empty for other texts.
+    """Find the secrets in a URL or a `key=value` string of libpq.
+
+    Args:
+        text: The text.
+
+    Returns:
+        The secrets by their names; empty for other texts.
 
     >>> url_secrets("https://ana:word@host/?token=x&v=1"), url_secrets("postgresql://ana@db/runs"), url_secrets("a b://c@d")
     ({'user info': 'ana:word', 'token': 'x'}, {}, {})
@@ -221,11 +250,19 @@ def url_secrets(text: str) -> dict[str, str]:
     parts = urlsplit(text)
     user = parts.netloc.rpartition("@")[0]
     pairs = parse_qsl(parts.query, keep_blank_values=True)
-    return ({"user info": user} if user else {}) | {name: each for name, each in pairs if is_secret_name(name, True)}
+    return ({"user info": user} if user else {}) | {
+        name: secret for name, secret in pairs if is_secret_name(name, True)
+    }
 
 
 def without_user(url: str) -> tuple[str, tuple[str, str] | None]:
-    """An http(s) URL without its user part, and that part as a user name and a password.
+    """Split the user part off an http(s) URL.
+
+    Args:
+        url: The URL.
+
+    Returns:
+        The URL without it, and the user name and password or `None`.
 
     >>> without_user("http://ana:a%40b@host/score")
     ('http://host/score', ('ana', 'a@b'))

@@ -10,20 +10,18 @@ from numbers import Real
 from typing import Any
 
 
-def _is_bool(value: Any) -> bool:
-    """Whether a value is a bool, numpy's included. numpy is not imported: the command line starts without it."""
-    kind = type(value)
-    return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
-
-
-def suggest(name: str, known: Mapping[str, Any] | list[str]) -> str:
+def suggest(name: str, names: Mapping[str, Any] | list[str]) -> str:
     """What to say of a name that is not known: the nearest that is, and all."""
-    lower = {each.lower(): each for each in known}
+    lower = {candidate.lower(): candidate for candidate in names}
     close = difflib.get_close_matches(str(name).lower(), lower, n=1)
     # action_mask: mask; epsilon: eps
-    inside = [each for each in known if each in str(name).split("_") or (len(each) > 2 and str(name).startswith(each))]
+    inside = [
+        candidate
+        for candidate in names
+        if candidate in str(name).split("_") or (len(candidate) > 2 and str(name).startswith(candidate))
+    ]
     guess = f"; did you mean {(inside or [lower[close[0]]])[0]!r}?" if inside or close else "; there are"
-    return f"{guess} ({', '.join(known) or 'none'})"
+    return f"{guess} ({', '.join(names) or 'none'})"
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -32,16 +30,17 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
 
 
-def check_float(name: str, value: Any, low: float = float("-inf"), high: float = float("inf"), what: str = "") -> float:
+def check_float(
+    name: str, value: object, low: float = float("-inf"), high: float = float("inf"), what: str = ""
+) -> float:
     """A number within its bounds (infinity too, where they allow it), else an error that says so."""
     try:
-        found = float(value) if isinstance(value, Real) and not _is_bool(value) else nan
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else nan
     except OverflowError:
-        found = nan
-    if not low <= found <= high:
-        bounds = what or f"a number from {low:g} to {high:g}"
-        raise ValueError(f"{name}: got {value!r}, expected {bounds}")
-    return found
+        number = nan
+    if not low <= number <= high:
+        raise ValueError(f"{name}: got {value!r}, expected {what or f'a number from {low:g} to {high:g}'}")
+    return number
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -50,7 +49,9 @@ def check_bool(name: str, value: Any) -> bool:
     >>> check_bool("whiten", True)
     True
     """
-    if not _is_bool(value):
+    kind = type(value)
+    # By name: numpy is not imported, since the command line starts without it.
+    if kind is not bool and (kind.__module__, kind.__name__) not in (("numpy", "bool"), ("numpy", "bool_")):
         raise ValueError(f"{name}: got {value!r}, expected True or False")
     return bool(value)
 
@@ -58,10 +59,10 @@ def check_bool(name: str, value: Any) -> bool:
 def check_int(name: str, value: Any, low: int = 0, high: int | None = None) -> int:
     """A whole number within its bounds, else an error that says so."""
     try:
-        found = operator.index(value)
+        number = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        found = low - 1
-    if _is_bool(value) or found < low or (high is not None and found > high):
+        number = low - 1
+    if number < low or (high is not None and number > high):
         end = "on" if high is None else f"to {high:,}"
         raise ValueError(f"{name}: got {value!r}, expected a whole number from {low} {end}")
-    return found
+    return number

@@ -1,16 +1,21 @@
 """Values of one field, for many records, as physical columns, and back.
 
-Invariant: `decode(field, encode(field, values))` gives `values` back, whatever they are; what does not fit a field's
-main column stands in a side column beside it (see `fields.SIDES`), never in a cast. A column is a `Ragged` (tensors)
-or a pyarrow array (everything else); a field that no record has makes no column.
+`encode` and `decode` convert values, `concat` joins columns, `to_arrays` and `from_arrays` convert to and from Arrow,
+and `check_schema` and `check_columns` check columns against the field table.
+
+Invariant: `decode(field, encode(field, values))` returns `values`. A value that does not fit the main column of its
+field is kept in a side column (see `fields.SIDES`), never cast. A column is a `Ragged` (tensors) or a pyarrow array
+(everything else); a field that no record has makes no column.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import compress
+from operator import attrgetter, is_not
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -26,18 +31,22 @@ from rollbook.core.fields import (
     EXPERIENCE_TYPES,
     FIELDS,
     INTEGERS,
+    OWNERS,
     SIDES,
+    TENSOR_FIELDS,
     Field,
-    owner,
-    tensor_fields,
 )
 from rollbook.core.ids import EID, MAX_BITS
 from rollbook.core.ragged import Ragged, promote, tensor_bytes, tensor_from_bytes
 
+if TYPE_CHECKING:
+    import torch
+
 Column: TypeAlias = Any
 """A `Ragged` or a pyarrow array (which has no types of its own to check)."""
 _TEXT = {str, type(None)}
-_HELD = {"dict": {dict, type(None)}, "list": {list, tuple, type(None)}}
+_is_present = partial(is_not, None)
+_JSON_TYPES = {"dict": {dict, type(None)}, "list": {list, tuple, type(None)}}
 Columns = dict[str, Column]
 
 OTHER = pa.struct(
@@ -115,13 +124,22 @@ class EidParts(NamedTuple):
 def encode(
     field: Field, values: Sequence[Any], odd: Sequence[frozenset[str]] | None = None, copy: bool = True
 ) -> Columns:
-    """The columns of `values`, one per record, `None` where a record has none.
+    """Encode the values of a field as columns.
 
-    `odd[i]` names the fields that record i was read with in a shape they cannot have (see `Experience.odd`).
-    `copy=False` may leave tensors pending (see `Ragged.from_tensors`).
+    Args:
+        field: The field.
+        values: One value per record, `None` where a record has none.
+        odd: For each record, the fields that it was read with in a shape they cannot have (see `Experience.odd`).
+        copy: Copy tensors now; `False` may leave them pending (see `Ragged.from_tensors`).
+
+    Returns:
+        The main column and side columns; none if no record has a value.
+
+    Raises:
+        ValueError: A value does not fit the field.
     """
     name = field.name
-    if all(value is None for value in values) or (field.kind == "custom_fields" and not any(values)):
+    if set(map(type, values)) <= {type(None)} or (field.kind == "custom_fields" and not any(values)):
         return {}
     if field.kind == "tensor":
         try:
@@ -130,9 +148,14 @@ def encode(
             # A device that cannot be read from, a layout that has no rows.
             raise ValueError(f"{name}: a tensor cannot be kept: {error}") from None
     if field.kind == "text":
-        return _encode_text(name, values)
+        try:
+            if set(map(type, values)) <= _TEXT:
+                return {name: pa.array(values, pa.large_string())}
+        except (UnicodeEncodeError, pa.ArrowException):
+            pass
+        return _encode_raw_text(name, values)
     if field.kind in ("json", "custom_fields"):
-        return {name: pa.array([_json(field, i, value) for i, value in enumerate(values)], pa.large_string())}
+        return {name: _encode_json(field, values)}
     if field.kind == "eid":
         return {name: _encode_eids(name, values)}
     if field.kind == "media":
@@ -146,108 +169,101 @@ def encode(
         ) from None
 
 
-def _json(field: Field, row: int, value: Any) -> str | None:
-    if value is None:
-        return None
-    if field.kind == "custom_fields":
-        if not value:
-            return None
-        value = [custom.to_dict() for custom in value]
-    if field.holds and not isinstance(value, dict if field.holds == "dict" else (list, tuple)):
-        raise ValueError(f"record {row}: {field.name}: got {type(value).__name__}, expected a {field.holds}")
-    try:
-        return freeform.dumps(value)
-    except ValueError as error:
-        raise ValueError(f"record {row}: {field.name}: {error}") from None
+def _encode_json(field: Field, values: Sequence[Any]) -> pa.Array:
+    texts: list[bytes | None] = []
+    for i, entry in enumerate(values):
+        if entry is None or (field.kind == "custom_fields" and not entry):
+            texts.append(None)
+            continue
+        if field.kind == "custom_fields":
+            entry = [custom.to_dict() for custom in entry]
+        if field.holds and not isinstance(entry, dict if field.holds == "dict" else (list, tuple)):
+            raise ValueError(f"record {i}: {field.name}: got {type(entry).__name__}, expected a {field.holds}")
+        try:
+            texts.append(freeform.dump_bytes(entry)[0])
+        except ValueError as error:
+            raise ValueError(f"record {i}: {field.name}: {error}") from None
+    return pa.array(texts, pa.large_string())
 
 
-def _encode_text(name: str, values: Sequence[Any]) -> Columns:
-    if not set(map(type, values)) <= _TEXT:
-        for i, value in enumerate(values):
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"record {i}: {name}: got {type(value).__name__} {value!r}, expected a str or None")
-    try:
-        return {name: pa.array(values, pa.large_string())}
-    except (UnicodeEncodeError, pa.ArrowException):
-        pass
+def _encode_raw_text(name: str, texts: Sequence[Any]) -> Columns:
+    """Encode text that may have lone surrogates, or subclasses of `str`."""
     clean: list[str | None] = []
     raw: list[bytes | None] = []
-    for value in values:
-        data = None if value is None else value.encode("utf-8", "surrogatepass")
-        lone = data is not None and not _decodes(data)
-        clean.append(None if lone else value)
-        raw.append(data if lone else None)
-    return {name: pa.array(clean, pa.large_string()), f"{name}__raw": pa.array(raw, pa.large_binary())}
+    for i, text in enumerate(texts):
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"record {i}: {name}: got {type(text).__name__} {text!r}, expected a str or None")
+        if text is None or not any("\ud800" <= character <= "\udfff" for character in text):
+            clean.append(text)
+            raw.append(None)
+        else:
+            clean.append(None)
+            raw.append(text.encode("utf-8", "surrogatepass"))
+    columns = {name: pa.array(clean, pa.large_string())}
+    if any(text is not None for text in raw):
+        columns[f"{name}__raw"] = pa.array(raw, pa.large_binary())
+    return columns
 
 
-def _decodes(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _encode_eids(name: str, values: Sequence[Any]) -> pa.Array:
-    blank = EID("", "", 0, 0, "")
-    ids: list[EID] = [blank if eid is None else eid for eid in values]
-    for i, eid in enumerate(ids):
-        if not _plain(eid):  # parts can be set to anything
+def _encode_eids(name: str, values: Sequence[EID | None]) -> pa.Array:
+    ids: list[EID] = []
+    ints = np.zeros(len(values), dtype=np.uint8)
+    absent = np.zeros(len(values), dtype=np.bool_)
+    for i, eid in enumerate(values):
+        if eid is None:
+            absent[i], eid = True, EID("", "", 0, 0, "")
+        elif not (
+            type(eid.run) is type(eid.step) is int
+            and 0 <= eid.run < 1 << 63
+            and 0 <= eid.step < 1 << 63
+            and plain_part(eid.batch)
+            and plain_part(eid.task)
+            and type(eid.suffix) is str
+            and eid.suffix.isascii()
+        ):
+            # Attributes of an id can be set to anything: validate the unusual ones.
             try:
-                eid = ids[i] = eid.replace()
+                eid = eid.replace()
             except ValueError as error:
                 raise ValueError(f"record {i}: {name}: {error}") from None
-    ints = [(type(eid.batch) is int) + 2 * (type(eid.task) is int) for eid in ids]
+        ids.append(eid)
+        ints[i] = (type(eid.batch) is int) + 2 * (type(eid.task) is int)
+    batch, task, run, step, suffix = zip(*map(eid_parts, ids), strict=True)
     return pa.StructArray.from_arrays(
         [
-            pa.array([str(eid.batch) for eid in ids], pa.large_string()),
-            pa.array([str(eid.task) for eid in ids], pa.large_string()),
-            _whole([eid.run for eid in ids], pa.int64(), np.int64),
-            _whole([eid.step for eid in ids], pa.int64(), np.int64),
-            pa.array([eid.suffix for eid in ids], pa.large_string()),
-            _whole(ints, pa.uint8(), np.uint8),
+            pa.array(map(str, batch), pa.large_string()),
+            pa.array(map(str, task), pa.large_string()),
+            pa.array(np.array(run, dtype=np.int64)),  # through numpy: several times as fast
+            pa.array(np.array(step, dtype=np.int64)),
+            pa.array(suffix, pa.large_string()),
+            pa.array(ints),
         ],
         fields=_EID_FIELDS,
-        mask=pa.array([eid is None for eid in values]) if None in values else None,
+        mask=pa.array(absent) if absent.any() else None,
     )
 
 
-def _whole(values: list[int], kind: pa.DataType, dtype: Any) -> pa.Array:
-    """Numbers that are known to be whole and there: several times as fast as Arrow's look at each."""
-    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.array(values, dtype=dtype))])
+eid_parts = attrgetter("batch", "task", "run", "step", "suffix")
 
 
-def _plain(eid: EID) -> bool:
-    """Whether the parts are such as need no look by `EID.validate`."""
-    return (
-        type(eid.run) is type(eid.step) is int
-        and 0 <= eid.run < 1 << 63
-        and 0 <= eid.step < 1 << 63
-        and plain_part(eid.batch)
-        and plain_part(eid.task)
-        and type(eid.suffix) is str
-        and eid.suffix.isascii()
-    )
-
-
-def plain_part(part: Any) -> bool:
-    """Whether a batch or task is such as needs no look by `EID.validate`."""
+def plain_part(part: int | str) -> bool:
+    """Whether a batch or task needs no validation: a 64-bit integer or ASCII text."""
     return -(1 << 63) <= part < 1 << 63 if type(part) is int else type(part) is str and part.isascii()
 
 
-def _other(value: Any) -> dict[str, Any]:
+def _other(tensor: torch.Tensor) -> dict[str, Any]:
     return {
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "shape": list(value.shape),
-        "data": tensor_bytes(value).tobytes(),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "data": tensor_bytes(tensor).tobytes(),
     }
 
 
 def _encode_media(name: str, values: Sequence[Any]) -> pa.Array:
     rows = []
-    for i, value in enumerate(values):
+    for i, media in enumerate(values):
         try:
-            rows.append(None if value is None else [{"key": key, **_other(item)} for key, item in value.items()])
+            rows.append(None if media is None else [{"key": key, **_other(tensor)} for key, tensor in media.items()])
         except (RuntimeError, AttributeError) as error:
             raise ValueError(f"record {i}: {name}: a tensor cannot be kept: {error}") from None
     try:
@@ -263,11 +279,11 @@ def _encode_tensors(
 
     name = field.name
     rows = list(values)
-    if not odd and not field.trailing and (dtype := uniform_dtype([row for row in rows if row is not None])):
+    if not odd and not field.trailing and (dtype := uniform_dtype(list(filter(_is_present, rows)))):
         return {name: Ragged.from_tensors(rows, dtype, copy, uniform=True)}
     ones: dict[int, int] = {}
     others: dict[int, Any] = {}
-    wanted = 1 + field.trailing
+    dimensions = 1 + field.trailing
     shapes: Counter[tuple[int, ...]] = Counter()
     dtypes: Counter[str] = Counter()
     short: dict[Any, str] = {}
@@ -281,7 +297,7 @@ def _encode_tensors(
             raise ValueError(f"record {i}: {name}: got {type(row).__name__}, expected a tensor")
         dtype = short.get(row.dtype) or short.setdefault(row.dtype, str(row.dtype).removeprefix("torch."))
         shape = row.shape
-        if dtype not in COLUMNAR or len(shape) != wanted or 0 in shape[1:] or (odd and name in odd[i]):
+        if dtype not in COLUMNAR or len(shape) != dimensions or 0 in shape[1:] or (odd and name in odd[i]):
             others[i], rows[i] = row, None
         else:
             dtypes[dtype] += 1
@@ -319,67 +335,63 @@ def uniform_dtype(present: list[Any]) -> str | None:
     return dtype if not kinds and dtype in COLUMNAR else None
 
 
-def _set_aside(rows: list[Any], others: dict[int, Any], stays: Any) -> None:
+def _set_aside(rows: list[Any], others: dict[int, torch.Tensor], stays: Callable[[torch.Tensor], bool]) -> None:
     for i, row in enumerate(rows):
         if row is not None and not stays(row):
             others[i], rows[i] = row, None
 
 
 def decode(field: Field, columns: Mapping[str, Column]) -> list[Any] | None:
-    """The field's values in each record, or `None` if no record has it; tensors are views where they can be."""
-    name = field.name
-    sides = {key: columns.get(f"{name}__{key}") for key in SIDES[field.kind] if key != "dtype"}
-    main = columns.get(name)
-    if main is None and all(side is None for side in sides.values()):
-        return None
+    """Return the field's value in each record, or `None` if no record has it; tensors are views if possible."""
+    name, kind, column = field.name, field.kind, columns.get(field.name)
     values: list[Any] | None = None
-    if main is not None:
-        values = _decode_main(field, main)
-    for key, side in sides.items():
-        if side is None:
-            continue
-        found = [_unbox(key, item, field) for item in side.to_pylist()]
-        values = found if values is None else [b if a is None else a for a, b in zip(values, found, strict=True)]
+    if isinstance(column, Ragged):
+        values = column.tensors()
+    elif column is None:
+        pass
+    elif kind == "text":
+        values = texts(column)
+    elif kind == "json":
+        values = freeform.loads_many(texts(column), where=name)
+        if field.holds and not set(map(type, values)) <= _JSON_TYPES[field.holds]:
+            wrong = next(entry for entry in values if type(entry) not in _JSON_TYPES[field.holds])
+            raise WireError(f"{name}: got a {type(wrong).__name__}, expected a {field.holds}")
+    elif kind == "eid":
+        values = _decode_eids(column)
+    elif kind == "custom_fields":
+        values = [None if text is None else _custom_fields(text) for text in texts(column)]
+    elif kind == "media":
+        values = [_media(entries, name) for entries in column.to_pylist()]
+    else:
+        values = numbers(column)
+    for side in SIDES[kind]:
+        boxes = columns.get(f"{name}__{side}") if side != "dtype" else None
+        if boxes is not None:
+            unboxed = [_unbox(side, box, field) for box in boxes.to_pylist()]
+            values = (
+                unboxed if values is None else [b if a is None else a for a, b in zip(values, unboxed, strict=True)]
+            )
     return values
 
 
-def _unbox(side: str, item: Any, field: Field) -> Any:
-    if item is None or side == "one":
-        return item
+def _unbox(side: str, box: freeform.Json, field: Field) -> Any:
+    """Return the value of a row of a side column."""
+    if box is None or side == "one":
+        return box
     if side == "raw":
         try:
-            return item.decode("utf-8", "surrogatepass")
+            return box.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
             raise WireError(f"{field.name}__raw: {error}") from None
-    if field.accepts == "integer" and item["dtype"] not in INTEGERS:
-        raise WireError(f"{field.name}__other: got {item['dtype']}, expected whole numbers")
-    return _tensor(item, field.name)
+    if field.accepts == "integer" and box["dtype"] not in INTEGERS:
+        raise WireError(f"{field.name}__other: got {box['dtype']}, expected whole numbers")
+    return _tensor(box, field.name)
 
 
-def _tensor(item: dict[str, Any], where: str) -> Any:
-    if item is None or item["data"] is None:
+def _tensor(box: dict[str, Any], where: str) -> torch.Tensor:
+    if box is None or box["data"] is None:
         raise WireError(f"{where}: a tensor without data")
-    return tensor_from_bytes(item["dtype"], item["shape"], item["data"], where)
-
-
-def _decode_main(field: Field, column: Column) -> list[Any]:
-    if isinstance(column, Ragged):
-        return column.tensors()
-    if field.kind == "text":
-        return texts(column)
-    if field.kind == "json":
-        values = freeform.loads_many(texts(column), where=field.name)
-        if field.holds and not set(map(type, values)) <= _HELD[field.holds]:
-            wrong = next(value for value in values if type(value) not in _HELD[field.holds])
-            raise WireError(f"{field.name}: got a {type(wrong).__name__}, expected a {field.holds}")
-        return values
-    if field.kind == "eid":
-        return _decode_eids(column)
-    if field.kind == "custom_fields":
-        return [None if text is None else _custom_fields(text) for text in texts(column)]
-    if field.kind == "media":
-        return [_media(item, field.name) for item in column.to_pylist()]
-    return numbers(column)
+    return tensor_from_bytes(box["dtype"], box["shape"], box["data"], where)
 
 
 def numbers(column: pa.Array) -> list[Any]:
@@ -402,39 +414,45 @@ def texts(column: pa.Array) -> list[str | None]:
 
 
 def _decode_eids(column: pa.StructArray) -> list[EID]:
-    batch, task, run, step, suffix, ints = (column.field(i) for i in range(6))
-    parts = zip(texts(batch), texts(task), numbers(run), numbers(step), texts(suffix), numbers(ints), strict=True)
+    batches, tasks, runs, steps, suffixes, ints = map(column.field, range(6))
+    batch, task, flags = texts(batches), texts(tasks), ints.to_numpy(zero_copy_only=False)
+    # Batches and tasks repeat: convert each distinct number once.
+    integers: dict[str | None, int] = {}
+    for text in {*compress(batch, (flags & 1).tolist()), *compress(task, (flags & 2).tolist())}:
+        try:
+            integers[text] = number = int(text)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise WireError(f"eid: {text!r:.80} is marked as a number but is not one") from None
+        if number.bit_length() > MAX_BITS:
+            raise WireError(f"eid: a number of {number.bit_length()} bits, expected at most {MAX_BITS}")
     ids = []
-    new, set_dict = EID.__new__, object.__setattr__
-    known: dict[str, int] = {}  # batches and tasks come many times
-    for a, b, r, s, x, i in parts:
-        if i & 1:
-            a = known[a] if a in known else known.setdefault(a, _int(a))
-        if i & 2:
-            b = known[b] if b in known else known.setdefault(b, _int(b))
+    new, set_dict = EID.__new__, object.__setattr__  # skips validation: wire checked the columns
+    for a, b, run, step, suffix, flag in zip(
+        batch, task, numbers(runs), numbers(steps), texts(suffixes), flags.tolist(), strict=True
+    ):
         eid = new(EID)
-        set_dict(eid, "__dict__", {"batch": a, "task": b, "run": r, "step": s, "suffix": x})
+        set_dict(
+            eid,
+            "__dict__",
+            {
+                "batch": integers[a] if flag & 1 else a,
+                "task": integers[b] if flag & 2 else b,
+                "run": run,
+                "step": step,
+                "suffix": suffix,
+            },
+        )
         ids.append(eid)
     return ids
 
 
-def _int(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise WireError(f"eid: {text!r:.80} is marked as a number, and is none") from None
-    if number.bit_length() > MAX_BITS:
-        raise WireError(f"eid: a number of {number.bit_length()} bits, expected at most {MAX_BITS}")
-    return number
-
-
-def _media(item: list[dict[str, Any]] | None, where: str) -> dict[str, Any] | None:
-    if item is None:
+def _media(entries: list[dict[str, Any]] | None, where: str) -> dict[str, Any] | None:
+    if entries is None:
         return None
-    if any(entry is None or entry["key"] is None for entry in item):
+    if any(entry is None or entry["key"] is None for entry in entries):
         raise WireError(f"{where}: a tensor without a key")
-    media = {entry["key"]: _tensor(entry, f"{where}[{entry['key']!r}]") for entry in item}
-    if len(media) != len(item):
+    media = {entry["key"]: _tensor(entry, f"{where}[{entry['key']!r}]") for entry in entries}
+    if len(media) != len(entries):
         raise WireError(f"{where}: a key stands twice")
     return media
 
@@ -442,11 +460,11 @@ def _media(item: list[dict[str, Any]] | None, where: str) -> dict[str, Any] | No
 def _custom_fields(text: str) -> list[Any]:
     from rollbook.core.experience import CustomField
 
-    held = freeform.loads(text)
-    if not isinstance(held, list):
-        raise WireError(f"custom_fields: got {type(held).__name__}, expected a list")
+    entries = freeform.loads(text)
+    if not isinstance(entries, list):
+        raise WireError(f"custom_fields: got {type(entries).__name__}, expected a list")
     try:
-        return [CustomField.from_dict(item) for item in held]
+        return [CustomField.from_dict(entry) for entry in entries]
     except (TypeError, ValueError, KeyError) as error:
         raise WireError(f"custom_fields: {error}") from None
 
@@ -467,31 +485,21 @@ def set_aside(field: Field, columns: Mapping[str, Column], count: int) -> list[f
     return [here if valid else nothing for valid in other.is_valid().to_pylist()]
 
 
-def slice_column(column: Column, start: int, stop: int) -> Column:
-    """Rows start to stop, sharing memory."""
-    return column.slice(start, stop) if isinstance(column, Ragged) else column.slice(start, stop - start)
-
-
-def take_column(column: Column, indices: NDArray[np.int64]) -> Column:
-    """The rows at `indices`, copied."""
-    return column.take(indices if isinstance(column, Ragged) else pa.array(indices))
-
-
 def concat(parts: Sequence[tuple[Columns, int]]) -> Columns:
     """The columns of all parts, one after the other; a part without a column has absent rows there."""
     names: dict[str, None] = {}
     for columns, _ in parts:
         names.update(dict.fromkeys(sorted(columns)))
-    result: Columns = {}
+    joined: Columns = {}
     for name in names:
-        if name in result:
+        if name in joined:
             continue
         present = [columns[name] for columns, _ in parts if name in columns]
         if isinstance(present[0], Ragged):
-            _concat_ragged(name, parts, result)
+            _concat_ragged(name, parts, joined)
         else:
-            result[name] = _concat_arrow(name, parts, present[0].type)
-    return result
+            joined[name] = _concat_arrow(name, parts, present[0].type)
+    return joined
 
 
 def _concat_arrow(name: str, parts: Sequence[tuple[Columns, int]], kind: pa.DataType) -> pa.Array:
@@ -502,7 +510,7 @@ def _concat_arrow(name: str, parts: Sequence[tuple[Columns, int]], kind: pa.Data
         raise ValueError(f"column {name!r} has different types in the parts: {error}") from None
 
 
-def _concat_ragged(name: str, parts: Sequence[tuple[Columns, int]], result: Columns) -> None:
+def _concat_ragged(name: str, parts: Sequence[tuple[Columns, int]], joined: Columns) -> None:
     columns = [part.get(name) for part, _ in parts]
     ragged = [column for column in columns if isinstance(column, Ragged)]
     dtype = promote(column.dtype for column in ragged)
@@ -514,10 +522,10 @@ def _concat_ragged(name: str, parts: Sequence[tuple[Columns, int]], result: Colu
         for part, count in parts:
             values.extend(decode(field, part) or [None] * count)
             aside.extend(set_aside(field, part, count))
-        result.update(_encode_tensors(field, values, aside))
+        joined.update(_encode_tensors(field, values, aside))
         return
     trailing = ragged[0].trailing
-    result[name] = Ragged.concat(
+    joined[name] = Ragged.concat(
         [
             column.as_dtype(dtype) if isinstance(column, Ragged) else Ragged.absent(count, dtype, trailing)
             for column, (_, count) in zip(columns, parts, strict=True)
@@ -533,66 +541,50 @@ _STORAGE_NAMES = {kind: name for name, kind in _STORAGE.items()}
 
 
 def to_arrays(columns: Mapping[str, Column], portable: bool = False) -> dict[str, pa.Array]:
-    """Arrow arrays of all columns in the table's order, unknown ones last.
+    """Return the columns as Arrow arrays, in the order of the table, unknown ones last.
 
-    `portable`: for Parquet and HF, with half-precision floats as float32 (their type stands in the `__dtype` side).
+    Args:
+        columns: The columns.
+        portable: Write half-precision floats as float32, with their type in a `__dtype` column: for Parquet and HF.
+
+    Returns:
+        The arrays; tensor columns share their memory.
     """
     arrays: dict[str, pa.Array] = {}
-    for name in _sorted(columns):
+    for name in (*filter(columns.__contains__, OWNERS), *sorted(columns.keys() - OWNERS)):
         column = columns[name]
-        if isinstance(column, Ragged):
-            # A field that was withdrawn meanwhile still has its column.
-            field = FIELDS.get(name) or Field(name, "tensor", dtype=column.dtype)
-            arrays[name], codes = _ragged_to_arrow(column, field, portable)
-            if codes is not None:
-                arrays[f"{name}__dtype"] = codes
-        else:
+        if not isinstance(column, Ragged):
             arrays[name] = column
+            continue
+        dtype = DTYPES[column.dtype]
+        if portable and dtype.portable != dtype.storage:
+            column, dtype = column.as_dtype("float32"), DTYPES["float32"]
+        start, stop = int(column.offsets[0]), int(column.offsets[-1])
+        offsets = column.offsets - start if start else np.ascontiguousarray(column.offsets)
+        values = (column.memory if column.pending else column.values)[start:stop]
+        child = pa.Array.from_buffers(
+            _STORAGE[dtype.storage], values.size, [None, pa.py_buffer(np.ascontiguousarray(values).reshape(-1))]
+        )
+        for size in reversed(column.trailing):
+            child = pa.FixedSizeListArray.from_arrays(child, size)
+        bitmap = None if column.valid is None else pa.py_buffer(np.packbits(column.valid, bitorder="little"))
+        arrays[name] = pa.Array.from_buffers(
+            pa.large_list(child.type), len(column), [bitmap, pa.py_buffer(offsets)], children=[child]
+        )
+        # A field that was withdrawn meanwhile still has its column.
+        field = FIELDS.get(name) or Field(name, "tensor", dtype=column.dtype)
+        codes = column.codes
+        if codes is None and implied(dtype.storage, field) != column.dtype:
+            codes = np.full(len(column), dtype.code, dtype=np.uint8)
+        if codes is not None:
+            codes = codes if column.valid is None else np.where(column.valid, codes, 0).astype(np.uint8)
+            arrays[f"{name}__dtype"] = pa.array(codes, pa.uint8())
     return arrays
 
 
-def _sorted(names: Iterable[str]) -> list[str]:
-    place = {name: i for i, name in enumerate(FIELDS)}
-
-    def order(name: str) -> tuple[int, str]:
-        known = owner(name)
-        return (place[known[0].name], name) if known else (len(place), name)
-
-    return sorted(names, key=order)
-
-
 def implied(storage: str, field: Field) -> str:
-    """The element type that a column has when no `__dtype` column says otherwise."""
+    """Return the element type of a column that has no `__dtype` column."""
     return "bool" if storage == "uint8" and field.dtype == "bool" else storage
-
-
-def _ragged_to_arrow(column: Ragged, field: Field, portable: bool) -> tuple[pa.Array, pa.Array | None]:
-    if portable and DTYPES[column.dtype].portable != DTYPES[column.dtype].storage:
-        column = column.as_dtype("float32")
-    start, stop = int(column.offsets[0]), int(column.offsets[-1])
-    offsets = column.offsets - start if start else np.ascontiguousarray(column.offsets)
-    values = (column.memory if column.pending else column.values)[start:stop]
-    child = pa.Array.from_buffers(
-        _STORAGE[DTYPES[column.dtype].storage],
-        values.size,
-        [None, pa.py_buffer(np.ascontiguousarray(values).reshape(-1))],
-    )
-    for size in reversed(column.trailing):
-        child = pa.FixedSizeListArray.from_arrays(child, size)
-    validity = None
-    if column.valid is not None:
-        validity = pa.py_buffer(np.packbits(column.valid, bitorder="little"))
-    array = pa.Array.from_buffers(
-        pa.large_list(child.type), len(column), [validity, pa.py_buffer(offsets)], children=[child]
-    )
-    codes = column.codes
-    if codes is None:
-        if implied(DTYPES[column.dtype].storage, field) == column.dtype:
-            return array, None
-        codes = np.full(len(column), DTYPES[column.dtype].code, dtype=np.uint8)
-    if column.valid is not None:
-        codes = np.where(column.valid, codes, 0).astype(np.uint8)
-    return array, pa.array(codes, pa.uint8())
 
 
 def empty_type(field: Field) -> pa.DataType:
@@ -613,19 +605,18 @@ def check_schema(schema: pa.Schema) -> None:
     if len(set(schema.names)) != len(schema.names):
         raise WireError("the schema names a column twice")
     for arrow_field in schema:
-        known = owner(arrow_field.name)
         kind = arrow_field.type
-        if known is None:
+        if arrow_field.name not in OWNERS:
             continue
-        if known[1] == "dtype" and known[0].name not in schema.names:
-            raise WireError(f"column {arrow_field.name!r} stands without {known[0].name!r}")
-        if known[1] == "one" and not known[0].broadcast:
-            raise WireError(f"column {arrow_field.name!r}: one number cannot stand for all of {known[0].name}")
-        if known[0].kind == "tensor" and not known[1]:
-            _check_ragged_type(known[0], kind)
-        elif kind != PLAIN_TYPES[known[0].kind, known[1]]:
-            expected = PLAIN_TYPES[known[0].kind, known[1]]
-            raise WireError(f"column {arrow_field.name!r}: type {kind}, expected {expected}")
+        field, side = OWNERS[arrow_field.name]
+        if side == "dtype" and field.name not in schema.names:
+            raise WireError(f"column {arrow_field.name!r} stands without {field.name!r}")
+        if side == "one" and not field.broadcast:
+            raise WireError(f"column {arrow_field.name!r}: one number cannot stand for all of {field.name}")
+        if field.kind == "tensor" and not side:
+            _check_ragged_type(field, kind)
+        elif kind != PLAIN_TYPES[field.kind, side]:
+            raise WireError(f"column {arrow_field.name!r}: type {kind}, expected {PLAIN_TYPES[field.kind, side]}")
     for name in ("eid", "tokens", "prompt_length", "experience_type"):
         if name not in schema.names and not (name == "tokens" and "tokens__other" in schema.names):
             raise WireError(f"the schema has no column {name!r}")
@@ -645,16 +636,22 @@ def _check_ragged_type(field: Field, kind: pa.DataType) -> None:
         )
 
 
-def from_arrays(arrays: Mapping[str, pa.Array], private: bool = False) -> Columns:
-    """Columns over Arrow arrays of the right types; nothing is copied. `private`: the memory is ours to write on."""
+def from_arrays(arrays: Mapping[str, pa.Array], memory: NDArray[np.uint8] | None = None) -> Columns:
+    """Return columns over Arrow arrays of the right types, without copying.
+
+    Args:
+        arrays: The arrays, by column name.
+        memory: The writable bytes that the arrays lie in, if tensors may be views of them.
+
+    Returns:
+        The columns; `__dtype` columns become part of their tensor columns.
+    """
     columns: Columns = {}
     for name, array in arrays.items():
-        known = owner(name)
-        if known is None or known[0].kind != "tensor":
-            columns[name] = array
-        elif not known[1]:
-            columns[name] = _arrow_to_ragged(array, known[0], arrays.get(f"{name}__dtype"), private)
-        elif known[1] != "dtype":
+        field, side = OWNERS.get(name, (None, ""))
+        if field is not None and field.kind == "tensor" and not side:
+            columns[name] = _arrow_to_ragged(array, field, arrays.get(f"{name}__dtype"), memory)
+        elif side != "dtype":
             columns[name] = array
     return columns
 
@@ -681,7 +678,7 @@ def offsets(array: pa.Array, limit: int) -> NDArray[np.int64]:
     return values
 
 
-def _arrow_to_ragged(array: pa.Array, field: Field, codes: pa.Array | None, private: bool) -> Ragged:
+def _arrow_to_ragged(array: pa.Array, field: Field, codes: pa.Array | None, memory: NDArray[np.uint8] | None) -> Ragged:
     child = array.values
     bounds = offsets(array, len(child))
     trailing = []
@@ -704,8 +701,11 @@ def _arrow_to_ragged(array: pa.Array, field: Field, codes: pa.Array | None, priv
         if buffer.size < (child.offset + len(child)) * dtype.itemsize:
             raise WireError(f"column {field.name!r}: its values are cut short")
         values = np.frombuffer(buffer, dtype=dtype, count=len(child), offset=child.offset * dtype.itemsize)
-    if private and values.size:
-        values = _writable(values)
+    if memory is not None and values.size:
+        # pyarrow hands out read-only views: take the same bytes of the memory that they are views of.
+        start = values.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
+        inside = 0 <= start <= memory.nbytes - values.nbytes
+        values = memory[start : start + values.nbytes].view(dtype) if inside else values.copy()
     valid = validity(array)
     if valid is not None and (np.diff(bounds)[~valid] != 0).any():
         raise WireError(f"column {field.name!r}: a row is null and has values")
@@ -713,21 +713,7 @@ def _arrow_to_ragged(array: pa.Array, field: Field, codes: pa.Array | None, priv
     row_codes = None
     if codes is not None:
         name, row_codes = _row_codes(field, storage, np.asarray(codes.fill_null(0)), valid)
-    return Ragged(values.reshape(-1, *trailing), bounds, name, valid, row_codes, owned=private)
-
-
-class _Memory:
-    """The same memory as a read-only array's, offered for writing, and the owner that keeps it alive."""
-
-    def __init__(self, values: NDArray[Any]) -> None:
-        self.owner = values
-        described = values.__array_interface__
-        self.__array_interface__ = {**described, "data": (described["data"][0], False)}
-
-
-def _writable(values: NDArray[Any]) -> NDArray[Any]:
-    # pyarrow hands its buffers out read-only; this memory is the caller's own (a private map or a copy).
-    return np.asarray(_Memory(values))
+    return Ragged(values.reshape(-1, *trailing), bounds, name, valid, row_codes, owned=memory is not None)
 
 
 def _row_codes(
@@ -753,26 +739,37 @@ def _row_codes(
 # --- the promises of the table ----------------------------------------------------------------------------------
 
 
-def check_columns(columns: Columns, count: int) -> None:
-    """Raise `ValueError` naming field, record, got and expected if the columns break a promise of the table."""
-    # Small batches come by the thousand: a call of Arrow's takes longer than a look at eight numbers, and columns
-    # without nulls, or all of one kind, as nearly all are, are told apart by looking at them once.
-    lengths, there = token_lengths(columns, count)
-    _all(there, "tokens: got None, expected token ids")
+def check_columns(columns: Columns, count: int, masks: bool = False) -> None:
+    """Check columns against the field table: lengths, kinds, required values.
+
+    Args:
+        columns: The columns.
+        count: How many records they have.
+        masks: Check also that bool columns hold nothing but 0 and 1, which reads every value.
+
+    Raises:
+        ValueError: Names the field, the record, what it has and what was expected.
+    """
+    # Small batches come by the thousand, and one call into Arrow takes longer than comparing eight numbers: columns
+    # without nulls, or with records of one kind, which is nearly all, are recognized at once.
+    lengths, present = token_lengths(columns, count)
+    if not present.all():
+        _fail(present, "tokens: got None, expected token ids")
     for name in ("eid", "prompt_length", "experience_type"):
         if name not in columns:
             raise ValueError(f"{name}: got None in every record, expected a value")
         if columns[name].null_count:
-            _all(np.asarray(columns[name].is_valid()), f"{name}: got None, expected a value")
+            _fail(np.asarray(columns[name].is_valid()), f"{name}: got None, expected a value")
     eid = columns["eid"]
     for i in range(eid.type.num_fields):
         part = eid.field(i)
         if part.null_count:
-            _all(np.asarray(part.is_valid()), f"eid.{eid.type.field(i).name}: got None, expected a value")
+            _fail(np.asarray(part.is_valid()), f"eid.{eid.type.field(i).name}: got None, expected a value")
     prompt = columns["prompt_length"].to_numpy(zero_copy_only=False).astype(np.int64)
     kind = columns["experience_type"]
     single, multi, dpo = kinds(kind)
-    _all(single | multi | dpo, f"experience_type: expected one of {', '.join(EXPERIENCE_TYPES)}, got", kind)
+    if not (single | multi | dpo).all():
+        _fail(single | multi | dpo, f"experience_type: expected one of {', '.join(EXPERIENCE_TYPES)}, got", kind)
     pairs = bool(dpo.any())
     cut = truncated(columns, count) & ~dpo
     fits = np.where(multi, prompt >= 0, prompt > 0) & (cut | np.where(single, prompt < lengths, prompt <= lengths))
@@ -787,83 +784,88 @@ def check_columns(columns: Columns, count: int) -> None:
     expected = lengths - prompt
     if cut.any():
         logprobs = columns.get("logprobs")
-        known = logprobs.present if isinstance(logprobs, Ragged) else np.zeros(count, dtype=np.bool_)
-        aside = columns.get("logprobs__other")
-        if aside is not None:
-            known = known | np.asarray(aside.is_valid())
-        _all(known | ~cut, "logprobs: got None, expected them with truncate_status 'prompt_truncated'")
+        scored = has(columns, "logprobs", count) | ~cut
+        if not scored.all():
+            _fail(scored, "logprobs: got None, expected them with truncate_status 'prompt_truncated'")
         # Log-probs that stand aside say nothing about the others: -1.
         widths = np.where(logprobs.present, logprobs.lengths, -1) if isinstance(logprobs, Ragged) else -1
         expected = np.where(cut, widths, expected)
         mask = columns.get("action_mask")
         if isinstance(mask, Ragged):
-            good = np.ones(count, dtype=np.bool_)
             for i in np.flatnonzero(cut & mask.present).tolist():
-                good[i] = not mask.row(i).any()
-            _all(good, "action_mask: got True, expected all False with truncate_status 'prompt_truncated'")
-    for field in tensor_fields("response"):
+                if mask.row(i).any():
+                    raise ValueError(
+                        f"record {i}: action_mask: got True, expected all False with truncate_status 'prompt_truncated'"
+                    )
+    for field in TENSOR_FIELDS["response"]:
         column = columns.get(field.name)
         if isinstance(column, Ragged):
             wrong = column.lengths != expected
             if wrong.any() and (wrong := wrong & column.present & (expected >= 0)).any():
                 i = int(np.flatnonzero(wrong)[0])
-                got, want = int(column.lengths[i]), int(expected[i])
                 raise ValueError(
-                    f"record {i}: {field.name}: got {got} entries, expected {want} (one per response token)"
+                    f"record {i}: {field.name}: got {int(column.lengths[i])} entries, expected {int(expected[i])} "
+                    "(one per response token)"
                 )
-    for field in tensor_fields("sequence"):
+    for field in TENSOR_FIELDS["sequence"]:
         column = columns.get(field.name)
         if field.name != "tokens" and isinstance(column, Ragged):
-            _all(~column.present | (column.lengths == lengths), f"{field.name}: expected one entry for each token")
+            fits = ~column.present | (column.lengths == lengths)
+            if not fits.all():
+                _fail(fits, f"{field.name}: expected one entry for each token")
     if pairs or not columns.keys().isdisjoint(("chosen", "chosen__other", "rejected", "rejected__other")):
         chosen, rejected = has(columns, "chosen", count), has(columns, "rejected", count)
-        for name, there in (("chosen", chosen), ("rejected", rejected)):
-            _all(
-                there | ~(dpo | chosen | rejected),
-                f"{name}: got None, expected tokens, as for the other answer of a pair",
-            )
+        for name, present in (("chosen", chosen), ("rejected", rejected)):
+            fits = present | ~(dpo | chosen | rejected)
+            if not fits.all():
+                _fail(fits, f"{name}: got None, expected tokens, as for the other answer of a pair")
     if "group_size" in columns:
         sizes = columns["group_size"]
-        _all(np.asarray(pc.fill_null(pc.greater(sizes, 0), True)), "group_size: expected at least 1, got", sizes)
+        fits = np.asarray(pc.fill_null(pc.greater(sizes, 0), True))
+        if not fits.all():
+            _fail(fits, "group_size: expected at least 1, got", sizes)
+    if masks:
+        for name, column in columns.items():
+            if isinstance(column, Ragged) and column.dtype == "bool" and (largest := column.largest()) > 1:
+                raise ValueError(f"{name}: got the byte {largest} in a bool column, expected 0 or 1")
+
+
+def _fail(fits: NDArray[np.bool_], message: str, values: pa.Array | None = None) -> None:
+    """Raise `ValueError` for the first record that does not fit."""
+    i = int(np.flatnonzero(~fits)[0])
+    raise ValueError(f"record {i}: {message}" + ("" if values is None else f" {values[i].as_py()!r}"))
 
 
 def token_lengths(columns: Columns, count: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """How many tokens each record has, and whether it has any value there."""
-    tokens = columns.get("tokens")
+    tokens, other = columns.get("tokens"), columns.get("tokens__other")
     lengths = tokens.lengths.copy() if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.int64)
-    there = tokens.present.copy() if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.bool_)
-    other = columns.get("tokens__other")
+    present = tokens.present.copy() if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.bool_)
     if other is not None:
         for i in np.flatnonzero(np.asarray(other.is_valid())).tolist():
             shape = other[i]["shape"].as_py()
-            if there[i] or not shape or len(shape) != 1 or shape[0] is None:
+            if present[i] or not shape or len(shape) != 1 or shape[0] is None:
                 raise ValueError(f"record {i}: tokens: got shape {shape}, expected one dimension, given once")
-            lengths[i], there[i] = shape[0], True
-    return lengths, there
+            lengths[i], present[i] = shape[0], True
+    return lengths, present
 
 
 def kinds(column: pa.Array) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which records are single_turn, multi_turn and dpo."""
-    found = _one_kind(column)
-    if found is not None:
-        single, multi, dpo = (np.full(len(column), name == found, dtype=np.bool_) for name in EXPERIENCE_TYPES)
-    else:
-        single, multi, dpo = (np.asarray(pc.fill_null(pc.equal(column, name), False)) for name in EXPERIENCE_TYPES)
+    """Return which records are single_turn, multi_turn and dpo: three masks [N]."""
+    count = len(column)
+    plain = count and not column.null_count and column.type == pa.large_string()
+    first: str = column[0].as_py() if plain else ""
+    text = column.buffers()[2] if first in EXPERIENCE_TYPES else None
+    if text is not None:
+        # Nearly always all records are of one kind: comparing all bytes at once is several times as fast.
+        bounds = offsets(column, text.size)
+        alike = bool((np.diff(bounds) == len(first)).all())
+        if alike and bytes(memoryview(text)[bounds[0] : bounds[-1]]) == first.encode() * count:
+            masks = np.zeros((3, count), dtype=np.bool_)
+            masks[EXPERIENCE_TYPES.index(first)] = True
+            return masks[0], masks[1], masks[2]
+    single, multi, dpo = (np.asarray(pc.fill_null(pc.equal(column, name), False)) for name in EXPERIENCE_TYPES)
     return single, multi, dpo
-
-
-def _one_kind(column: pa.Array) -> str | None:
-    """The kind of all records, if they have one."""
-    if not len(column) or column.null_count or column.type != pa.large_string():
-        return None
-    first: str = column[0].as_py()
-    if first not in EXPERIENCE_TYPES:
-        return None
-    data = column.buffers()[2]
-    bounds = offsets(column, 0 if data is None else data.size)
-    alike = data is not None and bool((bounds[1:] - bounds[:-1] == len(first)).all())
-    # As bytes: two views are compared entry by entry.
-    return first if alike and bytes(memoryview(data)[bounds[0] : bounds[-1]]) == first.encode() * len(column) else None
 
 
 def truncated(columns: Columns, count: int) -> NDArray[np.bool_]:
@@ -876,20 +878,5 @@ def truncated(columns: Columns, count: int) -> NDArray[np.bool_]:
 def has(columns: Columns, name: str, count: int) -> NDArray[np.bool_]:
     """Which records have a value in a tensor field."""
     column, other = columns.get(name), columns.get(f"{name}__other")
-    there = column.present if isinstance(column, Ragged) else np.zeros(count, dtype=np.bool_)
-    return there if other is None else there | np.asarray(other.is_valid())
-
-
-def _all(good: NDArray[np.bool_], message: str, values: pa.Array | None = None) -> None:
-    if not good.all():
-        i = int(np.flatnonzero(~good)[0])
-        raise ValueError(f"record {i}: {message}" + ("" if values is None else f" {values[i].as_py()!r}"))
-
-
-def check_masks(columns: Columns) -> None:
-    """Raise `ValueError` if a bool column holds anything but 0 and 1."""
-    for name, column in columns.items():
-        if isinstance(column, Ragged) and column.dtype == "bool":
-            most = column.largest()
-            if most > 1:
-                raise ValueError(f"{name}: got the byte {most} in a bool column, expected 0 or 1")
+    present = column.present if isinstance(column, Ragged) else np.zeros(count, dtype=np.bool_)
+    return present if other is None else present | np.asarray(other.is_valid())

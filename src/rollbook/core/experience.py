@@ -1,7 +1,7 @@
-"""`Experience`, the record; `CustomField`; conversion of field values; equality; splitting preference pairs.
+"""`Experience`, the record; `CustomField`; conversion and validation of field values; splitting of preference pairs.
 
-Invariant: a record that was constructed keeps the promises of the field table: slot j of every response-axis field
-speaks of token `prompt_length + j`, its kind is stored, and its dicts and lists are its own.
+Invariant: a constructed record fits the field table: slot j of every response-axis field describes token
+`prompt_length + j`, its kind is stored, and no other record shares its dicts and lists.
 """
 
 from __future__ import annotations
@@ -12,70 +12,24 @@ import inspect
 import math
 import operator
 import reprlib
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rollbook.core import fields
 from rollbook.core.errors import WireError, explain_missing
 from rollbook.core.fields import BATCH_NAMES, DTYPES, EXPERIENCE_TYPES, FIELDS, INTEGERS, Field
+from rollbook.core.freeform import same
 from rollbook.core.ids import EID
 from rollbook.core.ragged import promote
 
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal: tensors and arrays by type, shape and value, NaN equal to NaN.
-
-    >>> same({"a": [float("nan"), (1, 2)]}, {"a": [float("nan"), (1, 2)]}), same([1], (1,))
-    (True, False)
-    """
-    if a is b:
-        return True
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and _same_tensors(a, b)
-    if isinstance(a, (np.ndarray, np.generic)) or isinstance(b, (np.ndarray, np.generic)):
-        return _same_arrays(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        if len(a) != len(b):
-            return False
-        if all(key in b for key in a):
-            return all(same(value, b[key]) for key, value in a.items())
-        # A NaN among the keys is found by no look-up: compare in order.
-        return all(same(k, j) and same(v, w) for (k, v), (j, w) in zip(a.items(), b.items(), strict=True))
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return isinstance(a, list) == isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, float) and isinstance(b, float):
-        return a == b or (a != a and b != b)
-    equal = a == b
-    return equal if isinstance(equal, bool) else False
-
-
-def _same_tensors(a: Any, b: Any) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape or a.is_meta or b.is_meta or a.layout != b.layout:
-        return False
-    if str(a.layout) != "torch.strided":
-        a, b = a.to_dense(), b.to_dense()
-
-    if not (a.is_floating_point() or a.is_complex()):
-        return bool((a.detach().cpu() == b.detach().cpu()).all())
-    a, b = a.detach().cpu(), b.detach().cpu()
-    if a.element_size() == 1:
-        a, b = a.float(), b.float()  # 8-bit floats have no arithmetic of their own
-    return bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _same_arrays(a: Any, b: Any) -> bool:
-    if type(a) is not type(b) or a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    equal = np.asarray(a == b)
-    if a.dtype.kind in "fcmM":
-        equal = equal | ((a != a) & (b != b))
-    return bool(equal.all())
+FieldValue: TypeAlias = Any
+"""What a field can be given: of any type until `convert` has checked it."""
 
 
 try:
@@ -110,9 +64,9 @@ class CustomField:
 
     def __post_init__(self) -> None:
         for name in ("source_field", "destination_field"):
-            value = getattr(self, name)
-            if not isinstance(value, str) or not value:
-                raise ValueError(f"CustomField.{name}: got {value!r}, expected a name")
+            text = getattr(self, name)
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"CustomField.{name}: got {text!r}, expected a name")
         if self.destination_field in FIELDS or self.destination_field in BATCH_NAMES:
             raise ValueError(
                 f"CustomField.destination_field: got {self.destination_field!r}, "
@@ -140,7 +94,7 @@ class CustomField:
         return cls(data["source_field"], data["destination_field"], kind)
 
 
-def as_tensor(field: Field, value: Any) -> torch.Tensor:
+def as_tensor(field: Field, value: FieldValue) -> torch.Tensor:
     """`value` as the field keeps it: a tensor as it is, anything else converted to the field's type.
 
     >>> from rollbook.core.fields import FIELDS
@@ -163,7 +117,7 @@ def as_tensor(field: Field, value: Any) -> torch.Tensor:
         array = np.asarray(value)
         if array.dtype == object and isinstance(value, (list, tuple)):
             # Lists of 0-d tensors or of numpy scalars of several types, as loops over tokens make them.
-            array = np.asarray([item.item() if isinstance(item, torch.Tensor) else item for item in value])
+            array = np.asarray([entry.item() if isinstance(entry, torch.Tensor) else entry for entry in value])
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{name}: got {shown(value)}, expected numbers: {error}") from None
     if array.size == 0 and array.dtype == np.float64:
@@ -171,7 +125,7 @@ def as_tensor(field: Field, value: Any) -> torch.Tensor:
     if array.dtype.kind not in ("iu" if field.accepts == "integer" else "biuf"):
         expected = "whole numbers" if field.accepts == "integer" else "real numbers"
         if array.dtype.kind in "OUSM" and isinstance(value, (list, tuple)):
-            wrong = next((i for i, item in enumerate(value) if not isinstance(item, (int, float))), 0)
+            wrong = next((i for i, entry in enumerate(value) if not isinstance(entry, (int, float))), 0)
             raise ValueError(f"{name}[{wrong}]: got {shown(value[wrong])}, expected {expected}")
         if array.dtype.kind in "OUSM":
             raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
@@ -188,16 +142,16 @@ def as_tensor(field: Field, value: Any) -> torch.Tensor:
                 "give a tensor of a wider type to keep it"
             )
     with np.errstate(over="ignore"):
-        made = np.array(array, dtype=target)
-    if target.kind == "f" and (np.isinf(made) & np.isfinite(array)).any():
+        converted = np.array(array, dtype=target)
+    if target.kind == "f" and (np.isinf(converted) & np.isfinite(array)).any():
         raise ValueError(f"{name}: got a number that {field.dtype} does not hold; give a wider tensor to keep it")
-    return torch.from_numpy(made).to(TORCH_DTYPES[field.dtype])
+    return torch.from_numpy(converted).to(TORCH_DTYPES[field.dtype])
 
 
 _ATOMS = frozenset((float, int, bool, str, type(None)))
 
 
-def own(value: Any, tensors: bool = False) -> Any:
+def own(value: FieldValue, tensors: bool = False) -> Any:
     """A copy of the containers and arrays in `value`, of the same types; of the tensors too if asked for."""
     if type(value) in _ATOMS:  # first: `isinstance` of a tensor takes long where it is none
         return value
@@ -205,22 +159,22 @@ def own(value: Any, tensors: bool = False) -> Any:
         return value.detach().clone().requires_grad_() if value.requires_grad else value.clone()
     if isinstance(value, dict):
         mapping = {} if type(value) is dict else copy.copy(value)
-        for key, item in value.items():
-            mapping[key] = own(item, tensors)
+        for key, entry in value.items():
+            mapping[key] = own(entry, tensors)
         return mapping
     kind = type(value)
     if kind is list or kind is tuple:
-        return kind(own(item, tensors) for item in value)
+        return kind(map(own, value, repeat(tensors)))
     if isinstance(value, list):
-        items = copy.copy(value)
-        items[:] = [own(item, tensors) for item in value]
-        return items
+        entries = copy.copy(value)
+        entries[:] = map(own, value, repeat(tensors))
+        return entries
     if isinstance(value, (np.ndarray, set, bytearray)):
         return value.copy()
     return value
 
 
-def shown(value: Any) -> str:
+def shown(value: FieldValue) -> str:
     """A value as an error names it: by type, and short."""
     return f"{type(value).__name__} {reprlib.repr(value)}"
 
@@ -228,7 +182,7 @@ def shown(value: Any) -> str:
 EMPTY: dict[str, Any] = {"json": dict, "custom_fields": list}
 
 
-def convert(field: Field, value: Any) -> Any:
+def convert(field: Field, value: FieldValue) -> Any:
     """One field's value as a record keeps it; `None` stays `None` but for dicts and lists that are always there."""
     name, kind = field.name, field.kind
     if value is None:
@@ -248,7 +202,7 @@ def convert(field: Field, value: Any) -> Any:
             raise ValueError(f"{name}: got {shown(value)}, expected a str")
         return value
     if kind == "number":
-        return _number(name, value)
+        return value if type(value) is float else _number(name, value)
     if kind == "integer":
         try:
             number = operator.index(value)
@@ -260,13 +214,14 @@ def convert(field: Field, value: Any) -> Any:
             raise ValueError(f"{name}: got {number}, expected at least 1")
         return number
     if kind == "eid":
-        return as_eid(value)
+        # The record's own: `record.eid.run = i` must not change the id that others were built with.
+        return value.replace() if isinstance(value, EID) else as_eid(value)
     if kind == "media":
         return _media(name, value)
     if kind == "custom_fields":
         if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
             raise ValueError(f"{name}: got {shown(value)}, expected a list of CustomField")
-        return [item if isinstance(item, CustomField) else CustomField.from_dict(item) for item in value]
+        return [entry if isinstance(entry, CustomField) else CustomField.from_dict(entry) for entry in value]
     if field.holds == "dict" and not isinstance(value, Mapping):
         raise ValueError(f"{name}: got {shown(value)}, expected a dict")
     if field.holds == "list" and not isinstance(value, (list, tuple)):
@@ -277,7 +232,7 @@ def convert(field: Field, value: Any) -> Any:
         raise ValueError(f"{name}: nested too deeply, or holds itself") from None
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: FieldValue) -> float:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             raise ValueError(f"{name}: got a tensor of shape {list(value.shape)}, expected one real number")
@@ -292,9 +247,9 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"{name}: got an integer too large for a float") from None
 
 
-def as_eid(value: Any) -> EID:
+def as_eid(value: FieldValue) -> EID:
+    """Return an id from an id, which is copied, or a mapping of its parts."""
     if isinstance(value, EID):
-        # The record's own: `record.eid.run = i` must not change the id that others were built with.
         return value.replace()
     if isinstance(value, Mapping):
         unknown = set(value) - set(EID().to_dict())
@@ -307,26 +262,26 @@ def as_eid(value: Any) -> EID:
     raise ValueError(f"eid: got {shown(value)}, expected an EID or a dict of its parts{hint}")
 
 
-def _holds_arrays(value: Any) -> bool:
+def _holds_arrays(value: FieldValue) -> bool:
     # torch warns of lists of arrays, and takes a hundred times as long as numpy.
     return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], np.ndarray)
 
 
-def _media(name: str, value: Any) -> dict[str, torch.Tensor]:
+def _media(name: str, value: FieldValue) -> dict[str, torch.Tensor]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}: got {type(value).__name__}, expected a dict of tensors")
     media: dict[str, torch.Tensor] = {}
-    for key, item in value.items():
+    for key, entry in value.items():
         if not isinstance(key, str):
             raise ValueError(f"{name}: got the key {key!r}, expected a str")
-        if isinstance(item, torch.Tensor):
-            media[key] = item
+        if isinstance(entry, torch.Tensor):
+            media[key] = entry
             continue
         try:
-            made = np.array(item) if isinstance(item, np.ndarray) or _holds_arrays(item) else None
-            media[key] = torch.tensor(item) if made is None else torch.from_numpy(made)
+            stacked = np.array(entry) if isinstance(entry, np.ndarray) or _holds_arrays(entry) else None
+            media[key] = torch.tensor(entry) if stacked is None else torch.from_numpy(stacked)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{name}[{key!r}]: got {type(item).__name__}, expected a tensor: {error}") from None
+            raise ValueError(f"{name}[{key!r}]: got {type(entry).__name__}, expected a tensor: {error}") from None
     return media
 
 
@@ -409,60 +364,71 @@ class Experience:
             self,
             *,
             eid: EID | Mapping[str, Any] | None = None,
-            tokens: Any,
-            logprobs: Any = None,
-            reward: Any = None,
-            token_level_reward: Any = None,
-            advantages: Any = None,
-            returns: Any = None,
+            tokens: ArrayLike,
+            logprobs: ArrayLike | None = None,
+            reward: ArrayLike | None = None,
+            token_level_reward: ArrayLike | None = None,
+            advantages: ArrayLike | None = None,
+            returns: ArrayLike | None = None,
             truncate_status: str | None = None,
             info: Mapping[str, Any] | None = None,
             metrics: Mapping[str, Any] | None = None,
             prompt_length: int = 1,
             response_text: str | None = None,
             prompt_text: str | None = None,
-            action_mask: Any = None,
+            action_mask: ArrayLike | None = None,
             messages: Sequence[Any] | None = None,
             tools: Sequence[Any] | None = None,
-            chosen: Any = None,
-            rejected: Any = None,
+            chosen: ArrayLike | None = None,
+            rejected: ArrayLike | None = None,
             chosen_messages: Sequence[Any] | None = None,
             rejected_messages: Sequence[Any] | None = None,
             multi_modal_inputs: Mapping[str, Any] | None = None,
-            teacher_logprobs: Any = None,
+            teacher_logprobs: ArrayLike | None = None,
             custom_fields: Sequence[CustomField] | None = None,
-            policy_versions: Any = None,
+            policy_versions: ArrayLike | None = None,
             finish_reason: str | None = None,
-            routed_experts: Any = None,
-            loss_weights: Any = None,
+            routed_experts: ArrayLike | None = None,
+            loss_weights: ArrayLike | None = None,
             parent: str | None = None,
             group_size: int | None = None,
             sampling: Mapping[str, Any] | None = None,
-            old_logprobs: Any = None,
-            ref_logprobs: Any = None,
-            entropy: Any = None,
-            values: Any = None,
+            old_logprobs: ArrayLike | None = None,
+            ref_logprobs: ArrayLike | None = None,
+            entropy: ArrayLike | None = None,
+            values: ArrayLike | None = None,
             experience_type: str | None = None,
         ) -> None: ...
 
     else:
 
-        def __init__(self, **given: Any) -> None:
-            unknown = [name for name in given if name not in FIELDS]
-            if unknown:
-                raise TypeError(f"Experience() got an unexpected keyword argument {unknown[0]!r}")
+        def __init__(self, **given: FieldValue) -> None:
+            for name in given:
+                if name not in FIELDS:
+                    raise TypeError(f"Experience() got an unexpected keyword argument {name!r}")
             if "tokens" not in given:
                 raise TypeError("Experience() missing the required keyword argument 'tokens'")
             _build(self, given)
             validate(self)
 
     def serialize(self) -> bytes:
-        """This record as one frame (see `rollbook.core.wire`)."""
+        """Return the record as one frame (see `rollbook.core.wire`)."""
         return Experience.serialize_many([self])
 
     @classmethod
     def deserialize(cls, data: bytes | bytearray | memoryview) -> Experience:
-        """The one record in `data`; `ValueError` if there are several."""
+        """Read the only record of a payload.
+
+        Args:
+            data: What `serialize` wrote, or any payload that `deserialize_many` reads.
+
+        Returns:
+            The record.
+
+        Raises:
+            ValueError: There is not exactly one record.
+            WireError: The bytes are not valid.
+        """
         rows = cls.deserialize_many(data)
         if len(rows) != 1:
             raise ValueError(f"deserialize: got {len(rows)} experiences, expected 1; use Experience.deserialize_many")
@@ -470,7 +436,16 @@ class Experience:
 
     @classmethod
     def serialize_many(cls, experiences: Iterable[Experience]) -> bytes:
-        """All records as one frame.
+        """Write records as one frame.
+
+        Args:
+            experiences: The records.
+
+        Returns:
+            The frame.
+
+        Raises:
+            ValueError: A record holds a value that a frame cannot keep.
 
         >>> data = Experience.serialize_many([Experience(tokens=[1, 2]), Experience(tokens=[3, 4, 5])])
         >>> [row.tokens.tolist() for row in Experience.deserialize_many(data)]
@@ -482,22 +457,28 @@ class Experience:
 
     @classmethod
     def deserialize_many(cls, data: bytes | bytearray | memoryview) -> list[Experience]:
-        """The records in `data`: Rollbook's frames, Trinity's TRXP, or the pickles Trinity wrote before that.
+        """Read the records of a payload. Nothing in it is executed.
 
-        Nothing in the data is executed; whatever is wrong with it is a `WireError`. The records share nothing with
-        `data`.
+        Args:
+            data: Rollbook frames, a TRXP payload of Trinity-RFT, or a pickle of earlier versions of Trinity-RFT.
+
+        Returns:
+            The records, which share no memory with `data`.
+
+        Raises:
+            WireError: The bytes are not valid.
         """
         from rollbook.core.trxp import read_any
 
         return read_any(data)
 
     def to_dict(self) -> dict[str, Any]:
-        """The parts a person reads, without tensors; free-form values are copies.
+        """Return the fields that people read, without tensors. Free-form values are copied.
 
-        For a preference pair `response_length` counts both answers (Trinity says 0), and `chosen_length` and
-        `rejected_length` stand beside it.
+        For a preference pair, `response_length` counts both answers (0 in Trinity-RFT), beside `chosen_length` and
+        `rejected_length`.
         """
-        result: dict[str, Any] = {
+        parts: dict[str, Any] = {
             "eid": self.eid.to_dict(),
             "type": self.experience_type,
             "prompt_length": self.prompt_length,
@@ -506,35 +487,44 @@ class Experience:
             "metrics": own(self.metrics),
         }
         if self.chosen is not None and self.rejected is not None and self.experience_type == "dpo":
-            result["chosen_length"], result["rejected_length"] = len(self.chosen), len(self.rejected)
-            result["response_length"] = len(self.chosen) + len(self.rejected)
+            parts["chosen_length"], parts["rejected_length"] = len(self.chosen), len(self.rejected)
+            parts["response_length"] = len(self.chosen) + len(self.rejected)
         for name, field in FIELDS.items():
-            value = getattr(self, name)
-            if value is None or name in result or name == "experience_type":
+            entry = getattr(self, name)
+            if entry is None or name in parts or name == "experience_type":
                 continue
             if field.kind == "number":
-                result[name] = float(value)
-            elif field.kind in ("text", "integer") or (field.kind == "json" and value):
-                result[name] = own(value)
-        return result
+                parts[name] = float(entry)
+            elif field.kind in ("text", "integer") or (field.kind == "json" and entry):
+                parts[name] = own(entry)
+        return parts
 
-    def replace(self, **changes: Any) -> Experience:
-        """A copy with some fields changed, checked again; the kind stays.
+    def replace(self, **changes: FieldValue) -> Experience:
+        """Return a copy with some fields changed. It is validated again and keeps its `experience_type`.
+
+        Args:
+            changes: New values, by field name.
+
+        Returns:
+            The new record, which shares unchanged tensors.
+
+        Raises:
+            ValueError: A value does not fit its field or the other fields.
 
         >>> Experience(tokens=[1, 2, 3]).replace(reward=0.5).experience_type
         'single_turn'
         """
-        given = {name: getattr(self, name) for name in FIELDS} | changes
+        arguments = {name: getattr(self, name) for name in FIELDS} | changes
         if "action_mask" not in changes and implied_mask(self):
-            del given["action_mask"]  # made again, for the tokens that are there then
+            del arguments["action_mask"]  # made again, for the tokens that are there then
         # A record that was read with odd shapes keeps them unless they are changed.
-        new = restore(given, "replace") if self.odd else Experience(**given)
+        new = restore(arguments, "replace") if self.odd else Experience(**arguments)
         if self.unknown:
             new.__dict__["unknown"] = dict(self.unknown)
         return new
 
     def compact(self) -> Experience:
-        """The same record on memory of its own: a row made from columns keeps all of them alive, this does not."""
+        """Return the record on memory of its own. A row of `Experiences` keeps the memory of all rows alive."""
         new = self.replace()
         for name in FIELDS:
             if name in new.__dict__ and name != "eid":
@@ -589,13 +579,13 @@ Experience.unknown = MappingProxyType({})
 # --- construction -------------------------------------------------------------------------------------------------
 
 
-def _build(record: Experience, given: Mapping[str, Any]) -> None:
+def _build(record: Experience, arguments: Mapping[str, Any]) -> None:
     """Convert what was given, infer the kind if it was not, and what follows from it: prompt length and mask."""
     state = record.__dict__
     for name, field in FIELDS.items():
-        value = convert(field, given.get(name))
-        if value is not None:
-            state[name] = value
+        converted = convert(field, arguments.get(name))
+        if converted is not None:
+            state[name] = converted
     if record.tokens is None:
         raise ValueError("tokens: got None, expected token ids")
     if "experience_type" not in state:
@@ -638,15 +628,15 @@ def validate(record: Experience, where: str = "") -> None:
         raise ValueError(f"{where}prompt_length: got {prompt!r}, expected an int")
     if kind not in EXPERIENCE_TYPES:
         raise ValueError(f"{where}experience_type: got {kind!r}, expected one of {', '.join(EXPERIENCE_TYPES)}")
-    for field in fields.tensor_fields():
-        value = getattr(record, field.name)
-        if value is None or field.name in record.odd or (field.broadcast and isinstance(value, int)):
+    for field in fields.TENSOR_FIELDS[None]:
+        tensor = getattr(record, field.name)
+        if tensor is None or field.name in record.odd or (field.broadcast and isinstance(tensor, int)):
             continue
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(f"{where}{field.name}: got {type(value).__name__}, expected a tensor")
-        if value.dim() != 1 + field.trailing:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{where}{field.name}: got {type(tensor).__name__}, expected a tensor")
+        if tensor.dim() != 1 + field.trailing:
             raise ValueError(
-                f"{where}{field.name}: got shape {list(value.shape)}, expected {1 + field.trailing} dimension(s)"
+                f"{where}{field.name}: got shape {list(tensor.shape)}, expected {1 + field.trailing} dimension(s)"
             )
     length = len(record.tokens)
     if not length and kind == "single_turn" and record.truncate_status != "prompt_truncated":
@@ -673,14 +663,14 @@ def validate(record: Experience, where: str = "") -> None:
             raise ValueError(
                 f"{where}action_mask: got True, expected all False with truncate_status 'prompt_truncated'"
             )
-    for field in fields.tensor_fields():
-        value = getattr(record, field.name)
-        if not isinstance(value, torch.Tensor) or field.name in record.odd:
+    for field in fields.TENSOR_FIELDS[None]:
+        tensor = getattr(record, field.name)
+        if not isinstance(tensor, torch.Tensor) or field.name in record.odd:
             continue
-        if field.axis == "response" and len(value) != expected:
-            raise ValueError(f"{where}{field.name}: got {len(value)} entries, expected {expected} ({why})")
-        if field.axis == "sequence" and len(value) != length:
-            raise ValueError(f"{where}{field.name}: got {len(value)} entries, expected {length}, one for each token")
+        if field.axis == "response" and len(tensor) != expected:
+            raise ValueError(f"{where}{field.name}: got {len(tensor)} entries, expected {expected} ({why})")
+        if field.axis == "sequence" and len(tensor) != length:
+            raise ValueError(f"{where}{field.name}: got {len(tensor)} entries, expected {length}, one for each token")
 
 
 def row_from_values(
@@ -706,13 +696,13 @@ def odd_fields(row: Experience) -> frozenset[str]:
     if cut and row.logprobs is not None:
         expected = len(row.logprobs) if row.logprobs.dim() else -1
     odd = set()
-    for field in fields.tensor_fields():
-        value = getattr(row, field.name)
-        if not isinstance(value, torch.Tensor) or field.name == "tokens":
+    for field in fields.TENSOR_FIELDS[None]:
+        tensor = getattr(row, field.name)
+        if not isinstance(tensor, torch.Tensor) or field.name == "tokens":
             continue
         lengths = {"response": expected, "sequence": len(row.tokens)}
-        fits = value.dim() == 1 + field.trailing and len(value) == lengths.get(field.axis, len(value))
-        if not fits or (field.name == "action_mask" and cut and not value.is_meta and bool((value != 0).any())):
+        fits = tensor.dim() == 1 + field.trailing and len(tensor) == lengths.get(field.axis, len(tensor))
+        if not fits or (field.name == "action_mask" and cut and not tensor.is_meta and bool((tensor != 0).any())):
             odd.add(field.name)
     return frozenset(odd)
 
@@ -757,8 +747,8 @@ def _derive() -> None:
         delattr(Experience, name)
     for name in FIELDS:
         setattr(Experience, name, None)
-    made = dataclasses.make_dataclass("_Fields", [(name, Any, dataclasses.field(default=None)) for name in FIELDS])
-    Experience.__dataclass_fields__ = {field.name: field for field in dataclasses.fields(made)}
+    template = dataclasses.make_dataclass("_Fields", [(name, Any, dataclasses.field(default=None)) for name in FIELDS])
+    Experience.__dataclass_fields__ = {field.name: field for field in dataclasses.fields(template)}
     names = [*_UPSTREAM_ORDER, *(name for name in FIELDS if name not in _UPSTREAM_ORDER)]
     defaults = {"tokens": inspect.Parameter.empty, "prompt_length": 1}
     Experience.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -818,7 +808,7 @@ def split_preference_pairs(records: Iterable[Experience]) -> list[Experience]:
                 if len(tokens) == 0:
                     raise ValueError(f"record {i} ({pair.eid}): {name}: got no tokens, expected at least one")
             kind = getattr(torch, result_dtype("tokens", {dtype_name(pair.tokens), dtype_name(answer)}))
-            given = {
+            arguments = {
                 **common,
                 "tokens": torch.cat([pair.tokens.to(kind), answer.to(pair.tokens.device, kind)]),
                 "prompt_length": len(pair.tokens),
@@ -826,7 +816,7 @@ def split_preference_pairs(records: Iterable[Experience]) -> list[Experience]:
                 "parent": pair.eid.uid,
                 "eid": pair.eid.replace(suffix=EID().suffix),
             }
-            half = Experience(**given)
+            half = Experience(**arguments)
             if pair.unknown:
                 half.__dict__["unknown"] = dict(pair.unknown)
             halves.append(half)

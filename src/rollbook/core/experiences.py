@@ -10,7 +10,9 @@ import gc
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, overload
+from itertools import repeat
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 
 from rollbook.core import columns
 from rollbook.core.columns import Column, Columns
-from rollbook.core.fields import COLUMNAR, DTYPES, FIELDS, INTEGERS, Field, owner
+from rollbook.core.fields import COLUMN_NAMES, COLUMNAR, DTYPES, FIELDS, INTEGERS, OWNERS, Field
 from rollbook.core.ids import EID
 from rollbook.core.ragged import Ragged, offsets_of
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     import torch
 
     from rollbook.core.experience import Experience
+
+ColumnValues: TypeAlias = Any
+"""A field of many records: a `Ragged`, `Rows`, a pair (values, offsets), an array, or a sequence of values."""
 
 ID_TYPES = {"task": "tid", "run": "rid", "step": "sid"}
 
@@ -74,7 +79,7 @@ class Experiences(Sequence["Experience"]):
         if not isinstance(rows, Iterable):
             raise ValueError(f"rows: got one {type(rows).__name__}, expected several")
         built = from_rows(list(rows))
-        self._columns: Columns = built._columns
+        self.columns: Mapping[str, Column] = built.columns
         self._count: int = built._count
 
     # --- making ---------------------------------------------------------------------------------------------
@@ -82,15 +87,23 @@ class Experiences(Sequence["Experience"]):
     @classmethod
     def _of(cls, parts: Columns, count: int) -> Experiences:
         self = cls.__new__(cls)
-        self._columns, self._count = parts, count
+        self.columns, self._count = parts, count
         return self
 
     @classmethod
-    def from_columns(cls, data: Mapping[str, Any]) -> Experiences:
-        """Records from columns by field name.
+    def from_columns(cls, data: Mapping[str, ColumnValues]) -> Experiences:
+        """Build records from columns.
 
-        A tensor field takes a `Ragged`, a pair (values, offsets) of arrays, or a sequence of arrays; any other field
-        a sequence or array of its values. Ids that are not given are fresh; kinds are inferred.
+        Args:
+            data: Columns by field name, `tokens` among them. A tensor field takes a `Ragged`, a pair (values, offsets)
+                of arrays, or a sequence of arrays; other fields take a sequence or an array. Missing ids are random,
+                missing kinds are inferred.
+
+        Returns:
+            The records.
+
+        Raises:
+            ValueError: A name is not a field, or the columns do not fit each other.
 
         >>> Experiences.from_columns({
         ...     "tokens": (np.arange(7, dtype=np.int32), [0, 3, 7]), "prompt_length": [1, 2], "reward": [0.0, 1.0]
@@ -101,13 +114,13 @@ class Experiences(Sequence["Experience"]):
             raise ValueError("from_columns: got no 'tokens', expected a column of token ids")
         parts: Columns = {}
         counts: dict[str, int] = {}
-        for name, given in data.items():
+        for name, entries in data.items():
             field = FIELDS.get(name)
             if field is None:
-                raise ValueError(f"from_columns: {name!r} is no field; the fields are {', '.join(FIELDS)}")
-            made = _column_from(field, given)
-            counts[name] = len(given) if not made else len(next(iter(made.values())))
-            parts.update(made)
+                raise ValueError(f"from_columns: {name!r} is not a field; the fields are {', '.join(FIELDS)}")
+            encoded = _encode_column(field, entries)
+            counts[name] = len(next(iter(encoded.values()))) if encoded else len(entries)
+            parts.update(encoded)
         count = counts["tokens"]
         for name, length in counts.items():
             if length != count:
@@ -118,12 +131,22 @@ class Experiences(Sequence["Experience"]):
 
     @classmethod
     def concat(cls, parts: Iterable[Experiences]) -> Experiences:
-        """All records of all parts, in order."""
-        given = [part for part in parts if len(part)]
-        if len(given) <= 1:
-            return given[0] if given else cls()
+        """Concatenate records.
+
+        Args:
+            parts: The records, in order.
+
+        Returns:
+            All records. A single part that is not empty is returned as it is.
+
+        Raises:
+            ValueError: Unknown columns have different types in the parts.
+        """
+        filled = [part for part in parts if len(part)]
+        if len(filled) <= 1:
+            return filled[0] if filled else cls()
         return cls._of(
-            columns.concat([(part._columns, part._count) for part in given]), sum(part._count for part in given)
+            columns.concat([(dict(part.columns), part._count) for part in filled]), sum(part._count for part in filled)
         )
 
     # --- a sequence -----------------------------------------------------------------------------------------
@@ -141,14 +164,17 @@ class Experiences(Sequence["Experience"]):
             start, stop, step = index.indices(self._count)
             if step == 1:
                 stop = max(start, stop)
-                parts = {name: columns.slice_column(c, start, stop) for name, c in self._columns.items()}
+                parts: Columns = {}
+                for name, column in self.columns.items():
+                    end = stop if isinstance(column, Ragged) else stop - start
+                    parts[name] = column.slice(start, end)
                 return Experiences._of(parts, stop - start)
             return self.take(np.arange(start, stop, step))
         if isinstance(index, int) or getattr(index, "ndim", None) == 0:
-            given = operator.index(index)
-            row = given + (self._count if given < 0 else 0)
+            number = operator.index(index)
+            row = number + (self._count if number < 0 else 0)
             if not 0 <= row < self._count:
-                raise IndexError(f"record {given} of {self._count}")
+                raise IndexError(f"record {number} of {self._count}")
             return self[row : row + 1].rows()[0]
         return self.take(np.asarray(index))
 
@@ -158,33 +184,29 @@ class Experiences(Sequence["Experience"]):
             yield from self[start : start + 1024].rows()
 
     def rows(self) -> list[Experience]:
-        """All rows at once: the fastest way to have them."""
-        with uncollected():
-            return self._rows()
-
-    def _rows(self) -> list[Experience]:
+        """Return all rows at once: the fastest way to make them."""
         from rollbook.core.experience import odd_fields, row_from_values
 
-        values: list[dict[str, Any]] = [{} for _ in range(self._count)]
-        aside = np.zeros(self._count, dtype=np.bool_)
-        for field in FIELDS.values():
-            name = field.name
-            found = columns.decode(field, self._columns)
-            if found is not None:
-                for state, value in zip(values, found, strict=True):
-                    if value is not None:
-                        state[name] = value
-            if f"{name}__other" in self._columns:
-                aside |= np.asarray(self._columns[f"{name}__other"].is_valid())
-        rows = [row_from_values(state) for state in values]
-        for i in np.flatnonzero(aside).tolist():
-            if odd := odd_fields(rows[i]):
-                rows[i].__dict__["odd"] = odd
-        unknown = columns.to_arrays({name: c for name, c in self._columns.items() if owner(name) is None})
-        if unknown:
-            for i, row in enumerate(rows):
-                # Taken, not sliced: a row shares no memory with what it was read from.
-                row.__dict__["unknown"] = {name: array.take(pa.array([i])) for name, array in unknown.items()}
+        with uncollected():
+            states: list[dict[str, Any]] = [{} for _ in range(self._count)]
+            aside = np.zeros(self._count, dtype=np.bool_)
+            for name, field in FIELDS.items():
+                values = columns.decode(field, self.columns)
+                if values is not None:
+                    for state, entry in zip(states, values, strict=True):
+                        if entry is not None:
+                            state[name] = entry
+                if f"{name}__other" in self.columns:
+                    aside |= np.asarray(self.columns[f"{name}__other"].is_valid())
+            rows = list(map(row_from_values, states))
+            for i in np.flatnonzero(aside).tolist():
+                if odd := odd_fields(rows[i]):
+                    rows[i].__dict__["odd"] = odd
+            if self.columns.keys() - OWNERS:
+                unknown = columns.to_arrays({name: c for name, c in self.columns.items() if name not in OWNERS})
+                for i, row in enumerate(rows):
+                    # Taken, not sliced: a row shares no memory with what it was read from.
+                    row.__dict__["unknown"] = {name: array.take(pa.array([i])) for name, array in unknown.items()}
         return rows
 
     def __add__(self, other: Sequence[Experience]) -> Experiences:
@@ -214,7 +236,17 @@ class Experiences(Sequence["Experience"]):
     # --- selecting ------------------------------------------------------------------------------------------
 
     def take(self, indices: Sequence[int] | NDArray[Any]) -> Experiences:
-        """The rows at `indices` (or where a boolean mask is True), gathered: the parent's memory is not kept."""
+        """Select rows by index or mask. The rows are copied; the memory of these records is not kept alive.
+
+        Args:
+            indices: Row numbers, negative ones counted from the end, or a boolean mask [N].
+
+        Returns:
+            The selected rows, in the order of `indices`.
+
+        Raises:
+            IndexError: An index is out of range, or the mask has another length.
+        """
         chosen = np.asarray(indices)
         if chosen.dtype == np.bool_:
             if chosen.shape != (self._count,):
@@ -230,10 +262,21 @@ class Experiences(Sequence["Experience"]):
         chosen = np.where(chosen < 0, chosen + self._count, chosen).astype(np.int64)
         if chosen.size and not (chosen.min() >= 0 and chosen.max() < self._count):
             raise IndexError(f"indices reach from {chosen.min()} to {chosen.max()}, of {self._count} records")
-        return Experiences._of({name: columns.take_column(c, chosen) for name, c in self._columns.items()}, len(chosen))
+        arrow_indices = pa.array(chosen)
+        parts: Columns = {}
+        for name, column in self.columns.items():
+            parts[name] = column.take(chosen if isinstance(column, Ragged) else arrow_indices)
+        return Experiences._of(parts, len(chosen))
 
     def filter(self, keep: Callable[[Experience], Any] | Sequence[bool] | NDArray[Any]) -> Experiences:
-        """The records for which `keep(row)` is true, or where a mask is."""
+        """Select the records that a predicate or a mask accepts.
+
+        Args:
+            keep: A function of a record, or a boolean mask [N].
+
+        Returns:
+            The selected records, copied.
+        """
         mask = np.asarray([bool(keep(row)) for row in self] if callable(keep) else keep)
         if mask.size and mask.dtype != np.bool_:
             raise ValueError(f"keep: got values of {mask.dtype}, expected bools; take() selects by index")
@@ -242,56 +285,93 @@ class Experiences(Sequence["Experience"]):
     def sort(
         self, key: Callable[[Experience], Any] | Sequence[Any] | NDArray[Any], reverse: bool = False
     ) -> Experiences:
-        """The records in the order of `key(row)`, or of one key per record; stable."""
+        """Sort the records. The sort is stable.
+
+        Args:
+            key: A function of a record, or one key for each record.
+            reverse: Sort in descending order.
+
+        Returns:
+            The sorted records, copied.
+        """
         keys = [key(row) for row in self] if callable(key) else list(key)
         if len(keys) != self._count:
             raise ValueError(f"sort: got {len(keys)} keys, expected {self._count}")
         return self.take(sorted(range(self._count), key=keys.__getitem__, reverse=reverse))
 
     def group_by(self, id_type: str) -> Groups:
-        """The records of each task, run or step, in the order they first appear."""
+        """Group the records by part of their id.
+
+        Args:
+            id_type: `"task"`, `"run"` or `"step"`.
+
+        Returns:
+            The records of each group by its id, in the order of first appearance.
+        """
         part = id_part(id_type)
         groups: dict[str, list[int]] = {}
         for i, eid in enumerate(self.eids()):
             groups.setdefault(getattr(eid, part), []).append(i)
         return Groups((key, self.take(indices)) for key, indices in groups.items())
 
-    def assign(self, **fields: Any) -> Experiences:
-        """The same records with other values in some fields, each given as `from_columns` takes it, or as `Rows`.
+    def assign(self, **fields: ColumnValues) -> Experiences:
+        """Replace fields of all records.
 
-        Columns that are not named are shared, not copied; these records stay as they are.
+        Args:
+            fields: Columns by field name, as `from_columns` takes them, or as `Rows`.
+
+        Returns:
+            Records with the new fields. The other columns are shared; these records do not change.
+
+        Raises:
+            ValueError: A name is not a field, or a column does not fit.
 
         >>> many = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [0.0, 1.0]})
         >>> more = many.assign(advantages=[[-1.0, -1.0], [1.0]])
         >>> more[0].advantages.tolist(), many[0].advantages, more[1].reward
         ([-1.0, -1.0], None, 1.0)
         """
-        parts = dict(self._columns)
-        for name, given in fields.items():
+        parts = dict(self.columns)
+        for name, entries in fields.items():
             field = FIELDS.get(name)
             if field is None:
-                raise ValueError(f"assign: {name!r} is no field; the fields are {', '.join(FIELDS)}")
-            if len(given) != self._count:
-                raise ValueError(f"assign: {name!r} has {len(given)} rows, expected {self._count}")
-            made = _column_from(field, _ragged(given))
-            parts = {key: column for key, column in parts.items() if (owner(key) or (None,))[0] is not field} | made
+                raise ValueError(f"assign: {name!r} is not a field; the fields are {', '.join(FIELDS)}")
+            if len(entries) != self._count:
+                raise ValueError(f"assign: {name!r} has {len(entries)} rows, expected {self._count}")
+            encoded = _encode_column(field, entries)
+            for key in COLUMN_NAMES[name]:
+                parts.pop(key, None)
+            parts |= encoded
         columns.check_columns(parts, self._count)
         return self._of(parts, self._count)
 
     def missing(self, column: str) -> NDArray[np.int64]:
-        """Return the indices of the records whose field is `None`.
+        """Find the records whose field is `None`.
+
+        Args:
+            column: Name of the field.
+
+        Returns:
+            Their indices, an int64 array.
 
         >>> records = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [None, 1.0]})
         >>> records.missing("reward"), records.missing("advantages")
         (array([0]), array([0, 1]))
         """
-        stored = self.column(column)
-        if isinstance(stored, Ragged) and stored.valid is None and f"{column}__other" not in self._columns:
-            return np.empty(0, dtype=np.int64)
-        return np.flatnonzero([value is None for value in self.values(column)])
+        field = FIELDS.get(column)
+        if field is None or field.kind not in ("tensor", "number", "integer", "text"):
+            return np.flatnonzero([entry is None for entry in self.values(column)])
+        absent = np.ones(self._count, dtype=np.bool_)
+        for name in COLUMN_NAMES[column]:
+            stored = self.columns.get(name)
+            if isinstance(stored, Ragged):
+                absent &= ~stored.present
+            elif stored is not None:
+                absent &= np.asarray(stored.is_null())
+        return np.flatnonzero(absent)
 
     def fill(
-        self, rows: Sequence[int] | NDArray[Any] | None = None, *, overwrite: bool = False, **columns: Any
+        self, rows: Sequence[int] | NDArray[Any] | None = None, *, overwrite: bool = False, **columns: ColumnValues
     ) -> Experiences:
         """Fill fields of the records that lack them; `assign` replaces them.
 
@@ -319,65 +399,87 @@ class Experiences(Sequence["Experience"]):
                 continue
             values = self.values(name)
             is_absent = set(absent.tolist())
-            for row, value in zip(chosen.tolist(), filling, strict=True):
+            for row, entry in zip(chosen.tolist(), filling, strict=True):
                 if overwrite or row in is_absent:
-                    values[row] = value
+                    values[row] = entry
             filled[name] = values
         return self.assign(**filled)
 
     def select(self, *names: str) -> Experiences:
-        """The same records with these fields alone, on the same memory.
+        """Drop all but some fields, without copying.
 
-        What every record has (`eid`, `tokens`, `prompt_length`, `experience_type`) stays.
+        Args:
+            names: Fields to keep besides `eid`, `tokens`, `prompt_length` and `experience_type`, which always stay.
+
+        Returns:
+            Records with these fields.
 
         >>> records = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [0.0, 1.0]})
         >>> sorted(records.select().columns)
         ['eid', 'experience_type', 'prompt_length', 'tokens']
         """
-        wanted = {"eid", "tokens", "prompt_length", "experience_type", *names}
-        parts = {key: col for key, col in self._columns.items() if (spec := owner(key)) and spec[0].name in wanted}
+        selected = {"eid", "tokens", "prompt_length", "experience_type", *names}
+        parts: Columns = {}
+        for key, column in self.columns.items():
+            if key in OWNERS and OWNERS[key][0].name in selected:
+                parts[key] = column
         return self._of(parts, self._count)
 
     def compact(self) -> Experiences:
-        """The same records on memory that holds nothing else (a slice keeps its parent's alive)."""
+        """Return the records on memory of their own. A slice keeps the memory of its source alive."""
         return self.take(np.arange(self._count))
 
     # --- columns --------------------------------------------------------------------------------------------
 
     def column(self, name: str) -> Column | None:
-        """A physical column by name: a `Ragged` for tensors, an Arrow array otherwise; `None` if no record has it."""
-        if name not in self._columns and owner(name) is None:
-            raise ValueError(f"column {name!r} is no field, and no column of these records")
-        return self._columns.get(name)
+        """Return a physical column.
 
-    @property
-    def columns(self) -> Mapping[str, Column]:
-        """All physical columns."""
-        return dict(self._columns)
+        Args:
+            name: A field, or a side column of one (`tokens__other`).
+
+        Returns:
+            A `Ragged` for tensors, an Arrow array otherwise; `None` if no record has the field.
+
+        Raises:
+            ValueError: There is no such field or column.
+        """
+        if name not in self.columns and name not in OWNERS:
+            raise ValueError(f"column {name!r} is not a field, and not a column of these records")
+        return self.columns.get(name)
 
     def values(self, name: str) -> list[Any]:
-        """One field of every record, without making rows."""
+        """Return one field of every record, without building rows.
+
+        Args:
+            name: Name of the field.
+
+        Returns:
+            A list of N values; tensors are views of the column.
+
+        Raises:
+            ValueError: There is no such field.
+        """
         if name not in FIELDS:
-            raise ValueError(f"{name!r} is no field; the fields are {', '.join(FIELDS)}")
-        found = columns.decode(FIELDS[name], self._columns)
-        return [None] * self._count if found is None else found
+            raise ValueError(f"{name!r} is not a field; the fields are {', '.join(FIELDS)}")
+        values = columns.decode(FIELDS[name], self.columns)
+        return [None] * self._count if values is None else values
 
     def eids(self) -> list[EID]:
-        """Every record's id."""
+        """Return the id of every record."""
         return self.values("eid") if self._count else []
 
     def token_lengths(self) -> NDArray[np.int64]:
-        """[N] How many tokens each record has."""
-        tokens = self._columns.get("tokens")
+        """Return the number of tokens of each record, [N]."""
+        tokens = self.columns.get("tokens")
         if isinstance(tokens, Ragged) and tokens.valid is None:
             return tokens.lengths
         return np.array([len(row) for row in self.values("tokens")] if self._count else [], dtype=np.int64)
 
     def prompt_lengths(self) -> NDArray[np.int64]:
-        """[N] How many of them are the prompt."""
+        """Return the number of prompt tokens of each record, [N]."""
         if not self._count:
             return np.empty(0, dtype=np.int64)
-        lengths: NDArray[np.int64] = self._columns["prompt_length"].to_numpy(zero_copy_only=False)
+        lengths: NDArray[np.int64] = self.columns["prompt_length"].to_numpy(zero_copy_only=False)
         return lengths
 
 
@@ -396,39 +498,48 @@ def as_experiences(rows: Iterable[Experience]) -> Experiences:
 
 
 def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
-    """Columns from rows; with `copy=False` for one use at once, by a caller who copies the tensors itself."""
-    with uncollected():
-        return _from_rows(rows, copy)
+    """Return the columns of rows.
 
+    Args:
+        rows: The records.
+        copy: Copy the tensors now. `False` leaves that to the caller, who must do it before the records change.
 
-def _from_rows(rows: list[Any], copy: bool) -> Experiences:
+    Returns:
+        The records as columns.
+
+    Raises:
+        ValueError: A row is not a valid record.
+    """
     from rollbook.core.experience import Experience, validate
 
-    for i, row in enumerate(rows):
-        if not isinstance(row, Experience):
-            raise ValueError(f"record {i}: got {type(row).__name__}, expected an Experience")
-    odd = [row.odd for row in rows]
-    states = [row.__dict__ for row in rows]
-    parts: Columns = {}
-    given = set[str]().union(*states)
-    for name, field in FIELDS.items():
-        if name not in given:
-            continue
-        values = [state.get(name) for state in states]
+    with uncollected():
+        for i, row in enumerate(rows):
+            if not isinstance(row, Experience):
+                raise ValueError(f"record {i}: got {type(row).__name__}, expected an Experience")
+        states = list(map(vars, rows))
+        names = set[str]().union(*states)
+        odd = [row.odd for row in rows] if "odd" in names else None
+        parts: Columns = {}
+        for name, field in FIELDS.items():
+            if name not in names:
+                continue
+            values = list(map(methodcaller("get", name), states))
+            try:
+                parts.update(columns.encode(field, values, odd, copy))
+            except (AttributeError, LookupError, TypeError) as error:
+                raise ValueError(f"{name}: a record holds a value that its constructor rejects: {error}") from None
+        if "unknown" in names:
+            for name in dict.fromkeys(name for row in rows for name in row.unknown):
+                unknown = [({name: row.unknown[name]} if name in row.unknown else {}, 1) for row in rows]
+                parts.update(columns.concat(unknown))
+        # Rows with values in side columns are validated as rows, the rest as columns.
+        for name, column in parts.items():
+            if name.endswith("__other"):
+                for i in np.flatnonzero(np.asarray(column.is_valid())).tolist():
+                    validate(rows[i], f"record {i}: ")
         try:
-            parts.update(columns.encode(field, values, odd if any(odd) else None, copy))
-        except (AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"{name}: a record holds what its constructor would have refused: {error}") from None
-    unknown = {name: None for row in rows for name in row.unknown}
-    for name in unknown:
-        parts.update(columns.concat([({name: row.unknown[name]} if name in row.unknown else {}, 1) for row in rows]))
-    if rows:
-        # What stands aside is checked as a row, the rest as columns.
-        aside = [parts[name] for name in parts if name.endswith("__other")]
-        for i in {i for column in aside for i in np.flatnonzero(np.asarray(column.is_valid())).tolist()}:
-            validate(rows[i], f"record {i}: ")
-        try:
-            columns.check_columns(parts, len(rows))
+            if rows:
+                columns.check_columns(parts, len(rows))
         except ValueError:
             for i, row in enumerate(rows):
                 validate(row, f"record {i}: ")
@@ -436,41 +547,43 @@ def _from_rows(rows: list[Any], copy: bool) -> Experiences:
     return Experiences._of(parts, len(rows))
 
 
-def _column_from(field: Field, given: Any) -> Columns:
+def _encode_column(field: Field, entries: ColumnValues) -> Columns:
+    """Return the columns of a field from what `from_columns` or `assign` is given."""
     from rollbook.core.experience import convert
 
-    if not isinstance(given, (Sequence, np.ndarray, Ragged)) and not hasattr(given, "__iter__"):
-        raise ValueError(f"{field.name}: got {type(given).__name__}, expected a value for each record")
-    if field.kind == "tensor" and isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], np.ndarray):
-        values, offsets = np.asarray(given[0]), np.asarray(given[1])
+    if isinstance(entries, list) and hasattr(entries, "lengths"):  # `Rows`, whose module needs torch
+        flat = entries.values.detach().cpu().contiguous()  # type: ignore[attr-defined]
+        dtype = str(flat.dtype).removeprefix("torch.")
+        if dtype in COLUMNAR and dtype != "bfloat16":
+            entries = Ragged(flat.numpy().view(DTYPES[dtype].storage), offsets_of(entries.lengths), dtype)
+    if not isinstance(entries, (Sequence, np.ndarray, Ragged)) and not hasattr(entries, "__iter__"):
+        raise ValueError(f"{field.name}: got {type(entries).__name__}, expected a value for each record")
+    if (
+        field.kind == "tensor"
+        and isinstance(entries, tuple)
+        and len(entries) == 2
+        and isinstance(entries[0], np.ndarray)
+    ):
+        values, offsets = np.asarray(entries[0]), np.asarray(entries[1])
         rising = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
         if not rising or offsets[0] < 0 or offsets[-1] > len(values) or (offsets[1:] < offsets[:-1]).any():
             raise ValueError(f"{field.name}: offsets must rise from 0 or more to at most {len(values)}")
         name = values.dtype.name
         if name not in COLUMNAR:
             raise ValueError(f"{field.name}: got values of {values.dtype}, expected numbers")
-        given = Ragged(values.view(DTYPES[name].storage), offsets.astype(np.int64), name)
-    if isinstance(given, Ragged):
+        entries = Ragged(values.view(DTYPES[name].storage), offsets.astype(np.int64), name)
+    if isinstance(entries, Ragged):
         if field.kind != "tensor":
             raise ValueError(f"{field.name}: got a Ragged, expected a sequence of values")
-        if field.accepts == "integer" and not INTEGERS.issuperset({given.dtype, *given.row_dtypes()}):
-            raise ValueError(f"{field.name}: got values of {given.dtype}, expected whole numbers")
-        if len(given.trailing) != field.trailing:
-            raise ValueError(f"{field.name}: got {1 + len(given.trailing)} dimension(s), expected {1 + field.trailing}")
-        return {field.name: given}
-    values = given.tolist() if isinstance(given, np.ndarray) and field.kind != "tensor" else given
-    return columns.encode(field, [convert(field, value) for value in values])
-
-
-def _ragged(given: Any) -> Any:
-    """`Rows`, which only torch knows, as a column; anything else as it is."""
-    if not isinstance(given, list) or not hasattr(given, "lengths"):
-        return given
-    values = given.values.detach().cpu().contiguous()  # type: ignore[attr-defined]
-    name = str(values.dtype).removeprefix("torch.")
-    if name not in COLUMNAR or name == "bfloat16":
-        return list(given)
-    return Ragged(values.numpy().view(DTYPES[name].storage), offsets_of(given.lengths), name)
+        if field.accepts == "integer" and not INTEGERS.issuperset({entries.dtype, *entries.row_dtypes()}):
+            raise ValueError(f"{field.name}: got values of {entries.dtype}, expected whole numbers")
+        if len(entries.trailing) != field.trailing:
+            raise ValueError(
+                f"{field.name}: got {1 + len(entries.trailing)} dimension(s), expected {1 + field.trailing}"
+            )
+        return {field.name: entries}
+    values = entries.tolist() if isinstance(entries, np.ndarray) and field.kind != "tensor" else entries
+    return columns.encode(field, list(map(convert, repeat(field), values)))
 
 
 def complete(parts: Columns, count: int, explicit_masks: bool = False) -> None:
@@ -492,8 +605,8 @@ def complete(parts: Columns, count: int, explicit_masks: bool = False) -> None:
     single, _, dpo = columns.kinds(parts[kinds])
     prompt = parts.get("prompt_length")
     if prompt is None or prompt.null_count or dpo.any():
-        given = 1 if prompt is None else np.asarray(prompt.fill_null(1))
-        parts["prompt_length"] = pa.array(np.where(dpo, lengths, given), pa.int64())
+        prompts = 1 if prompt is None else np.asarray(prompt.fill_null(1))
+        parts["prompt_length"] = pa.array(np.where(dpo, lengths, prompts), pa.int64())
     missing = single & ~columns.has(parts, "action_mask", count)
     if missing.any():
         _add_masks(parts, count, lengths, missing)
@@ -521,11 +634,11 @@ def _add_masks(parts: Columns, count: int, lengths: NDArray[np.int64], missing: 
         logprobs = parts.get("logprobs")
         widths = np.where(cut, logprobs.lengths if isinstance(logprobs, Ragged) else 0, widths)
         fill[cut] = 0
-    made = Ragged(np.repeat(fill, widths), offsets_of(widths), "bool", missing, owned=True)
+    added = Ragged(np.repeat(fill, widths), offsets_of(widths), "bool", missing, owned=True)
     if missing.all():
-        made.valid = None
-        parts["action_mask"] = made
+        added.valid = None
+        parts["action_mask"] = added
         return
-    given = columns.decode(FIELDS["action_mask"], parts)
-    rows = [a if b is None else b for a, b in zip(given or [None] * count, made.tensors(), strict=True)]
+    masks = columns.decode(FIELDS["action_mask"], parts)
+    rows = [a if b is None else b for a, b in zip(masks or [None] * count, added.tensors(), strict=True)]
     parts.update(columns.encode(FIELDS["action_mask"], rows))

@@ -266,6 +266,7 @@ def declare(field: Field) -> None:
             callback()
     except ValueError:
         del FIELDS[field.name]
+        _index_fields()
         raise
 
 
@@ -292,20 +293,42 @@ SIDES = {
 the column, as {dtype, shape, data}), `one` (one number for the whole axis), `raw` (text that is not UTF-8)."""
 
 
+OWNERS: dict[str, tuple[Field, str]] = {}
+"""Field and side (`""` for the main column) of each physical column, in the order of the table."""
+COLUMN_NAMES: dict[str, tuple[str, ...]] = {}
+"""Physical columns of each field, the main one first."""
+TENSOR_FIELDS: dict[Axis | None, list[Field]] = {}
+"""Tensor fields of each axis; those of all axes under `None`."""
+
+
+def _index_fields() -> None:
+    """Rebuild what is derived from the table."""
+    OWNERS.clear()
+    COLUMN_NAMES.clear()
+    TENSOR_FIELDS.update({axis: [] for axis in (None, *get_args(Axis))})
+    for name, field in FIELDS.items():
+        for side in ("", *sorted(SIDES[field.kind])):
+            OWNERS[f"{name}__{side}" if side else name] = field, side
+        COLUMN_NAMES[name] = (name, *(f"{name}__{side}" for side in SIDES[field.kind]))
+        if field.kind == "tensor":
+            TENSOR_FIELDS[field.axis].append(field)
+            TENSOR_FIELDS[None].append(field)
+
+
+observe(_index_fields)
+_index_fields()
+
+
 def tensor_fields(axis: Axis | None = None) -> list[Field]:
-    """The tensor fields, of one axis or of all."""
-    return [f for f in FIELDS.values() if f.kind == "tensor" and axis in (None, f.axis)]
+    """Return the tensor fields of one axis, or of all axes if `axis` is `None`."""
+    return list(TENSOR_FIELDS[axis])
 
 
 def owner(column: str) -> tuple[Field, str] | None:
-    """The field and side (`""` for the main one) that a physical column belongs to; `None` for an unknown one.
+    """Return the field and side of a physical column (see `OWNERS`), or `None` if the column is unknown.
 
     >>> field, side = owner("tokens__dtype")
     >>> field.name, side
     ('tokens', 'dtype')
     """
-    name, _, side = column.partition("__")
-    field = FIELDS.get(name)
-    if field is None or (side and side not in SIDES[field.kind]) or (not side and "__" in column):
-        return None
-    return field, side
+    return OWNERS.get(column)

@@ -9,7 +9,7 @@ the others is compared with it, byte by byte but for the numbers, and the number
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,10 +19,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from rollbook.core import wire
-from rollbook.core.columns import Columns, check_columns, check_masks, from_arrays, implied
+from rollbook.core.columns import Columns, check_columns, from_arrays, implied
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
-from rollbook.core.fields import Field, owner
+from rollbook.core.fields import OWNERS, Field
 from rollbook.core.ragged import Spread
 from rollbook.core.wire import DEFAULT_LIMITS, HEADER_BYTES, Frame, Limits, read_header
 
@@ -48,7 +48,7 @@ class Stack:
         """[F, buffers, 2] Start in memory and length of each Arrow buffer."""
 
     def batches(self) -> list[pa.RecordBatch]:
-        """The record batch of each frame, without copying; offsets are not checked yet."""
+        """Return the record batch of each frame, without copying. Offsets are not checked yet."""
         buffer = pa.py_buffer(self.memory)
         try:
             return [
@@ -59,24 +59,32 @@ class Stack:
             raise WireError(f"the Arrow record batch cannot be read: {error}") from None
 
     def arrays(self, fields: Collection[str]) -> list[dict[str, pa.Array]]:
-        """The Arrow arrays of some fields, sides included, of each frame, as `wire.decode_arrays` returns them."""
+        """Read some fields of each frame as Arrow arrays, as `wire.decode_arrays` does.
+
+        Args:
+            fields: Names of fields; their side columns are included.
+
+        Returns:
+            For each frame, the arrays by column name.
+        """
         chosen = [
-            (i, name)
-            for i, name in enumerate(self.schema.names)
-            if (known := owner(name)) is not None and known[0].name in fields
+            (i, name) for i, name in enumerate(self.schema.names) if name in OWNERS and OWNERS[name][0].name in fields
         ]
-        result = []
+        frames = []
         for batch in self.batches():
             arrays = {name: batch.column(i) for i, name in chosen}
             wire.check_arrays(arrays, False)
-            result.append(arrays)
-        return result
+            frames.append(arrays)
+        return frames
 
     def experiences(self, verify: bool = True) -> Experiences | None:
-        """The records of all frames, to be made rows of and nothing else: tensors lie where they are in memory.
+        """Return the records of all frames, on columns from which only rows can be made: tensors stay where they are.
+
+        Args:
+            verify: Check text encoding and masks.
 
         Returns:
-            The records; `None` if their columns are such as are better read frame by frame.
+            The records; `None` if their columns are better read frame by frame.
         """
         count = sum(self.counts)
         spread: dict[str, Spread] = {}
@@ -84,13 +92,13 @@ class Stack:
         node = buffer = 0
         names = set(self.schema.names)
         for field, (nodes, buffers) in zip(self.schema, self.parts, strict=True):
-            known = owner(field.name)
-            if known is None or known[1] or known[0].kind != "tensor":
+            spec, side = OWNERS.get(field.name, (None, ""))
+            if spec is None or side or spec.kind != "tensor":
                 rest.append(field.name)
-            elif known[0].trailing or f"{field.name}__dtype" in names:
+            elif spec.trailing or f"{field.name}__dtype" in names:
                 return None
             else:
-                spread[field.name] = self._spread(known[0], field.type, node, buffer)
+                spread[field.name] = self._spread(spec, field.type, node, buffer)
             node, buffer = node + nodes, buffer + buffers
         batches = self.batches()
         try:
@@ -103,9 +111,8 @@ class Stack:
         wire.check_arrays(arrays, verify)
         columns: Columns = {**from_arrays(arrays), **spread}
         try:
-            check_columns(columns, count)
+            check_columns(columns, count, masks=verify)
             if verify:
-                check_masks(columns)
                 for column in spread.values():
                     column.checked = True
         except WireError:
@@ -212,7 +219,7 @@ def read_stack(
     bodies = len(template.head) + sizes[:, 0, 0]
     if (sizes < 0).any() or (bodies + wire.END_BYTES != lengths).any():
         return None
-    if wire.impossible_lengths(nodes, sizes[:, 0, 0], rows[:, 0, 0]) or wire.stray_buffers(buffers, sizes[:, 0, 0]):
+    if wire.find_fault(nodes, buffers, sizes[:, 0, 0], rows[:, 0, 0]) is not None:
         return None
     if (memory[(begins + bodies)[:, None] + np.arange(wire.END_BYTES)] != _END).any():
         return None
@@ -270,7 +277,7 @@ def read_rows(
     names, readers = [], []
     for i, node in enumerate(layout.columns()):
         name = layout.schema.field(i).name
-        if fields is None or ((known := owner(name)) is not None and known[0].name in fields):
+        if fields is None or (name in OWNERS and OWNERS[name][0].name in fields):
             names.append(name)
             readers.append(_read_node(node, spans))
     arrays = dict(zip(names, (yield from advance_together(readers)), strict=True))
@@ -278,8 +285,7 @@ def read_rows(
     columns = from_arrays(arrays)
     if fields is None:
         try:
-            check_columns(columns, len(slots))
-            check_masks(columns)
+            check_columns(columns, len(slots), masks=True)
         except WireError:
             raise
         except ValueError as error:
@@ -287,15 +293,15 @@ def read_rows(
     return Experiences._of(columns, len(slots))
 
 
-def drive(reader: Reader[Result], fetch: Any) -> Result:
+def drive(reader: Reader[Result], fetch: Callable[[list[Span]], list[Any]]) -> Result:
     """Run a reader to its end; `fetch` returns the bytes of each of some ranges."""
     try:
         spans = next(reader)
         while True:
             spans = reader.send(fetch(spans))
     except StopIteration as stop:
-        result: Result = stop.value
-        return result
+        records: Result = stop.value
+        return records
 
 
 def advance_together(readers: Sequence[Reader[Any]]) -> Reader[list[Any]]:
@@ -316,10 +322,10 @@ def advance_together(readers: Sequence[Reader[Any]]) -> Reader[list[Any]]:
             waiting.append((i, len(ranges)))
             spans += ranges
     while waiting:
-        data = yield spans
+        chunks = yield spans
         at, spans, still = 0, [], []
         for i, count in waiting:
-            part = data[at : at + count]
+            part = chunks[at : at + count]
             at += count
             try:
                 ranges = readers[i].send(part)
@@ -465,28 +471,28 @@ def _read_node(node: _Node, spans: list[Span]) -> Reader[pa.Array]:
     buffers: list[Any] = []
     if width:
         offsets = [_inside(node.buffers[1], a * width, (b + 1) * width) for a, b in spans]
-        data = yield bitmap + offsets
-        bounds, inner = _rebase([np.frombuffer(part, f"<i{width}") for part in data[len(bitmap) :]], node)
+        chunks = yield bitmap + offsets
+        bounds, inner = _rebase([np.frombuffer(part, f"<i{width}") for part in chunks[len(bitmap) :]], node)
         buffers.append(pa.py_buffer(bounds))
         if node.children:
             children.append((yield from _read_node(node.children[0], inner)))
         else:
             values = (yield [_inside(node.buffers[2], a, b) for a, b in inner]) if inner else []
             buffers.append(pa.py_buffer(b"".join(values)))
-        del data[len(bitmap) :]
+        del chunks[len(bitmap) :]
     elif node.children:
         inner = [(a * form.list_size, b * form.list_size) for a, b in spans] if form.list_size != 1 else spans
         readers: list[Reader[Any]] = [_read_node(child, inner) for child in node.children]
-        *children, data = yield from advance_together([*readers, _read_spans(bitmap)])
+        *children, chunks = yield from advance_together([*readers, _read_spans(bitmap)])
     elif not form.bits:  # a struct without fields
-        data = yield from _read_spans(bitmap)
+        chunks = yield from _read_spans(bitmap)
     else:
         bits = form.bits
         values = [_inside(node.buffers[1], a * bits >> 3, (b * bits + 7) >> 3) for a, b in spans]
-        data = yield bitmap + values
-        parts = data[len(bitmap) :]
+        chunks = yield bitmap + values
+        parts = chunks[len(bitmap) :]
         buffers.append(_joined_bits(parts, spans) if bits == 1 else pa.py_buffer(b"".join(parts)))
-    validity = _joined_bits(data[: len(bitmap)], spans) if node.nulls else None
+    validity = _joined_bits(chunks[: len(bitmap)], spans) if node.nulls else None
     # Null counts are those of the rows, which -1 makes Arrow count.
     return pa.Array.from_buffers(kind, count, [validity, *buffers], -1 if node.nulls else 0, children=children)
 

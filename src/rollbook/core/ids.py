@@ -9,7 +9,7 @@ import operator
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 
 MAX_BITS = 1024
 """Of a batch or task that is a number; Python refuses to print one of several thousand digits."""
@@ -66,29 +66,35 @@ class EID:
     suffix: str = field(default_factory=_suffix)
 
     def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Raise `ValueError` if a part is one that no id can have; numpy's integers become Python's."""
         for name in ("batch", "task"):
-            value = getattr(self, name)
-            if type(value) is not str and type(value) is not int:
-                value = str(value) if isinstance(value, str) else _index(name, value, "an int or a str")
-                setattr(self, name, value)
-            if isinstance(value, str):
-                _check_text(name, value)
-            elif value.bit_length() > MAX_BITS:
-                raise ValueError(f"EID.{name}: got an int of {value.bit_length()} bits, expected at most {MAX_BITS}")
+            part = getattr(self, name)
+            if type(part) is not str and type(part) is not int:
+                part = str(part) if isinstance(part, str) else _index(name, part, "an int or a str")
+                setattr(self, name, part)
+            if isinstance(part, str):
+                if not part.isascii():
+                    _check_unicode(name, part)
+            elif part.bit_length() > MAX_BITS:
+                raise ValueError(f"EID.{name}: got an int of {part.bit_length()} bits, expected at most {MAX_BITS}")
         for name in ("run", "step"):
-            value = getattr(self, name)
-            if type(value) is not int:
-                value = _index(name, value, "an int")
-                setattr(self, name, value)
-            if not -(1 << 63) <= value < 1 << 63:
-                raise ValueError(f"EID.{name}: got an int of {value.bit_length()} bits, expected one of 64 bits")
+            part = getattr(self, name)
+            if type(part) is not int:
+                part = _index(name, part, "an int")
+                setattr(self, name, part)
+            if not -(1 << 63) <= part < 1 << 63:
+                raise ValueError(f"EID.{name}: got an int of {part.bit_length()} bits, expected one of 64 bits")
         if type(self.suffix) is not str:
             raise ValueError(f"EID.suffix: got {self.suffix!r}, expected a str")
-        _check_text("suffix", self.suffix)
+        if not self.suffix.isascii():
+            _check_unicode("suffix", self.suffix)
+
+    def validate(self) -> None:
+        """Validate the parts again, since they can be set; numpy integers become Python integers.
+
+        Raises:
+            ValueError: A part has a type or value that no id can have.
+        """
+        self.__post_init__()
 
     @property
     def uid(self) -> str:
@@ -112,19 +118,36 @@ class EID:
 
     @classmethod
     def parse(cls, uid: str) -> EID:
-        """The id that prints as `uid`. A part that reads as a number becomes one (1 and "1" print alike)."""
+        """Parse a `uid`. Parts that look like integers become integers, since 1 and "1" print alike.
+
+        Args:
+            uid: Text of the form `batch/task/run/step/suffix`.
+
+        Returns:
+            The id.
+
+        Raises:
+            ValueError: The text is not a uid.
+        """
         parts = uid.split("/") if isinstance(uid, str) else []
         if len(parts) != 5 or not all(_INTEGER.fullmatch(part) for part in parts[2:4]):
             raise ValueError(f"uid: got {uid!r}, expected 'batch/task/run/step/suffix' with numbers for run and step")
         batch, task, run, step, suffix = parts
         return cls(_number_or_text(batch), _number_or_text(task), int(run), int(step), _unescape(suffix))
 
-    def replace(self, **changes: Any) -> EID:
-        """A copy with some parts changed."""
-        return EID(**{**self.to_dict(), **changes})
+    def replace(self, **changes: int | str) -> EID:
+        """Return a copy with some parts changed.
+
+        Args:
+            changes: New parts, by name.
+
+        Returns:
+            The new id, validated.
+        """
+        return EID(**{**self.__dict__, **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """The five parts by name."""
+        """Return the five parts by name."""
         return {
             "batch": self.batch,
             "task": self.task,
@@ -145,21 +168,19 @@ class EID:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _index(name: str, value: Any, expected: str) -> int:
+def _index(name: str, part: SupportsIndex, expected: str) -> int:
     try:
-        return operator.index(value)
+        return operator.index(part)
     except TypeError:
-        raise ValueError(f"EID.{name}: got {value!r}, expected {expected}") from None
+        raise ValueError(f"EID.{name}: got {part!r}, expected {expected}") from None
 
 
-def _check_text(name: str, value: str) -> None:
-    # Ids are keys of databases and pages: text that is not valid Unicode is refused, not escaped.
-    if value.isascii():
-        return
+def _check_unicode(name: str, text: str) -> None:
+    # Ids are keys of databases and pages: text with lone surrogates is rejected, not escaped.
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"EID.{name}: got {value!r}, expected valid Unicode: {error.reason}") from None
+        raise ValueError(f"EID.{name}: got {text!r}, expected valid Unicode: {error.reason}") from None
 
 
 def step_of(batch: int | str, version: int | None) -> int:

@@ -24,9 +24,9 @@ def lazily(
     def get(name: str) -> Any:
         try:
             if name in homes:
-                value = getattr(importlib.import_module(homes[name]), name)
-                setattr(sys.modules[package], name, value)
-                return value
+                loaded = getattr(importlib.import_module(homes[name]), name)
+                setattr(sys.modules[package], name, loaded)
+                return loaded
             if name in modules:
                 return importlib.import_module(f"{package}.{name}")
         except ModuleNotFoundError as error:
@@ -36,7 +36,7 @@ def lazily(
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
-        own = (name for name in vars(sys.modules[package]) if name.startswith("__"))
-        return sorted({*homes, *modules, *own})
+        dunders = (name for name in vars(sys.modules[package]) if name.startswith("__"))
+        return sorted({*homes, *modules, *dunders})
 
     return get, names

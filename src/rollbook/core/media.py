@@ -1,8 +1,9 @@
-"""Media once: pixel values, grids and images are kept by content, and shared by all samples that show the same.
+"""Images and videos: a pool that keeps equal ones once, loading from every form that users give, encoding for records.
 
-Invariant: `pool.keep(x)` equals x; what it gives for equal content is one object, and nothing the caller owns is
-changed. A pool holds no memory of its own but for what somebody still uses (bytes, which Python cannot watch, are
-held until `prune`).
+Torch is not imported here: tensors exist only where something else imported it.
+
+Invariant: `pool.keep(x)` equals x; equal content gives one object, and nothing of the caller's is changed. A pool keeps
+nothing alive that is not used elsewhere (except bytes, which cannot be weakly referenced, until `prune`).
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import numpy as np
-import torch
 import xxhash
 
-from rollbook.core.experience import same
 from rollbook.core.fields import BATCH_MEDIA
 from rollbook.core.files import check_regular
+from rollbook.core.freeform import same
 from rollbook.core.ragged import tensor_bytes
+
+Medium: TypeAlias = Any
+"""An image or a video: a PIL image, array, tensor, bytes, path, URL or part of a message, or a list of them."""
 
 
 class Pool:
     """Objects by the hash of their content.
 
+    >>> import torch
     >>> pool = Pool()
     >>> first = pool.keep(torch.ones(2, 3))
     >>> pool.keep(torch.ones(2, 3)) is first, pool.keep(torch.zeros(2, 3)) is first
@@ -42,11 +46,11 @@ class Pool:
         self._watched: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         self._held: dict[Any, bytes] | None = {} if hold_bytes else None
 
-    def keep(self, value: Any) -> Any:
+    def keep(self, value: Medium) -> Any:
         """The object with this content: an earlier one if there is one, else a copy. Lists and tuples are kept item by
         item; paths, and what has no content of its own to hash, are given back as they are."""
         if isinstance(value, (list, tuple)):
-            return type(value)(self.keep(item) for item in value)
+            return type(value)(self.keep(entry) for entry in value)
         if isinstance(value, bytes):
             return value if self._held is None else self._held.setdefault(xxhash.xxh3_128_digest(value), value)
         key = content_key(value)
@@ -56,7 +60,9 @@ class Pool:
         # Compared, not trusted: somebody may have written into the tensor since it was hashed.
         if known_object is not None and same(known_object, value):
             return known_object
-        if isinstance(value, torch.Tensor):
+        if _is_tensor(value):
+            import torch
+
             value = value.detach().clone(memory_format=torch.contiguous_format)
         else:
             value = value.copy()
@@ -65,9 +71,9 @@ class Pool:
 
     def prune(self, used: Iterable[Any] = ()) -> None:
         """Let go of bytes that are not among `used`."""
-        alive = {id(item) for item in _flat(used)}
+        alive = {id(entry) for entry in _flat(used)}
         if self._held is not None:
-            self._held = {key: item for key, item in self._held.items() if id(item) in alive}
+            self._held = {key: entry for key, entry in self._held.items() if id(entry) in alive}
 
     def __len__(self) -> int:
         return len(self._watched) + len(self._held or ())
@@ -88,9 +94,14 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
             yield value
 
 
-def content_key(value: Any) -> Any:
+def _is_tensor(value: Medium) -> bool:
+    torch = sys.modules.get("torch")  # a tensor exists only where torch was imported
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def content_key(value: Medium) -> Any:
     """A hash of type, shape and content, or `None` for what is not an image in memory."""
-    if isinstance(value, torch.Tensor):
+    if _is_tensor(value):
         # On a device too: equal content is worth the way to the host.
         return "tensor", str(value.dtype), value.device, tuple(value.shape), _digest(tensor_bytes(value))
     if isinstance(value, np.ndarray):
@@ -111,13 +122,13 @@ def _digest(memory: Any) -> bytes:
     return xxhash.xxh3_128_digest(memory)
 
 
-def is_picture(value: Any) -> bool:
+def is_picture(value: Medium) -> bool:
     """Whether this is a PIL image (if PIL was never imported, nothing is)."""
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(value, module.Image)
 
 
-def carries_media(holder: Any) -> bool:
+def carries_media(holder: Medium) -> bool:
     """Whether a batch or an item has any pixels, grids, images or other media."""
     for name in _MEDIA:
         value = getattr(holder, name, None)
@@ -129,12 +140,12 @@ def carries_media(holder: Any) -> bool:
 _MEDIA = (*BATCH_MEDIA, "raw_images", "media")
 
 
-def _any_content(value: Any) -> bool:
+def _any_content(value: Medium) -> bool:
     if isinstance(value, dict):
-        return any(_any_content(item) for item in value.values())
+        return any(_any_content(entry) for entry in value.values())
     if isinstance(value, (list, tuple)):
-        return any(_any_content(item) for item in value)
-    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return any(_any_content(entry) for entry in value)
+    if _is_tensor(value) or isinstance(value, np.ndarray):
         return bool(value.shape[0]) if value.ndim else True
     return value is not None
 
@@ -162,7 +173,7 @@ def source_key(part: Mapping[str, Any]) -> str | None:
     return next((name for name in SOURCES if part.get(name) is not None), None)
 
 
-def unwrap(image: Any) -> Any:
+def unwrap(image: Medium) -> Any:
     """What a mapping holds, else what was given.
 
     >>> unwrap({"type": "image_url", "image_url": {"url": "a.png"}})
@@ -173,7 +184,7 @@ def unwrap(image: Any) -> Any:
     return image
 
 
-def names_file(image: Any) -> bool:
+def names_file(image: Medium) -> bool:
     """Whether an image is given as text that is a path or an address, not as its content.
 
     A record holds such text from whoever wrote the record, so nothing opens it. A `pathlib.Path` can only come from
@@ -186,7 +197,7 @@ def names_file(image: Any) -> bool:
     return isinstance(content, str) and not content.startswith("data:")
 
 
-def as_path(image: Any) -> Any:
+def as_path(image: Medium) -> Any:
     """Turn a prompt's image that is named by text into a `Path`, so that it may be opened; return any other unchanged.
 
     >>> as_path({"path": "/a.png"}), as_path("file:///a.png") == Path("/a.png"), as_path("https://host/a.png")
@@ -195,7 +206,7 @@ def as_path(image: Any) -> Any:
     return _resolve("image", image) if names_file(image) else image
 
 
-def read_encoded(name: str, image: Any) -> bytes | None:
+def read_encoded(name: str, image: Medium) -> bytes | None:
     """The bytes of an image that comes as bytes, a file or a `data:` address, as they are; `None` of any other.
 
     >>> read_encoded("image", {"url": "data:image/png;base64,iVBORw=="})
@@ -211,7 +222,7 @@ def read_encoded(name: str, image: Any) -> bytes | None:
     return bytes(image) if isinstance(image, (bytes, bytearray, memoryview)) else None
 
 
-def load_picture(name: str, image: Any) -> Any:
+def load_picture(name: str, image: Medium) -> Any:
     """A PIL image of the mode that it comes in; `name` is for the error.
 
     >>> import numpy as np
@@ -246,7 +257,7 @@ def load_picture(name: str, image: Any) -> Any:
     )
 
 
-def load_image(name: str, image: Any) -> Any:
+def load_image(name: str, image: Medium) -> Any:
     """A PIL image in RGB; of a palette or with transparency too.
 
     >>> import numpy as np
@@ -256,7 +267,7 @@ def load_image(name: str, image: Any) -> Any:
     return load_picture(name, image).convert("RGB")
 
 
-def pixels_key(image: Any) -> Any:
+def pixels_key(image: Medium) -> Any:
     """What a PIL image shows, by which its equal is known again: its pixels and their colours.
 
     >>> from PIL import Image
@@ -286,7 +297,7 @@ def encode_for_record(images: Sequence[Any]) -> list[bytes | str | None]:
     return [_encode_image(image) for image in images if not isinstance(image, Mapping) or source_key(image) is not None]
 
 
-def _encode_image(image: Any) -> bytes | str | None:
+def _encode_image(image: Medium) -> bytes | str | None:
     content = unwrap(image)
     named = os.fspath(content) if isinstance(content, (str, os.PathLike)) else None
     name = named if isinstance(named, str) and not named.startswith("data:") else None
@@ -301,7 +312,7 @@ def _encode_image(image: Any) -> bytes | str | None:
     return raw if len(raw) <= MAX_IMAGE_BYTES else name
 
 
-def _png(image: Any) -> bytes:
+def _png(image: Medium) -> bytes:
     """A PIL image's pixels as PNG, without the profile and the notes that came with it."""
     if image.mode not in _PNG_MODES:
         image = image.convert("RGB")
@@ -354,7 +365,7 @@ def _encode_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**part, key: {**part[key], "url": shown} if deeper else shown}
 
 
-def _resolve(name: str, image: Any) -> Any:
+def _resolve(name: str, image: Medium) -> Any:
     """What a mapping, or an address that needs no network, holds."""
     image = unwrap(image)
     if not isinstance(image, str):
@@ -371,7 +382,7 @@ def _resolve(name: str, image: Any) -> Any:
     return image if address.scheme in ("http", "https") else Path(image)
 
 
-def _pixels(name: str, image: Any) -> Any:
+def _pixels(name: str, image: Medium) -> Any:
     """(H, W) or (H, W, C) uint8: of an array or a tensor, which may have its channels first, and floats from 0 to 1."""
     import numpy as np
 

@@ -1,6 +1,6 @@
-"""How far long work is and what is odd about it, for people, and how long its stages took, for the metrics.
+"""Progress bars, timings of stages and metrics of a step, and warnings that point at the caller's line.
 
-Invariant: nothing is printed where nobody looks: without a terminal there is no bar. Times are wall-clock seconds.
+Invariant: without a terminal, no bar is printed. Times are wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TextIO
+from contextlib import contextmanager
+from typing import TextIO
 
 
 class Progress:
@@ -79,12 +79,20 @@ class Stages:
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, dict[str, float]] = {}
+        self._stages: dict[str, dict[str, float]] = {}
+        self._numbers: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[dict[str, Any]]:
-        """Time what is done inside; `stage["tokens"]` says how many tokens it was about; other keys go along."""
-        stage = self._found.setdefault(name, {"seconds": 0.0, "tokens": 0})
+    def __call__(self, name: str) -> Iterator[dict[str, float]]:
+        """Time the body of a `with` statement.
+
+        Args:
+            name: The stage; the times of equal names add up.
+
+        Yields:
+            The numbers of the stage. Set `"tokens"` to the tokens that it processed; other keys are reported too.
+        """
+        stage = self._stages.setdefault(name, {"seconds": 0.0, "tokens": 0})
         before, stage["tokens"] = stage["tokens"], 0
         begun = time.perf_counter()
         try:
@@ -94,18 +102,20 @@ class Stages:
             stage["tokens"] += before
 
     def metrics(self) -> dict[str, float]:
-        """By `stage/what`; stages that are not about tokens have seconds alone."""
-        made: dict[str, float] = {}
-        for name, stage in self._found.items():
-            made |= {f"{name}/{key}": value for key, value in stage.items() if key != "tokens"}
+        """Return the numbers by `stage/name`; stages without tokens have no token metrics."""
+        metrics: dict[str, float] = {}
+        for name, stage in self._stages.items():
+            for key, number in stage.items():
+                if key != "tokens":
+                    metrics[f"{name}/{key}"] = number
             if stage["tokens"]:
-                made[f"{name}/tokens"] = stage["tokens"]
-                made[f"{name}/tokens_per_second"] = stage["tokens"] / max(stage["seconds"], 1e-9)
-        return made
+                metrics[f"{name}/tokens"] = stage["tokens"]
+                metrics[f"{name}/tokens_per_second"] = stage["tokens"] / max(stage["seconds"], 1e-9)
+        return metrics
 
 
-class StepMetrics:
-    """The metrics of a step: timings of its stages, and numbers by name.
+class StepMetrics(Stages):
+    """Metrics of a step: timings of its stages, and numbers by name.
 
     >>> metrics = StepMetrics()
     >>> with metrics.time("rollout") as stage:
@@ -115,13 +125,7 @@ class StepMetrics:
     ['reward', 'rollout/seconds', 'rollout/tokens', 'rollout/tokens_per_second']
     """
 
-    def __init__(self) -> None:
-        self._stages = Stages()
-        self._numbers: dict[str, float] = {}
-
-    def time(self, name: str) -> AbstractContextManager[dict[str, Any]]:
-        """Time a stage, as `Stages` does."""
-        return self._stages(name)
+    time = Stages.__call__
 
     def add(self, *numbers: Mapping[str, float]) -> None:
         """Add numbers by name; later ones replace earlier ones."""
@@ -129,8 +133,8 @@ class StepMetrics:
             self._numbers.update(part)
 
     def values(self, **more: float) -> dict[str, float]:
-        """Return all metrics."""
-        return {**self._stages.metrics(), **self._numbers, **more}
+        """Return the timings, then the numbers, then `more`."""
+        return {**self.metrics(), **self._numbers, **more}
 
 
 def advise(message: str) -> None:
@@ -141,10 +145,10 @@ def advise(message: str) -> None:
     >>> str(said[0].message)
     'mind the gap'
     """
-    own, frame, level = os.path.dirname(os.path.dirname(__file__)), sys._getframe(1), 2
+    package, frame, level = os.path.dirname(os.path.dirname(__file__)), sys._getframe(1), 2
     # Torch's decorators stand between a method and its caller.
     while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith(own) or frame.f_code.co_filename.endswith("_contextlib.py")
+        frame.f_code.co_filename.startswith(package) or frame.f_code.co_filename.endswith("_contextlib.py")
     ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollbook.core.experience import Experience
+    from rollbook.core.experience import Experience, FieldValue
     from rollbook.core.experiences import Experiences
 
 ROWS = 20
@@ -34,7 +34,7 @@ def record_html(record: Experience) -> str:
     from rollbook.core.fields import FIELDS
 
     cells = {name: getattr(record, name) for name in FIELDS if name != "eid"}
-    rows = [(name, _described(value)) for name, value in cells.items() if value is not None and value != {}]
+    rows = [(name, _described(cell)) for name, cell in cells.items() if cell is not None and cell != {}]
     return table(f"Experience {record.eid}", ["field", "value"], rows)
 
 
@@ -64,13 +64,13 @@ def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}{shown}"
 
 
-def _described(value: Any) -> Any:
-    if not hasattr(value, "dtype"):
-        return value
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}: {value.flatten()[:12].tolist()}"
+def _described(cell: FieldValue) -> Any:
+    if not hasattr(cell, "dtype"):
+        return cell
+    return f"{str(cell.dtype).removeprefix('torch.')} {list(cell.shape)}: {cell.flatten()[:12].tolist()}"
 
 
-def _short(cell: Any) -> str:
+def _short(cell: FieldValue) -> str:
     if cell is None:
         return "-"
     text = f"{cell:.4g}" if isinstance(cell, float) else str(cell)

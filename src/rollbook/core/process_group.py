@@ -6,9 +6,12 @@ talks to other processes unless it was given `ProcessGroup`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 class ProcessGroup:
@@ -21,7 +24,7 @@ class ProcessGroup:
     ([1.0, 2.0], [['a']])
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
@@ -49,9 +52,9 @@ class ProcessGroup:
         """Every process's list, by rank. The lists may differ in length; they are pickled among trusted processes."""
         import torch.distributed as dist
 
-        found: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, items, group=self.group)
-        return found
+        gathered: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, items, group=self.group)
+        return gathered
 
 
 class _Alone(ProcessGroup):
@@ -76,7 +79,7 @@ SINGLE_PROCESS = _Alone()
 """This process alone."""
 
 
-def check_ranks(ranks: Any) -> ProcessGroup:
+def check_ranks(ranks: ProcessGroup) -> ProcessGroup:
     """Refuse what is no `ProcessGroup`, before anything is asked of it.
 
     >>> check_ranks(True)

@@ -13,12 +13,13 @@ import operator
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from rollbook.core.errors import WireError
 from rollbook.core.fields import BY_CODE, COLUMNAR, DTYPES, INTEGERS
@@ -31,7 +32,13 @@ _EXACT_IN_FLOAT64 = _EXACT_IN_FLOAT32 | {"uint32", "int32", "float64"}
 
 
 def promote(dtypes: Iterable[str]) -> str | None:
-    """The narrowest type that holds every value of all `dtypes` exactly, or `None` if there is none.
+    """Find the narrowest type that holds every value of some types exactly.
+
+    Args:
+        dtypes: Names of element types.
+
+    Returns:
+        The name of the type, or `None` if there is none.
 
     >>> promote(["int32", "int64"]), promote(["bfloat16", "float16"]), promote(["uint64", "int8"])
     ('int64', 'float32', None)
@@ -54,9 +61,17 @@ _PAGE = mmap.PAGESIZE
 _LARGE = 4 << 20
 
 
-def allocate(shape: tuple[int, ...], dtype: Any, touched: bool = True) -> NDArray[Any]:
-    """An array to be filled (`touched`) or only to be pointed at. Large ones come from Arrow's pool, which keeps what
-    is freed: the first touch of fresh pages takes several times as long as writing on used ones."""
+def allocate(shape: tuple[int, ...], dtype: DTypeLike, touched: bool = True) -> NDArray[Any]:
+    """Allocate an uninitialized array. Large ones come from Arrow's pool, which reuses freed pages.
+
+    Args:
+        shape: Shape of the array.
+        dtype: Type of its elements.
+        touched: Request the pages at once, because the array is about to be filled.
+
+    Returns:
+        The array.
+    """
     kind = np.dtype(dtype)
     size = prod(shape) * kind.itemsize
     if size < _LARGE:
@@ -101,7 +116,7 @@ def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return flat.view(torch.uint8).numpy()
 
 
-def tensor_from_bytes(dtype: Any, shape: Any, data: Any, where: str) -> torch.Tensor:
+def tensor_from_bytes(dtype: str | None, shape: Sequence[int], data: bytes | memoryview, where: str) -> torch.Tensor:
     """The tensor of `dtype` and `shape` whose elements are `data`, on memory of its own, once they agree."""
     memory = np.frombuffer(data, dtype=np.uint8)
     sizes = check_shape(dtype, shape, len(memory), where)
@@ -109,7 +124,7 @@ def tensor_from_bytes(dtype: Any, shape: Any, data: Any, where: str) -> torch.Te
         raise WireError(f"{where}: got the byte {int(memory.max())} for a bool, expected 0 or 1")
     import torch
 
-    kind = getattr(torch, dtype, None)
+    kind = getattr(torch, str(dtype), None)
     if not isinstance(kind, torch.dtype):
         raise WireError(f"{where}: dtype {dtype!r} is none of this torch's")
     if not memory.size:
@@ -117,7 +132,7 @@ def tensor_from_bytes(dtype: Any, shape: Any, data: Any, where: str) -> torch.Te
     return torch.from_numpy(np.array(memory)).view(kind).reshape(sizes)
 
 
-def check_shape(dtype: Any, shape: Any, nbytes: int, where: str) -> tuple[int, ...]:
+def check_shape(dtype: str | None, shape: Sequence[int], nbytes: int, where: str) -> tuple[int, ...]:
     """The shape as a tuple, once it is known to be one of `nbytes` bytes of `dtype`."""
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise WireError(f"{where}: dtype {dtype!r} is unknown")
@@ -134,16 +149,17 @@ def check_shape(dtype: Any, shape: Any, nbytes: int, where: str) -> tuple[int, .
     return tuple(shape)
 
 
+@dataclass(slots=True, eq=False)
 class _Store:
     """The memory that a column and its slices share, so that they all see it copied, and changed, at once."""
 
-    __slots__ = ("memory", "owned", "pending", "tensor")
-
-    def __init__(self, memory: NDArray[Any], owned: bool) -> None:
-        self.memory = memory
-        self.owned = owned
-        self.pending: list[torch.Tensor] | None = None
-        self.tensor: torch.Tensor | None = None
+    memory: NDArray[Any]
+    owned: bool
+    """Whether tensors may be views of the memory."""
+    pending: list[torch.Tensor] | None = None
+    """Tensors that are not copied to the memory yet."""
+    tensor: torch.Tensor | None = None
+    """The memory as a tensor, once one was asked for."""
 
 
 class Ragged:
@@ -190,7 +206,7 @@ class Ragged:
     def values(self) -> NDArray[Any]:
         """All rows, one after the other: (total, *trailing)."""
         if self._store.pending is not None:
-            self.copy_to(self.memory)
+            self.copy_to(self._store.memory)
             self._store.pending = None
         return self._store.memory
 
@@ -200,7 +216,14 @@ class Ragged:
         return self._store.pending is not None
 
     def copy_to(self, memory: NDArray[Any]) -> None:
-        """Copy the pending tensors to an array of the column's size."""
+        """Copy the pending tensors.
+
+        Args:
+            memory: An array of the shape and storage type of the column's memory.
+
+        Raises:
+            ValueError: A tensor cannot be read.
+        """
         import torch
 
         target = getattr(torch, self.dtype)
@@ -217,11 +240,19 @@ class Ragged:
                 raise ValueError(f"a tensor cannot be kept: {error}") from None
 
     def leave_pending(self, tensors: list[torch.Tensor]) -> None:
-        """Take tensors of the column's type as its values, to be copied by `copy_to` and then `settle`d."""
+        """Set tensors as the values, to be copied later by `copy_to` and then `settle`d.
+
+        Args:
+            tensors: The present rows, of the type of the column.
+        """
         self._store.pending = tensors
 
     def settle(self, memory: NDArray[Any]) -> None:
-        """Take an array to which the pending tensors were copied as the column's memory."""
+        """Set the memory of the column.
+
+        Args:
+            memory: An array to which `copy_to` copied the pending tensors.
+        """
         self._store.memory = memory
         self._store.pending = None
 
@@ -234,7 +265,7 @@ class Ragged:
     @property
     def trailing(self) -> tuple[int, ...]:
         """The sizes of the dimensions behind the ragged one."""
-        return self.memory.shape[1:]
+        return self._store.memory.shape[1:]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -248,18 +279,33 @@ class Ragged:
         return np.ones(len(self), dtype=np.bool_) if self.valid is None else self.valid
 
     def row_dtype(self, index: int) -> str:
-        """The type of one row."""
+        """Return the element type of a row.
+
+        Args:
+            index: Number of the row.
+
+        Returns:
+            The name of the type.
+        """
         return self.dtype if self.codes is None else BY_CODE[int(self.codes[index])].name
 
     def row_dtypes(self) -> set[str]:
-        """The types that present rows have."""
+        """Return the element types of the present rows."""
         if self.codes is None:
             return {self.dtype} if self.present.any() else set()
         return {BY_CODE[int(code)].name for code in np.unique(self.codes[self.present])}
 
     @classmethod
     def from_arrays(cls, rows: Sequence[Any], dtype: str) -> Ragged:
-        """A column from lists or numpy arrays (`None` for an absent row), each converted to `dtype`."""
+        """Build a column from lists or numpy arrays.
+
+        Args:
+            rows: The rows, `None` where a row is absent.
+            dtype: Element type that they are converted to.
+
+        Returns:
+            The column.
+        """
         if dtype == "bfloat16":
             raise ValueError("dtype 'bfloat16': numpy has no such type; build the column from tensors")
         storage = np.dtype(dtype)
@@ -274,10 +320,16 @@ class Ragged:
     def from_tensors(
         cls, rows: Sequence[torch.Tensor | None], dtype: str, copy: bool = True, uniform: bool = False
     ) -> Ragged:
-        """A column from tensors whose types all fit `dtype` and whose trailing sizes agree, copied in one pass.
+        """Build a column from tensors, copied in one pass.
 
-        `copy=False` leaves them pending, for a caller who knows that nobody changes them until they are copied;
-        `uniform=True` says that their types are known to be `dtype`.
+        Args:
+            rows: The rows, `None` where a row is absent. Their trailing sizes must agree.
+            dtype: Element type of the column, which must hold all of theirs exactly.
+            copy: Copy now. With `False` the tensors stay pending, and must not change until they are copied.
+            uniform: All rows are known to have the type `dtype`.
+
+        Returns:
+            The column.
         """
         import torch
 
@@ -304,7 +356,7 @@ class Ragged:
         return column
 
     def tensor_of_values(self) -> torch.Tensor:
-        """All values as one tensor (total, *trailing) of type `dtype`, on writable memory."""
+        """Return all values as one tensor [total, ...] of type `dtype`, on writable memory."""
         store = self._store
         if store.tensor is None:
             import torch
@@ -316,12 +368,19 @@ class Ragged:
             if self.dtype == "bool" and self.values.size and self.values.max() > 1:
                 raise WireError(f"a bool column holds the byte {int(self.values.max())}, expected 0 or 1")
             tensor = torch.from_numpy(np.ascontiguousarray(self.values))
-            wanted = getattr(torch, self.dtype)
-            store.tensor = tensor if tensor.dtype == wanted else tensor.view(wanted)
+            dtype = getattr(torch, self.dtype)
+            store.tensor = tensor if tensor.dtype == dtype else tensor.view(dtype)
         return store.tensor
 
     def tensor(self, index: int) -> torch.Tensor | None:
-        """Row `index`: a view of the column where the row has the column's type, else a copy in its own."""
+        """Return a row.
+
+        Args:
+            index: Number of the row.
+
+        Returns:
+            A view of the column, a copy if the row has another type than the column, or `None` if the row is absent.
+        """
         if self.valid is not None and not self.valid[index]:
             return None
         row = self.tensor_of_values()[int(self.offsets[index]) : int(self.offsets[index + 1])]
@@ -350,7 +409,7 @@ class Ragged:
         return iter(self.tensors())
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """Every row, as `tensor` gives it, made in one pass."""
+        """Return every row as `tensor` does, in one pass."""
         import torch
 
         values = self.tensor_of_values()
@@ -369,7 +428,15 @@ class Ragged:
         return row if name == self.dtype else row.to(getattr(torch, name))
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Rows start to stop, sharing memory."""
+        """Return a range of rows, sharing memory.
+
+        Args:
+            start: First row.
+            stop: Row after the last one.
+
+        Returns:
+            A column of `stop - start` rows.
+        """
         return Ragged(
             self._store,
             self.offsets[start : stop + 1],
@@ -379,7 +446,14 @@ class Ragged:
         )
 
     def take(self, indices: NDArray[np.int64]) -> Ragged:
-        """The rows at `indices`, in that order, copied together: nothing of the parent stays alive."""
+        """Copy rows. The memory of this column is not kept alive.
+
+        Args:
+            indices: [M] Row numbers.
+
+        Returns:
+            A column of M rows, in that order.
+        """
         lengths = self.lengths[indices]
         offsets = offsets_of(lengths)
         values = allocate((int(offsets[-1]), *self.trailing), self.values.dtype)
@@ -399,7 +473,14 @@ class Ragged:
         )
 
     def as_dtype(self, dtype: str) -> Ragged:
-        """The same rows on values of a wider type; each row keeps its own."""
+        """Convert the values to a wider type. Each row keeps its own type.
+
+        Args:
+            dtype: Element type of the new column.
+
+        Returns:
+            The new column, or this one if it has the type already.
+        """
         if dtype == self.dtype:
             return self
         import torch
@@ -415,7 +496,14 @@ class Ragged:
 
     @classmethod
     def concat(cls, parts: Sequence[Ragged]) -> Ragged:
-        """All rows of `parts`, which must have one `dtype` and one trailing shape."""
+        """Concatenate columns.
+
+        Args:
+            parts: Columns of one `dtype` and one trailing shape.
+
+        Returns:
+            All rows, copied.
+        """
         offsets = offsets_of(np.concatenate([part.lengths for part in parts]))
         values = np.concatenate([part.values[part.offsets[0] : part.offsets[-1]] for part in parts])
         valid = None
@@ -423,25 +511,41 @@ class Ragged:
             valid = np.concatenate([part.present for part in parts])
         codes = None
         if any(part.codes is not None for part in parts):
-            own = DTYPES[parts[0].dtype].code
+            code = DTYPES[parts[0].dtype].code
             codes = np.concatenate(
-                [np.full(len(p), own, dtype=np.uint8) if p.codes is None else p.codes for p in parts]
+                [np.full(len(p), code, dtype=np.uint8) if p.codes is None else p.codes for p in parts]
             )
         return cls(values, offsets, parts[0].dtype, valid, codes, owned=True)
 
     def largest(self) -> int:
-        """The largest value of any row; 0 if there is none."""
+        """Return the largest value of any row, or 0 if there are no values."""
         # Of a slice, only its own rows: what lies beside them may be another row's bytes.
         values = self.values[self.offsets[0] : self.offsets[-1]]
         return int(values.max()) if values.size else 0
 
     def row(self, index: int) -> NDArray[Any]:
-        """The values of one row."""
+        """Return the values of a row.
+
+        Args:
+            index: Number of the row.
+
+        Returns:
+            [length, ...] A view, in the storage type of the column.
+        """
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
     @classmethod
     def absent(cls, count: int, dtype: str, trailing: tuple[int, ...] = ()) -> Ragged:
-        """A column of `count` rows, none of them there."""
+        """Build a column of absent rows.
+
+        Args:
+            count: Number of rows.
+            dtype: Element type.
+            trailing: Sizes of the dimensions after the first.
+
+        Returns:
+            The column.
+        """
         values = np.empty((0, *trailing), dtype=DTYPES[dtype].storage)
         return cls(values, np.zeros(count + 1, dtype=np.int64), dtype, np.zeros(count, dtype=np.bool_), owned=True)
 
@@ -514,8 +618,14 @@ class Spread(Ragged):
         return rows
 
 
-def offsets_of(lengths: Any) -> NDArray[np.int64]:
-    """Offsets, one more than there are lengths, from 0.
+def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Compute offsets from lengths.
+
+    Args:
+        lengths: [N] Lengths of rows.
+
+    Returns:
+        [N + 1] Where each row begins, and where the last one ends.
 
     >>> offsets_of([3, 0, 1]).tolist()
     [0, 3, 3, 4]

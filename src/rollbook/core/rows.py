@@ -8,8 +8,7 @@ directions are one gather.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from math import prod
 from operator import attrgetter
@@ -109,6 +108,9 @@ Column: TypeAlias = torch.Tensor | Ragged | Segments
 """All rows of a field: end to end as a tensor (total, ...), as a record's column, or where they lie."""
 
 
+Lengths: TypeAlias = Sequence[int] | NDArray[np.int64]
+
+
 class Rows(list[torch.Tensor]):
     """A list of tensors that lie end to end in one: row i is `values[offsets[i]:offsets[i + 1]]`, as a view.
 
@@ -146,18 +148,25 @@ class Rows(list[torch.Tensor]):
         """[B + 1] The same as an int32 tensor on the values' device, as kernels for ragged input take it."""
         return torch.from_numpy(self.offsets).to(self.values.device, torch.int32)
 
-    def apply(self, change: Any) -> Rows:
-        """The rows of `change(values)`, which must have as many."""
+    def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
+        """Apply a function to the values of all rows at once.
+
+        Args:
+            change: A function of a tensor [total, ...] that returns one with as many entries.
+
+        Returns:
+            The new rows, of the same lengths.
+        """
         return Rows(change(self.values), self.lengths)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if isinstance(index, slice):
             raise ValueError("rows: got a slice, expected one row; assign a list to the batch's field to change all")
         row = self[index]
-        given = torch.as_tensor(value)
-        if given.shape != row.shape:
-            raise ValueError(f"row {index}: got shape {list(given.shape)}, expected {list(row.shape)}")
-        row.copy_(given)
+        replacement = torch.as_tensor(value)
+        if replacement.shape != row.shape:
+            raise ValueError(f"row {index}: got shape {list(replacement.shape)}, expected {list(row.shape)}")
+        row.copy_(replacement)
 
     def _fixed(self, *_: Any, **__: Any) -> Any:
         raise ValueError("rows: their number is fixed; assign a list to the batch's field instead")
@@ -185,7 +194,7 @@ class Spans:
     tensor([1, 2, 3, 4, 5])
     """
 
-    def __init__(self, lengths: Any, starts: Any, width: int) -> None:
+    def __init__(self, lengths: Lengths, starts: Lengths, width: int) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.starts = np.asarray(starts, dtype=np.int64)
         self.width = int(width)
@@ -193,28 +202,19 @@ class Spans:
         self.solid = False
         """Whether a mask over these rows is known to be 1 throughout."""
         self._where: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @cached_property
-    def _places(self) -> list[tuple[int, int]]:
-        return list(zip(self.starts.tolist(), (self.starts + self.lengths).tolist(), strict=True))
-
-    @cached_property
-    def _slices(self) -> list[slice]:
-        """Where the rows lie in the matrix laid flat."""
-        starts = self.starts + np.arange(0, len(self.starts) * self.width, self.width) if self.width else self.starts
-        return list(map(slice, starts.tolist(), (starts + self.lengths).tolist()))
-
-    def _parts(self, matrix: NDArray[Any]) -> list[NDArray[Any]]:
-        """Views of the rows."""
-        if not matrix.flags.c_contiguous:
-            return [row[at:to] for row, (at, to) in zip(matrix, self._places, strict=True)]
-        # Laid flat, each row takes one slice rather than two.
-        flat = matrix.reshape(matrix.shape[0] * matrix.shape[1], *matrix.shape[2:])
-        return [flat[row] for row in self._slices]
+        self._places = list(zip(self.starts.tolist(), (self.starts + self.lengths).tolist(), strict=True))
 
     @classmethod
-    def right_aligned(cls, lengths: Any, width: int) -> Spans:
-        """Rows that end at the last column."""
+    def right_aligned(cls, lengths: Lengths, width: int) -> Spans:
+        """Build spans that end at the last column.
+
+        Args:
+            lengths: [B] Lengths of the rows.
+            width: Columns of the matrix.
+
+        Returns:
+            The spans.
+        """
         return cls(lengths, width - np.asarray(lengths, dtype=np.int64), width)
 
     @property
@@ -225,16 +225,25 @@ class Spans:
     def pad(
         self, column: Column, fill: float, out: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """[B, width, ...] The rows in their places, `fill` around them; in `out`, if one is given to be used again; of
-        another type that numpy has, if `dtype` names one."""
+        """Pad rows to a matrix.
+
+        Args:
+            column: The rows: a tensor [total, ...] of all, a `Ragged`, or `Segments`.
+            fill: Value of the padding.
+            out: A tensor [B, width, ...] on the CPU to write to.
+            dtype: Element type of the result, if not that of the rows; one that numpy has.
+
+        Returns:
+            [B, width, ...] The matrix.
+        """
         if isinstance(column, torch.Tensor):
             column = column if dtype is None else column.to(dtype)
             check_fill(fill, column.dtype)  # whether or not these rows need it
             if self.full and out is None:
                 return column.clone().reshape(len(self.lengths), self.width, *column.shape[1:])
             if _must_gather(column):
-                made = self._pad_gather(column, fill)
-                return made if out is None else out.copy_(made)
+                padded = self._pad_gather(column, fill)
+                return padded if out is None else out.copy_(padded)
         arrays, starts, stops, own_dtype, trailing = _segments(column, self.offsets)
         dtype = own_dtype if dtype is None else dtype
         shape = (len(self.lengths), self.width, *trailing)
@@ -243,10 +252,10 @@ class Spans:
         if gaps:
             out = empty(shape, dtype)
         elif out is None:
-            out = blank(shape, dtype, fill)
+            out = torch.full(shape, fill, dtype=dtype)
         elif out.shape != shape or out.dtype != dtype or out.device.type != "cpu":
-            got = f"{list(out.shape)} of {out.dtype} on {out.device}"
-            raise ValueError(f"out: got {got}, expected {list(shape)} of {dtype} on the CPU")
+            described = f"{list(out.shape)} of {out.dtype} on {out.device}"
+            raise ValueError(f"out: got {described}, expected {list(shape)} of {dtype} on the CPU")
         else:
             out.fill_(fill)
         matrix = memory(out)
@@ -262,18 +271,34 @@ class Spans:
         return out
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """(total, ...) What `pad` was given."""
+        """Extract the rows of a padded matrix.
+
+        Args:
+            padded: [B, width, ...]
+
+        Returns:
+            [total, ...] The rows, one after the other.
+        """
         if _must_gather(padded):
             return padded[self._index(padded.device)[1]]
         return self.unpad_all([padded])[0]
 
     def unpad_all(self, matrices: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """(total, ...) each: what `pad` was given for matrices of one type and trailing shape on the host, copied into
-        one piece of memory, which is sooner had than many."""
+        """Extract the rows of several matrices at once, into one allocation.
+
+        Args:
+            matrices: Matrices [B, width, ...] of one type and trailing shape, on the CPU.
+
+        Returns:
+            For each matrix its rows, [total, ...].
+        """
         total, first = int(self.offsets[-1]), matrices[0]
         if not total:
             return [empty((0, *first.shape[2:]), first.dtype)] * len(matrices)
-        parts = [part for matrix in matrices for part in self._parts(memory(matrix))]
+        parts: list[NDArray[Any]] = []
+        for matrix in matrices:
+            for row, (at, to) in zip(memory(matrix), self._places, strict=True):
+                parts.append(row[at:to])
         if first.dtype in NUMPY and len(matrices) * total * prod(first.shape[2:]) * first.element_size() < LARGE:
             out = torch.from_numpy(np.concatenate(parts))
         else:
@@ -281,8 +306,16 @@ class Spans:
             np.concatenate(parts, out=memory(out))
         return out.split_with_sizes([total] * len(matrices)) if len(matrices) > 1 else [out]
 
-    def mask(self, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
-        """[B, width] One where a row lies, zero on padding."""
+    def mask(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Build a mask of the rows.
+
+        Args:
+            dtype: Element type.
+            device: Device of the mask.
+
+        Returns:
+            [B, width] 1 inside rows, 0 on padding.
+        """
         if torch.device(device).type != "cpu":
             return self._index(torch.device(device))[1].to(dtype, copy=True)  # the index is shared
         out = empty((len(self.lengths), self.width), dtype)
@@ -364,8 +397,8 @@ def concatenated(column: Column, lengths: NDArray[np.int64], out: torch.Tensor |
     if out is None:
         out = empty((int(lengths.sum()), *trailing), dtype)
     if isinstance(column, Ragged):
-        whole = next(iter(arrays))  # the rows lie end to end already
-        memory(out)[...] = whole[int(column.offsets[0]) : int(column.offsets[-1])]
+        source = next(iter(arrays))  # the rows lie end to end already
+        memory(out)[...] = source[int(column.offsets[0]) : int(column.offsets[-1])]
     elif len(out):
         parts = [array[start:stop] for array, start, stop in zip(arrays, starts, stops, strict=False)]
         np.concatenate(parts, out=memory(out))

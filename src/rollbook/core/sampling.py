@@ -12,13 +12,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 from rollbook.core.ids import EID
 
 if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
     from rollbook.core.experience import Experience
+    from rollbook.core.media import Medium
 
 LogprobsKind = Literal["processed", "tempered", "raw"]
 """Which distribution log-probs are of.
@@ -34,6 +38,10 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 """`abort`: paused or cancelled before it was done, to be continued or not; `error`: there is no (whole) response."""
 
 Overflow = Literal["error", "left", "right"]
+
+TokenIds: TypeAlias = "Sequence[int] | NDArray[Any] | torch.Tensor"
+PromptSource: TypeAlias = Any
+"""A `Prompt`, text, chat messages or token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +80,8 @@ class Prompt:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        forms = [name for name in ("text", "messages", "token_ids") if getattr(self, name) is not None]
-        if len(forms) != 1:
+        if (self.text is not None) + (self.messages is not None) + (self.token_ids is not None) != 1:
+            forms = [name for name in ("text", "messages", "token_ids") if getattr(self, name) is not None]
             raise ValueError(
                 f"prompt: got {' and '.join(forms) or 'nothing'}, expected one of text, messages, token_ids"
             )
@@ -89,11 +97,24 @@ class Prompt:
         if self.tools is not None and self.messages is None:
             raise ValueError("prompt.tools: got tools without messages, expected them beside a chat")
         for name in ("images", "videos"):
-            object.__setattr__(self, name, as_media(f"prompt.{name}", getattr(self, name)))
+            media = getattr(self, name)
+            if not isinstance(media, tuple) or media:
+                object.__setattr__(self, name, as_media(f"prompt.{name}", media))
 
     @classmethod
-    def of(cls, source: Any) -> Prompt:
-        """A prompt from what users write: text, messages, token ids (a list, an array or a tensor), or itself."""
+    def of(cls, source: PromptSource) -> Prompt:
+        """Convert to a prompt.
+
+        Args:
+            source: Text, chat messages, token ids (a list, an array or a tensor), or a `Prompt`, which is returned
+                unchanged.
+
+        Returns:
+            The prompt.
+
+        Raises:
+            ValueError: `source` is none of these.
+        """
         if isinstance(source, Prompt):
             return source
         if isinstance(source, str):
@@ -108,12 +129,30 @@ class Prompt:
         raise ValueError(f"prompt: got {description}, expected text, chat messages, token ids or a Prompt")
 
     def replace(self, **changes: Any) -> Prompt:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed.
+
+        Args:
+            changes: New values, by field name.
+
+        Returns:
+            The new prompt.
+        """
         return dataclasses.replace(self, **changes)
 
 
-def token_ids(name: str, ids: Any) -> tuple[int, ...]:
-    """Token ids as a tuple, or an error that names the first that is none."""
+def token_ids(name: str, ids: TokenIds) -> tuple[int, ...]:
+    """Convert token ids to a tuple.
+
+    Args:
+        name: Name for error messages.
+        ids: A sequence, an array or a tensor.
+
+    Returns:
+        The ids.
+
+    Raises:
+        ValueError: An entry is not a token id.
+    """
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
@@ -121,11 +160,22 @@ def token_ids(name: str, ids: Any) -> tuple[int, ...]:
     for i, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, Integral) or int(token) < 0:
             raise ValueError(f"{name}[{i}]: got {token!r}, expected a token id")
-    return tuple(int(token) for token in ids)
+    return tuple(map(int, ids))
 
 
-def as_media(name: str, media: Any) -> tuple[Any, ...]:
-    """A prompt's images or videos as a tuple: none, one bare one, or several."""
+def as_media(name: str, media: Medium | Sequence[Medium] | None) -> tuple[Any, ...]:
+    """Convert the images or videos of a prompt to a tuple.
+
+    Args:
+        name: Name for error messages.
+        media: `None`, one image or video, or a list of them.
+
+    Returns:
+        The media.
+
+    Raises:
+        ValueError: An entry of the list is `None`.
+    """
     if media is None:
         return ()
     if isinstance(media, (list, tuple)):
@@ -146,7 +196,7 @@ _RECORDED = ("asked_seed", "earlier", "run", "stop_reason")
 
 def _asked(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a mapping; of a sample's record, those that were asked for: the call's seed, not the stream's."""
-    options = {name: value for name, value in recorded.items() if name not in _RECORDED}
+    options = {name: option for name, option in recorded.items() if name not in _RECORDED}
     return options | {"seed": recorded["asked_seed"]} if "asked_seed" in recorded else options
 
 
@@ -233,8 +283,9 @@ class Sampling:
                 raise ValueError(f"stop[{i}]: got {text!r}, expected a text that is not empty")
         put(self, "stop", stop)
         for name in ("stop_token_ids", "suppress"):
-            value = getattr(self, name)
-            put(self, name, () if value is None else token_ids(name, value))
+            ids = getattr(self, name)
+            if not isinstance(ids, tuple) or ids:
+                put(self, name, () if ids is None else token_ids(name, ids))
         put(self, "include_stop", check_bool("include_stop", self.include_stop))
         put(self, "ignore_eos", check_bool("ignore_eos", self.ignore_eos))
         if self.seed is not None:
@@ -249,28 +300,41 @@ class Sampling:
 
     @classmethod
     def of(cls, source: Sampling | Mapping[str, Any] | None = None, **options: Any) -> Sampling:
-        """Options from a mapping or another `Sampling`, with changes; unknown ones are refused with the nearest."""
+        """Convert to sampling options, with changes.
+
+        Args:
+            source: A `Sampling`, a mapping of options (also the `sampling` of a record), or `None` for the defaults.
+            options: Options to change.
+
+        Returns:
+            The options.
+
+        Raises:
+            ValueError: An option is unknown or has an invalid value.
+        """
         base = cls() if source is None else source
         changes = dict(options)
         if not isinstance(base, Sampling):
             if not isinstance(base, Mapping):
                 raise ValueError(f"sampling: got {type(base).__name__}, expected Sampling or a mapping of its options")
             changes, base = {**_asked(base), **changes}, cls()
-        names = [f.name for f in dataclasses.fields(cls)]
+        names = list(cls.__dataclass_fields__)
         named = {}
-        for name, value in changes.items():
+        for name, option in changes.items():
             if ALIASES.get(name, name) not in names:
                 raise ValueError(f"sampling: option {name!r} is not known{suggest(name, names)}")
-            named[ALIASES.get(name, name)] = value
+            named[ALIASES.get(name, name)] = option
         return dataclasses.replace(base, **named)
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as plain values, as a record keeps them."""
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+        """Return the options as plain values, as records store them."""
+        plain = dict(self.__dict__)
+        for name in ("stop", "stop_token_ids", "suppress"):
+            plain[name] = list(plain[name])
+        return plain
 
     def needs_truncation(self) -> bool:
-        """Whether some tokens are ruled out by their probability."""
+        """Return whether top-p, top-k or min-p excludes tokens."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -297,7 +361,7 @@ class RunInfo:
     @property
     def id(self) -> str:
         """16 hex digits that name the run's make-up; every sample carries them."""
-        plain = json.dumps(self.to_dict(), sort_keys=True)
+        plain = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.blake2b(plain.encode(), digest_size=8).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
@@ -364,10 +428,10 @@ class Sample:
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "versions"):
-            value = getattr(self, name)
-            if value is not None and len(value) != len(self.response_ids):
+            entries = getattr(self, name)
+            if entries is not None and len(entries) != len(self.response_ids):
                 raise ValueError(
-                    f"{name}: got {len(value)} entries, expected {len(self.response_ids)}, one for each response id"
+                    f"{name}: got {len(entries)} entries, expected {len(self.response_ids)}, one for each response id"
                 )
         check_choice("finish_reason", self.finish_reason, get_args(FinishReason))
         if (self.error is None) == (self.finish_reason == "error"):
@@ -392,7 +456,14 @@ class Sample:
         return self.finish_reason == "abort"
 
     def replace(self, **changes: Any) -> Sample:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed.
+
+        Args:
+            changes: New values, by field name.
+
+        Returns:
+            The new sample.
+        """
         return dataclasses.replace(self, **changes)
 
     def to_experience(self) -> Experience:
@@ -405,11 +476,16 @@ class Sample:
         from rollbook.core.experience import Experience
         from rollbook.core.media import encode_for_record, encode_message
 
-        succeeded = not self.failed
-        info = {**self.prompt.info, **self.info}
-        fields: dict[str, Any] = {"reference": self.prompt.reference, "label": self.prompt.label, "error": self.error}
-        info |= {name: value for name, value in fields.items() if value is not None}
-        if self.prompt.images and "images" not in info and (images := encode_for_record(self.prompt.images)):
+        prompt = self.prompt
+        succeeded = self.finish_reason != "error"
+        info = {**prompt.info, **self.info}
+        if prompt.reference is not None:
+            info["reference"] = prompt.reference
+        if prompt.label is not None:
+            info["label"] = prompt.label
+        if self.error is not None:
+            info["error"] = self.error
+        if prompt.images and "images" not in info and (images := encode_for_record(prompt.images)):
             info["images"] = images
         sampling = {**self.sampling, "logprobs": self.logprobs_kind if self.logprobs is not None else None}
         if self.run_id is not None:
@@ -419,7 +495,7 @@ class Sample:
         mask: dict[str, Any] = {}
         if not succeeded or not self.response_ids or not self.prompt_ids:
             mask = {"action_mask": [succeeded] * len(self.response_ids), "experience_type": "multi_turn"}
-        messages = self.prompt.messages
+        messages = prompt.messages
         if messages is not None and self.message is not None:
             messages = [*messages, self.message]
         return Experience(
@@ -431,9 +507,9 @@ class Sample:
             finish_reason=self.finish_reason,
             truncate_status="response_truncated" if self.finish_reason == "length" else None,
             response_text=self.text,
-            prompt_text=self.prompt_text if self.prompt_text is not None else self.prompt.text,
+            prompt_text=self.prompt_text if self.prompt_text is not None else prompt.text,
             messages=None if messages is None else [encode_message(message) for message in messages],
-            tools=None if self.prompt.tools is None else [dict(tool) for tool in self.prompt.tools],
+            tools=None if prompt.tools is None else [dict(tool) for tool in prompt.tools],
             multi_modal_inputs=self.media,
             routed_experts=self.routed_experts,
             sampling=sampling,

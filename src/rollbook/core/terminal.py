@@ -66,7 +66,7 @@ def painted(text: str, back: tuple[int, int, int], front: tuple[int, int, int], 
 
 def _cube(colour: tuple[int, int, int]) -> int:
     """The nearest of the 216 colours that most terminals have."""
-    red, green, blue = (min(5, round(each / 51)) for each in colour)
+    red, green, blue = (min(5, round(channel / 51)) for channel in colour)
     return 16 + 36 * red + 6 * green + blue
 
 
@@ -83,14 +83,16 @@ def printable(value: Any) -> str:
     return "".join(map(shown, text))
 
 
-def shown(each: str) -> str:
+def shown(character: str) -> str:
     """A character, or its number where it is none that is seen."""
-    return each if each.isprintable() else each.encode("unicode_escape").decode()
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 def block(text: str) -> str:
     """Text of several lines: new lines stay, all else as `printable` says."""
-    return "".join(each if each == "\n" else "    " if each == "\t" else shown(each) for each in text)
+    return "".join(
+        character if character == "\n" else "    " if character == "\t" else shown(character) for character in text
+    )
 
 
 def width(text: str) -> int:
@@ -102,7 +104,8 @@ def width(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(
-        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text
+        0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        for character in text
     )
 
 
@@ -115,8 +118,8 @@ def cut(text: str, columns: int) -> str:
     if width(text) <= columns:
         return text
     end, used = 0, 1
-    for end, each in enumerate(text):  # noqa: B007
-        used += width(each)
+    for end, character in enumerate(text):  # noqa: B007
+        used += width(character)
         if used > columns:
             break
     space = end if text[end] == " " else text.rfind(" ", 0, end)
@@ -154,20 +157,20 @@ def broken(text: str) -> str:
 
     Each character stays in its place, for whoever counts them.
     """
-    limit, made, start = columns(), list(text), 0
+    limit, lines, start = columns(), list(text), 0
     used, space = 0, -1
-    for at, each in enumerate(text):
-        if each == "\n":
+    for at, character in enumerate(text):
+        if character == "\n":
             used, space = 0, -1
             continue
-        if each == " ":
+        if character == " ":
             space, start = at, used
-        used += width(block(each))
+        used += width(block(character))
         if used > limit and space >= 0:
-            made[space] = "\n"
+            lines[space] = "\n"
             used -= start + 1
             space = -1
-    return "".join(made)
+    return "".join(lines)
 
 
 def columns() -> int:
@@ -229,17 +232,17 @@ def spark(values: Sequence[float | None]) -> str:
     >>> spark([0.0, 0.5, 1.0, None])
     '▁▅█ '
     """
-    known = [value for value in values if value is not None and value == value and abs(value) != float("inf")]
-    if not known:
+    finite = [number for number in values if number is not None and number == number and abs(number) != float("inf")]
+    if not finite:
         return " " * len(values)
-    low, high = min(known), max(known)
-    made = []
-    for value in values:
-        if value is None or value != value or abs(value) == float("inf"):
-            made.append(" ")
+    low, high = min(finite), max(finite)
+    bars = []
+    for number in values:
+        if number is None or number != number or abs(number) == float("inf"):
+            bars.append(" ")
         else:
-            made.append(_LEVELS[0] if high == low else _LEVELS[round((value - low) / (high - low) * 7)])
-    return "".join(made)
+            bars.append(_LEVELS[0] if high == low else _LEVELS[round((number - low) / (high - low) * 7)])
+    return "".join(bars)
 
 
 # --- output ---------------------------------------------------------------------------------------------------------
@@ -254,9 +257,9 @@ def _strict(value: Any) -> Any:
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, Mapping):
-        return {str(key): _strict(each) for key, each in value.items()}
+        return {str(key): _strict(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(each) for each in value]
+        return [_strict(entry) for entry in value]
     return value
 
 
@@ -269,7 +272,7 @@ def print_table(names: Sequence[str], rows: Iterable[Sequence[Any]], *, right: S
 
     `right`: the columns that stand at the right.
     """
-    lines = [[printable(value) for value in row] for row in rows]
+    lines = [[printable(cell) for cell in row] for row in rows]
     hidden = _hidden(names, lines, right, range(len(names) - 1, 0, -1))
     for line in table(names, lines, right=right, optional=range(len(names) - 1, 0, -1)):
         print(line)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -92,12 +92,16 @@ class _Budget:
         return cls(memory=(1 << 26) + 16 * size, work=(1 << 19) + 32 * size)
 
 
+Pickled: TypeAlias = Any
+"""A value that a pickle can hold, or that stands for one: of any type until the machine has checked it."""
+
+
 @dataclass(eq=False)
 class _Hidden:
     """What exists inside the machine only: to leave one in the result is an error."""
 
     kind: str
-    value: Any = None  # name: the pair; dtype: so far; array: None before BUILD; storage: the torch object
+    value: Pickled = None  # name: the pair; dtype: so far; array: None before BUILD; storage: the torch object
     dtype: str = ""  # of a storage, and its bytes:
     raw: bytes = b""
 
@@ -124,9 +128,9 @@ class _Machine:
                 self.pos = at + 1
                 if op == 0x2E:  # STOP
                     break
-                value = ops[op](self)
-                if value is not None:  # an opcode that may push None does so itself
-                    self.stack.append(value)
+                pushed = ops[op](self)
+                if pushed is not None:  # an opcode that may push None does so itself
+                    self.stack.append(pushed)
             self.need(self.frame_end <= self.pos, "a frame runs past STOP")
             self.need(not self.below and len(self.stack) == 1, "not exactly one value is left at STOP")
             return self.stack.pop()
@@ -146,12 +150,12 @@ class _Machine:
         if not holds:
             self.fail(message)
 
-    def exact(self, value: Any, *kinds: type) -> Any:
+    def exact(self, value: Pickled, *kinds: type) -> Any:
         if type(value) not in kinds:
             self.fail(f"a {_noun(value)} where only a {kinds[0].__name__} can be")
         return value
 
-    def hidden(self, value: Any, kind: str) -> Any:
+    def hidden(self, value: Pickled, kind: str) -> Any:
         if type(value) is not _Hidden or value.kind != kind:
             self.fail(f"a {_noun(value)} where only a {kind} can be")
         return value
@@ -213,10 +217,10 @@ class _Machine:
         del self.stack[-count:]
         return items
 
-    def held(self, made: Any) -> Any:
+    def held(self, container: Pickled) -> Any:
         """A new container, which takes far more memory than the byte that asked for it."""
         self.hold(_CONTAINER_COST)
-        return made
+        return container
 
     def put(self, index: int) -> None:
         self.hold(_CONTAINER_COST)
@@ -224,16 +228,16 @@ class _Machine:
 
     def get(self, index: int) -> None:
         self.need(index in self.memo, "a memo entry that was never stored")
-        value = self.memo[index]
-        finished = type(value) is _Hidden and value.kind == "numpy array" and value.value is not None
-        self.stack.append(value.value if finished else value)
+        entry = self.memo[index]
+        finished = type(entry) is _Hidden and entry.kind == "numpy array" and entry.value is not None
+        self.stack.append(entry.value if finished else entry)
 
     # Lists, dicts and sets: the holder is new, or on top of the stack.
 
     def append(self, items: list[Any]) -> None:
         self.exact(self.stack[-1], list).extend(items)
 
-    def fill(self, items: list[Any], *new: Any) -> Any:
+    def fill(self, items: list[Any], *new: Pickled) -> Any:
         holder = self.exact(*(new or self.pop(1)), dict)
         self.need(len(items) % 2 == 0, "a dict key without a value")
         for i in range(0, len(items), 2):
@@ -243,7 +247,7 @@ class _Machine:
             holder[key] = items[i + 1]
         return holder
 
-    def gather(self, members: list[Any], *new: Any) -> Any:
+    def gather(self, members: list[Any], *new: Pickled) -> Any:
         self.hold(_OBJECT_COST * len(new))  # a set takes that, and one byte of payload makes one
         holder = self.exact(*(new or self.pop(1)), set)
         for member in members:
@@ -252,22 +256,22 @@ class _Machine:
             holder.add(member)
         return holder
 
-    def check_key(self, holder: dict[Any, Any] | set[Any], key: Any) -> None:
+    def check_key(self, holder: dict[Any, Any] | set[Any], key: Pickled) -> None:
         """Refuse a key or member that is not a plain scalar or a tuple of them, or is costly to hash."""
         todo = [(key, 0)]
         while todo:
-            value, depth = todo.pop()
-            kind = type(value)
+            part, depth = todo.pop()
+            kind = type(part)
             if kind is tuple:
                 self.need(depth < _KEY_DEPTH, "a dict key or set member is nested too deep")
-                self.spend(_ITEM_COST * (1 + len(value)))
-                todo.extend((item, depth + 1) for item in value)
+                self.spend(_ITEM_COST * (1 + len(part)))
+                todo.extend((entry, depth + 1) for entry in part)
             elif kind is int:
-                self.spend(value.bit_length() >> 3)
-            elif isinstance(value, (str, bytes, np.generic)):
-                self.spend(value.nbytes if isinstance(value, np.generic) else len(value))
+                self.spend(part.bit_length() >> 3)
+            elif isinstance(part, (str, bytes, np.generic)):
+                self.spend(part.nbytes if isinstance(part, np.generic) else len(part))
             elif kind not in _SCALARS:
-                self.fail(f"a dict key or set member that is a {_noun(value)}")
+                self.fail(f"a dict key or set member that is a {_noun(part)}")
         if isinstance(key, (str, bytes)):
             return
         self.need(len(holder) < _OTHER_KEYS, f"over {_OTHER_KEYS} keys that are not text in one dict or set")
@@ -278,7 +282,7 @@ class _Machine:
 
     # Names, calls and instances.
 
-    def name(self, module: Any, name: Any) -> Any:
+    def name(self, module: Pickled, name: Pickled) -> Any:
         pair = (self.exact(module, str), self.exact(name, str))
         if pair in _STORAGES if self.nested else (pair in self.records or pair in _CALLS):
             return _Hidden("name", pair)
@@ -286,7 +290,7 @@ class _Machine:
             return self.torch_dtype(name)
         return self.fail(f"the payload refers to {_shown(module)}.{_shown(name)}, which is not read")
 
-    def call(self, function: Any, *args: Any) -> Any:
+    def call(self, function: Pickled, *args: Pickled) -> Any:
         pair = self.hidden(function, "name").value
         self.spend(_ITEM_COST * len(args))
         if pair in self.records:
@@ -296,87 +300,87 @@ class _Machine:
         action = _CALLS.get(pair)
         return action(self, *args) if action else self.fail(f"a call of {'.'.join(pair)}")
 
-    def reduce(self, function: Any, args: Any) -> Any:
+    def reduce(self, function: Pickled, args: Pickled) -> Any:
         return self.call(function, *self.exact(args, tuple))
 
-    def new(self, cls: Any, args: Any, options: Any = ()) -> Record:
+    def new(self, cls: Pickled, args: Pickled, options: Pickled = ()) -> Record:
         return self.instance(cls, *self.exact(args, tuple), *self.exact(options, dict, tuple))
 
-    def instance(self, cls: Any, *args: Any) -> Record:
+    def instance(self, cls: Pickled, *args: Pickled) -> Record:
         pair = self.hidden(cls, "name").value
         self.need(pair in self.records, f"an instance of {'.'.join(pair)}")
         self.need(not args, f"an instance of {'.'.join(pair)} made with arguments: only its state is read")
         return Record(pair[0], pair[1], {})
 
-    def build(self, made: Any, state: Any) -> Any:
-        if type(made) is Record:
+    def build(self, instance: Pickled, state: Pickled) -> Any:
+        if type(instance) is Record:
             for part in state if type(state) is tuple and len(state) == 2 else (state,):
                 part = self.exact(part, dict, type(None)) or {}
                 self.spend(_ITEM_COST * len(part))
                 self.need(all(type(key) is str for key in part), "a field whose name is not text")
-                made.state.update(part)
-            return made
-        if type(made) is _Hidden and made.kind == "numpy dtype":
-            return self.build_dtype(made, self.exact(state, tuple))
-        self.need(self.hidden(made, "numpy array").value is None, "a numpy array that is built twice")
+                instance.state.update(part)
+            return instance
+        if type(instance) is _Hidden and instance.kind == "numpy dtype":
+            return self.build_dtype(instance, self.exact(state, tuple))
+        self.need(self.hidden(instance, "numpy array").value is None, "a numpy array that is built twice")
         version, shape, dtype, fortran, raw = state
         self.need(self.exact(version, int) == 1, "a numpy array of an unknown version")
-        made.value = self.array(raw, dtype, shape, "F" if self.exact(fortran, bool, int) else "C")
-        return made.value
+        instance.value = self.array(raw, dtype, shape, "F" if self.exact(fortran, bool, int) else "C")
+        return instance.value
 
-    def reconstructor(self, cls: Any, base: Any, state: Any) -> Record:
+    def reconstructor(self, cls: Pickled, base: Pickled, state: Pickled) -> Record:
         plain = self.hidden(base, "name").value[1] == "object" and state is None
         self.need(plain, "copyreg._reconstructor for a class that derives from more than object")
         return self.instance(cls)
 
     # Builtins, as protocols 0 to 2 write them.
 
-    def encode(self, text: Any, encoding: Any) -> bytes:
+    def encode(self, text: Pickled, encoding: Pickled) -> bytes:
         self.need(self.exact(encoding, str) in ("latin1", "latin-1"), "_codecs.encode to other than latin1")
         self.spend(_ITEM_COST + len(self.exact(text, str)))
         return str(text).encode("latin-1")
 
-    def octets(self, value: Any = b"", *encoding: Any) -> bytes | bytearray:
+    def octets(self, source: Pickled = b"", *encoding: Pickled) -> bytes | bytearray:
         # Never a number, which would be a size to allocate.
-        made: bytes = self.exact(self.encode(value, *encoding) if encoding else value, bytes, bytearray)
-        self.spend(_ITEM_COST + len(made))
-        return made
+        raw: bytes = self.exact(self.encode(source, *encoding) if encoding else source, bytes, bytearray)
+        self.spend(_ITEM_COST + len(raw))
+        return raw
 
-    def items(self, values: Any = ()) -> list[Any]:
+    def items(self, values: Pickled = ()) -> list[Any]:
         self.spend(_ITEM_COST * len(self.exact(values, list, tuple)))
         return list(values)
 
-    def pairs(self, values: Any = ()) -> list[Any]:
+    def pairs(self, values: Pickled = ()) -> list[Any]:
         pairs = [self.exact(pair, tuple, list) for pair in self.items(values)]
         self.need(all(len(pair) == 2 for pair in pairs), "a dict not made of pairs")
         return list(chain.from_iterable(pairs))
 
     # numpy.
 
-    def dtype(self, code: Any, *_: Any) -> _Hidden:
+    def dtype(self, code: Pickled, *_: Pickled) -> _Hidden:
         plain = _NUMPY_TYPE.fullmatch(self.exact(code, str))
         self.need(bool(plain), "a numpy dtype other than plain numbers, bool, text, bytes and times")
         return _Hidden("numpy dtype", np.dtype(code))
 
-    def build_dtype(self, made: Any, state: tuple[Any, ...]) -> Any:
+    def build_dtype(self, dtype: Pickled, state: tuple[Any, ...]) -> Any:
         _, order, subtype, names, fields, _, _, _, more = state if len(state) == 9 else (*state[:9], None)
         self.need(subtype is None and names is None and fields is None, "a structured numpy dtype")
-        if made.value.kind in "Mm":
+        if dtype.value.kind in "Mm":
             _, (unit, number, divisor, _) = more
             unit = unit.decode("ascii") if type(unit) is bytes else self.exact(unit, str)
-            known = unit in _TIME_UNITS and 0 < self.exact(number, int) < 1 << 31
-            self.need(known and self.exact(divisor, int) == 1, "a numpy time of unknown unit")
-            made.value = np.dtype(made.value.kind + ("8" if unit == "generic" else f"8[{number}{unit}]"))
+            is_unit = unit in _TIME_UNITS and 0 < self.exact(number, int) < 1 << 31
+            self.need(is_unit and self.exact(divisor, int) == 1, "a numpy time of unknown unit")
+            dtype.value = np.dtype(dtype.value.kind + ("8" if unit == "generic" else f"8[{number}{unit}]"))
         self.need(self.exact(order, str) in ("<", ">", "|", "="), "a numpy dtype of unknown byte order")
-        made.value = np.dtype(made.value.newbyteorder(order).str)  # by way of str, "<" is "=" where it can be
-        return made
+        dtype.value = np.dtype(dtype.value.newbyteorder(order).str)  # by way of str, "<" is "=" where it can be
+        return dtype
 
-    def sizes(self, values: Any) -> tuple[int, ...]:
+    def sizes(self, values: Pickled) -> tuple[int, ...]:
         self.need(len(self.exact(values, tuple, list)) <= 64, "a shape of too many dimensions")
-        self.need(all(0 <= self.exact(value, int) < 1 << 63 for value in values), "a size below 0 or huge")
+        self.need(all(0 <= self.exact(size, int) < 1 << 63 for size in values), "a size below 0 or huge")
         return tuple(values)
 
-    def array(self, raw: Any, dtype: Any, shape: Any, order: Any = "C", axes: Any = None) -> Any:
+    def array(self, raw: Pickled, dtype: Pickled, shape: Pickled, order: Pickled = "C", axes: Pickled = None) -> Any:
         plain, shape = self.hidden(dtype, "numpy dtype").value, self.sizes(shape)
         have = len(self.exact(raw, bytes, bytearray))
         self.need(prod(shape) * plain.itemsize == have, f"a numpy array whose shape is not for {have} bytes")
@@ -390,7 +394,7 @@ class _Machine:
         self.need(self.exact(order, str) in ("C", "F"), "a numpy array of unknown order")
         return np.ndarray(shape, plain, raw, order=order).copy(order)
 
-    def reconstruct(self, cls: Any, _shape: Any, _code: Any) -> _Hidden:
+    def reconstruct(self, cls: Pickled, _shape: Pickled, _code: Pickled) -> _Hidden:
         self.need(self.hidden(cls, "name").value == ("numpy", "ndarray"), "an array not of numpy.ndarray")
         return _Hidden("numpy array")
 
@@ -402,21 +406,21 @@ class _Machine:
         self.need(hasattr(torch, name), f"this torch has no torch.{name}")
         return getattr(torch, name)
 
-    def persistent(self, pid: Any) -> _Hidden:
+    def persistent(self, pid: Pickled) -> _Hidden:
         self.need(self.nested, "a persistent id, which is not read")
         kind, cls, key, _location, count, view = self.exact(pid, tuple)
         self.need(self.exact(kind, str) == "storage" and view is None, "a persistent id of no plain storage")
         dtype = _STORAGES[self.hidden(cls, "name").value]
         return _Hidden("torch storage", (self.exact(key, str), *self.sizes((count,))), dtype)
 
-    def storage(self, data: Any) -> Any:
+    def storage(self, stream: Pickled) -> Any:
         """Read torch's legacy stream of pickles, for all that a pickled tensor has there: one storage."""
-        zipped = self.exact(data, bytes, bytearray)[:2] == b"PK"
+        zipped = self.exact(stream, bytes, bytearray)[:2] == b"PK"
         self.need(not zipped, "a torch storage in zip format, which is not read")
-        self.spend(_TENSOR_COST + 2 * len(data))
-        data, pos, parts = bytes(data), 0, []
+        self.spend(_TENSOR_COST + 2 * len(stream))
+        stream, pos, parts = bytes(stream), 0, []
         for _ in range(5):
-            inner = _Machine(data, pos, frozenset(), self.budget)
+            inner = _Machine(stream, pos, frozenset(), self.budget)
             inner.nested = True
             try:
                 parts.append(inner.run())
@@ -424,19 +428,21 @@ class _Machine:
                 self.fail(f"in a torch storage: {exc}")
             self.spend(8 * (inner.pos - pos))
             pos = inner.pos
-        magic, version, _, made, keys = parts
+        magic, version, _, storage, keys = parts
         good = (self.exact(magic, int), self.exact(version, int)) == _TORCH_STREAM
         self.need(good, "a torch storage of the wrong magic number or version")
-        key, count = self.hidden(made, "torch storage").value
+        key, count = self.hidden(storage, "torch storage").value
         good = len(self.exact(keys, list)) == 1 and self.exact(keys[0], str) == key
         self.need(good, "torch data that is not exactly one storage")
-        made.value, made.raw = None, data[pos + 8 :]
-        good = int.from_bytes(data[pos : pos + 8], "little") == count
-        good = good and count * _WIDTHS[made.dtype] == len(made.raw)
-        self.need(good, f"a torch storage of {len(made.raw)} bytes cannot be {count} {made.dtype}")
-        return made
+        storage.value, storage.raw = None, stream[pos + 8 :]
+        good = int.from_bytes(stream[pos : pos + 8], "little") == count
+        good = good and count * _WIDTHS[storage.dtype] == len(storage.raw)
+        self.need(good, f"a torch storage of {len(storage.raw)} bytes cannot be {count} {storage.dtype}")
+        return storage
 
-    def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, meta: Any = None) -> Any:
+    def tensor(
+        self, storage: Pickled, offset: Pickled, size: Pickled, stride: Pickled, dtype: Pickled, meta: Pickled = None
+    ) -> Any:
         import torch
 
         name, raw = self.hidden(storage, "torch storage").dtype, storage.raw
@@ -452,55 +458,55 @@ class _Machine:
         self.spend(_TENSOR_COST + (len(raw) if name == "bool" else 0))
         self.need(name != "bool" or not raw.translate(None, b"\0\1"), "a torch bool not 0 or 1")
         if storage.value is None:  # made once, so that aliased tensors stay aliased
-            make: Any = torch.UntypedStorage
+            make: Pickled = torch.UntypedStorage
             storage.value = make.from_buffer(raw, dtype=torch.uint8) if raw else make(0, device="cpu")
-        made = torch.empty(0, dtype=self.torch_dtype(name), device="cpu")
-        made.set_(storage.value, 0 if empty else offset, size, stride)
+        tensor = torch.empty(0, dtype=self.torch_dtype(name), device="cpu")
+        tensor.set_(storage.value, 0 if empty else offset, size, stride)
         if meta:  # the storage has the conjugate, or the negative, of what the tensor means
             self.need(self.exact(meta, dict).keys() <= {"conj", "neg"}, "unknown torch tensor metadata")
             self.hold(2 * span * width)
-            made = made.conj().resolve_conj() if meta.get("conj") else made
-            made = made.neg() if meta.get("neg") else made
-        return made
+            tensor = tensor.conj().resolve_conj() if meta.get("conj") else tensor
+            tensor = tensor.neg() if meta.get("neg") else tensor
+        return tensor
 
-    def parameter(self, tensor: Any, _grad: Any, _hooks: Any) -> Any:
+    def parameter(self, tensor: Pickled, _grad: Pickled, _hooks: Pickled) -> Any:
         import torch
 
         return self.exact(tensor, torch.Tensor)
 
-    def children(self, value: Any) -> Any:
-        kind = type(value)
+    def children(self, node: Pickled) -> Any:
+        kind = type(node)
         if kind is _Hidden:
-            self.fail(f"a {_noun(value)} in the result, which is not a plain value")
+            self.fail(f"a {_noun(node)} in the result, which is not a plain value")
         if kind is dict or kind is Record:
-            value = value.state if kind is Record else value
-            return chain(value, value.values())
-        return value if kind in (list, tuple, set, frozenset) else None
+            node = node.state if kind is Record else node
+            return chain(node, node.values())
+        return node if kind in (list, tuple, set, frozenset) else None
 
-    def check(self, root: Any, max_depth: int, max_items: int) -> None:
+    def check(self, root: Pickled, max_depth: int, max_items: int) -> None:
         """Refuse a result that has a cycle, is too deep, too large as a tree, or not all plain values.
 
         Tensors, arrays and bytearrays count by their size: whoever copies the tree copies them wherever they stand.
         """
-        known: dict[int, Any] = {}  # by id: nodes and height of a value; None from entering to leaving it
+        seen: dict[int, Any] = {}  # by id: nodes and height of a value; None from entering to leaving it
         todo = [(root, False)]
         while todo:
-            value, leaving = todo.pop()
-            if not leaving and id(value) in known:
-                self.need(known[id(value)] is not None, "a value that contains itself")
+            node, leaving = todo.pop()
+            if not leaving and id(node) in seen:
+                self.need(seen[id(node)] is not None, "a value that contains itself")
                 continue
-            children, height = self.children(value), 0
-            nodes = 1 + (len(value) if type(value) is bytearray else getattr(value, "nbytes", 0)) // _VALUE_BYTES
+            children, height = self.children(node), 0
+            nodes = 1 + (len(node) if type(node) is bytearray else getattr(node, "nbytes", 0)) // _VALUE_BYTES
             if children is not None and not leaving:
-                known[id(value)] = None
-                todo.append((value, True))
+                seen[id(node)] = None
+                todo.append((node, True))
                 todo.extend((child, False) for child in children if type(child) not in _SCALARS)
                 continue
             for child in children or ():
-                below = (1, 0) if type(child) in _SCALARS else known[id(child)]
+                below = (1, 0) if type(child) in _SCALARS else seen[id(child)]
                 nodes, height = nodes + below[0], max(height, below[1])
             height += children is not None
-            known[id(value)] = (nodes, height)
+            seen[id(node)] = (nodes, height)
             self.need(height <= max_depth, f"values nested deeper than {max_depth}")
             self.need(nodes <= max_items, f"over {max_items} values, with shared ones counted each time")
 
@@ -509,18 +515,18 @@ def _shown(text: str) -> str:
     return ascii(text[:200])[1:-1]
 
 
-def _noun(value: Any) -> str:
-    if type(value) is not _Hidden:
-        return type(value).__name__
-    return f"reference to {'.'.join(value.value)}" if value.kind == "name" else value.kind
+def _noun(thing: Pickled) -> str:
+    if type(thing) is not _Hidden:
+        return type(thing).__name__
+    return f"reference to {'.'.join(thing.value)}" if thing.kind == "name" else thing.kind
 
 
-def _signed(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
+def _signed(raw: bytes) -> int:
+    return int.from_bytes(raw, "little", signed=True)
 
 
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
 
 
 _MULTIARRAY = "numpy.core.multiarray numpy._core.multiarray"  # the old spelling and the new
@@ -607,9 +613,9 @@ def _load_prefix(
     """Read the pickle that begins at ``offset``; give its value and where it ends."""
     size = len(data) - offset
     machine = _Machine(data, offset, frozenset(records), _Budget.of(size))
-    value = machine.run()
-    machine.check(value, max_depth, max(100_000, size) if max_items is None else max_items)
-    return value, machine.pos
+    loaded = machine.run()
+    machine.check(loaded, max_depth, max(100_000, size) if max_items is None else max_items)
+    return loaded, machine.pos
 
 
 def load(
@@ -619,19 +625,28 @@ def load(
     max_depth: int = 64,
     max_items: int | None = None,
 ) -> Any:
-    """Read one pickle that is all of ``data``.
+    """Read one pickle without executing it.
 
-    The result is made of None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set,
-    frozenset, numpy scalars and arrays, torch tensors (on the CPU) and dtypes, and a :class:`Record` for each
-    instance of a class in ``records``, which are pairs of module and qualified name.
+    Args:
+        data: Bytes of the pickle, and nothing else.
+        records: Classes whose instances are read, as pairs of module and qualified name.
+        max_depth: Largest nesting of values.
+        max_items: Largest number of values, shared ones counted each time; by default the size of the payload.
+
+    Returns:
+        None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, numpy scalars and
+        arrays, torch tensors (on the CPU) and dtypes, and a `Record` for each instance of a class in `records`.
+
+    Raises:
+        UnpickleError: The pickle is damaged, refers to anything else, or exceeds the limits.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise TypeError(f"pickle data is bytes, not {type(data).__name__}")
     data = bytes(data)
-    value, end = _load_prefix(data, 0, records, max_depth, max_items)
+    loaded, end = _load_prefix(data, 0, records, max_depth, max_items)
     if end != len(data):
         raise UnpickleError(f"{len(data) - end} bytes follow the end of the pickle (at byte {end})", end)
-    return value
+    return loaded
 
 
 MAGIC = b"TRXP"
@@ -711,9 +726,9 @@ def _read_pickle(view: memoryview, limits: Limits) -> list[Experience]:
     if bytes(view[:1]) not in (b"\x80", b"(", b"]", b"c"):
         magic = bytes(view[:8])
         raise WireError(f"bad magic {magic!r}: not a Rollbook frame (a frame begins with b'\\x8dROLLBK\\n')", 0)
-    value = _unpickled(view, 0, limits)
-    items = value if isinstance(value, list) else [value]
-    return [_legacy(item, i) for i, item in enumerate(items)]
+    loaded = _unpickled(view, 0, limits)
+    items = loaded if isinstance(loaded, list) else [loaded]
+    return [_legacy(entry, i) for i, entry in enumerate(items)]
 
 
 def _unpickled(view: memoryview, start: int, limits: Limits) -> Any:
@@ -734,8 +749,8 @@ def _read_trxp(view: memoryview, limits: Limits) -> list[Experience]:
     if total > limits.max_bytes:
         raise WireError(f"{total} bytes are over the limit of {limits.max_bytes}", 5)
     if total != len(view):
-        what = "are missing" if total > len(view) else "follow the payload"
-        raise WireError(f"{abs(total - len(view))} bytes {what}", min(total, len(view)))
+        excess = "are missing" if total > len(view) else "follow the payload"
+        raise WireError(f"{abs(total - len(view))} bytes {excess}", min(total, len(view)))
     split = _HEADER.size + meta_length
     meta = _unpickled(view[_HEADER.size : split], _HEADER.size, limits)
     if not isinstance(meta, dict) or not isinstance(meta.get("items"), list):
@@ -749,7 +764,7 @@ def _read_trxp(view: memoryview, limits: Limits) -> list[Experience]:
         if not index.isdecimal() or int(index) >= len(items) or not name:
             raise WireError(f"tensor {key!r} belongs to none of the {len(items)} items", split)
         by_item.setdefault(int(index), {})[name] = tensor
-    return [_from_item(item, by_item.get(i, {}), i) for i, item in enumerate(items)]
+    return [_from_item(entry, by_item.get(i, {}), i) for i, entry in enumerate(items)]
 
 
 def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
@@ -765,7 +780,7 @@ def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
         raise WireError(f"the tensor part's header is no JSON: {error}", at + 8) from None
     if not isinstance(header, dict):
         raise WireError("the tensor part's header is no object", at + 8)
-    data = view[8 + size :]
+    body = view[8 + size :]
     header.pop("__metadata__", None)
     spans = []
     for name, entry in header.items():
@@ -773,26 +788,26 @@ def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
             raise WireError(f"tensor {name!r} is not described by dtype, shape and data_offsets", at + 8)
         span = entry["data_offsets"]
         if not (isinstance(span, list) and len(span) == 2 and all(type(n) is int for n in span)) or not (
-            0 <= span[0] <= span[1] <= len(data)
+            0 <= span[0] <= span[1] <= len(body)
         ):
-            raise WireError(f"tensor {name!r} has data_offsets {span!r}, of {len(data)} bytes", at + 8)
+            raise WireError(f"tensor {name!r} has data_offsets {span!r}, of {len(body)} bytes", at + 8)
         spans.append(span)
     end = 0
     for start, stop in sorted(spans):
         if start != end:
             raise WireError("the tensors leave a hole, or overlap", at + 8 + size + end)
         end = stop
-    if end != len(data):
-        raise WireError(f"{len(data) - end} bytes follow the tensors", at + 8 + size + end)
+    if end != len(body):
+        raise WireError(f"{len(body) - end} bytes follow the tensors", at + 8 + size + end)
     tensors = {}
     for name, entry in header.items():
         dtype = _SAFETENSORS.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
         start, stop = entry["data_offsets"]
-        tensors[name] = tensor_from_bytes(dtype, entry["shape"], data[start:stop], f"tensor {name!r}")
+        tensors[name] = tensor_from_bytes(dtype, entry["shape"], body[start:stop], f"tensor {name!r}")
     return tensors
 
 
-def _from_item(item: Any, tensors: Mapping[str, Any], index: int) -> Experience:
+def _from_item(item: Pickled, tensors: Mapping[str, Any], index: int) -> Experience:
     where = f"item {index}"
     if not isinstance(item, dict):
         raise WireError(f"{where}: got {type(item).__name__}, expected a dict")
@@ -813,10 +828,10 @@ def _from_item(item: Any, tensors: Mapping[str, Any], index: int) -> Experience:
         values["multi_modal_inputs"] = keys
     for name, field in FIELDS.items():
         if field.kind == "media" and values.get(name) is not None:
-            keys, found = values[name], media.get(name, {})
-            if not isinstance(keys, (list, tuple)) or sorted(map(str, keys)) != sorted(found):
-                raise WireError(f"{where}: the keys {keys!r} of {name} do not match the tensors {sorted(found)}")
-            values[name] = {key: found[key] for key in keys}
+            keys, keyed = values[name], media.get(name, {})
+            if not isinstance(keys, (list, tuple)) or sorted(map(str, keys)) != sorted(keyed):
+                raise WireError(f"{where}: the keys {keys!r} of {name} do not match the tensors {sorted(keyed)}")
+            values[name] = {key: keyed[key] for key in keys}
     return _restored(values, where)
 
 
@@ -842,27 +857,27 @@ def _kind(values: Mapping[str, Any]) -> str | None:
         return None
     if values.get("truncate_status") == "prompt_truncated":
         return "single_turn" if not bool(mask.any()) else None
-    whole = mask.dim() == 1 and tokens.dim() == 1 and 0 < len(mask) == len(tokens) - prompt
-    return "single_turn" if whole and bool(mask.all()) else None
+    covers = mask.dim() == 1 and tokens.dim() == 1 and 0 < len(mask) == len(tokens) - prompt
+    return "single_turn" if covers and bool(mask.all()) else None
 
 
-def _legacy(item: Any, index: int) -> Experience:
+def _legacy(item: Pickled, index: int) -> Experience:
     where = f"item {index}"
     if not isinstance(item, Record) or item.name != "Experience":
         raise WireError(f"{where}: got {type(item).__name__}, expected a pickled Experience")
-    state = {str(name): _plain(value, where) for name, value in item.state.items()}
+    state = {str(name): _plain(entry, where) for name, entry in item.state.items()}
     values = {name: state.pop(name) for name in list(state) if name in FIELDS}
     if "eid" not in values:
         _from_before_eids(values, state)
     info = dict(values.get("info") or {})
-    for name, value in state.items():
-        if value not in (None, ""):
-            info.setdefault(name, value)
+    for name, entry in state.items():
+        if entry not in (None, ""):
+            info.setdefault(name, entry)
     values["info"] = info
     return _restored(values, where)
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Pickled, where: str) -> Any:
     """A known record inside a pickled one as what the constructor takes."""
     if isinstance(value, list):
         return [_plain(entry, where) for entry in value]
@@ -886,9 +901,9 @@ def _from_before_eids(values: dict[str, Any], state: dict[str, Any]) -> None:
     values["eid"] = eid.replace(suffix=str(unique)) if unique else eid
     tokens, prompt = values.get("tokens"), values.get("prompt_length")
     for field in fields.tensor_fields("response"):
-        value = values.get(field.name)
-        if value is not None and tokens is not None and type(prompt) is int and len(value) == len(tokens):
-            values[field.name] = value[prompt:]
+        tensor = values.get(field.name)
+        if tensor is not None and tokens is not None and type(prompt) is int and len(tensor) == len(tokens):
+            values[field.name] = tensor[prompt:]
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -907,12 +922,12 @@ def write(experiences: Iterable[Experience]) -> bytes:
             raise ValueError(f"record {i}: got {type(row).__name__}, expected an Experience")
         items.append(_to_item(row))
         for name, field in FIELDS.items():
-            value = getattr(row, name)
-            if field.kind == "tensor" and hasattr(value, "dtype"):
+            entry = getattr(row, name)
+            if field.kind == "tensor" and hasattr(entry, "dtype"):
                 if not (name == "action_mask" and implied_mask(row)):
-                    tensors[f"{i}:{name}"] = value
+                    tensors[f"{i}:{name}"] = entry
             elif field.kind == "media":
-                tensors.update({f"{i}:{name}:{key}": tensor for key, tensor in (value or {}).items()})
+                tensors.update({f"{i}:{name}:{key}": tensor for key, tensor in (entry or {}).items()})
     try:
         meta = pickle.dumps({"version": 1, "num_items": len(items), "items": items}, protocol=5)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
@@ -926,24 +941,24 @@ def _to_item(row: Experience) -> dict[str, Any]:
     item.update({name: _compact(getattr(row, name)) for name in _META})
     item["custom_fields"] = [custom.to_dict() for custom in row.custom_fields]
     item["multi_modal_input_keys"] = list(row.multi_modal_inputs or {})
-    known = {"eid", "custom_fields", *_META}
+    standard = {"eid", "custom_fields", *_META}
     item[_EXTRA] = {}
     for name, field in FIELDS.items():
-        value = getattr(row, name)
-        if name in known or value is None or hasattr(value, "dtype"):
+        entry = getattr(row, name)
+        if name in standard or entry is None or hasattr(entry, "dtype"):
             continue
         if field.kind == "eid":
-            value = value.to_dict()
+            entry = entry.to_dict()
         elif field.kind == "custom_fields":
-            value = [custom.to_dict() for custom in value]
+            entry = [custom.to_dict() for custom in entry]
         elif field.kind == "media":
-            value = list(value)
-        if name != "multi_modal_inputs" or not value:
-            item[_EXTRA][name] = _compact(value)
+            entry = list(entry)
+        if name != "multi_modal_inputs" or not entry:
+            item[_EXTRA][name] = _compact(entry)
     return item
 
 
-def _compact(value: Any) -> Any:
+def _compact(value: Pickled) -> Any:
     """The same value with tensors on memory of their own, since pickle would write all that lies behind a view."""
     if isinstance(value, dict):
         return {key: _compact(entry) for key, entry in value.items()}
@@ -959,14 +974,14 @@ def _write_safetensors(tensors: Mapping[str, Any]) -> bytes:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _SAFETENSORS_NAMES:
             raise ValueError(f"{name}: a tensor of {dtype} cannot be kept in TRXP")
-        data = tensor_bytes(tensor).tobytes()
+        raw = tensor_bytes(tensor).tobytes()
         header[name] = {
             "dtype": _SAFETENSORS_NAMES[dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [at, at + len(data)],
+            "data_offsets": [at, at + len(raw)],
         }
-        parts.append(data)
-        at += len(data)
+        parts.append(raw)
+        at += len(raw)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + b"".join(parts)

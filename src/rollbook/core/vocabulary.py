@@ -1,6 +1,8 @@
-"""`Vocabulary`: the bytes of every token id, so that a text and where its tokens end are known without a tokenizer.
+"""`Vocabulary`: the bytes of every token id, to get texts and token ends without a tokenizer; fingerprints.
 
-Invariant: `text_and_ends(ids)` gives one text and one end for each id; the slices between the ends, joined, are the
+Fingerprints are short hashes by which records name the tokenizer, chat template, text or source code that made them.
+
+Invariant: `text_and_ends(ids)` returns one text and one end for each id; the slices between the ends, joined, are the
 text, and none of them cuts a character.
 """
 
@@ -21,12 +23,15 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.core.errors import WireError
+
+Tokenizer: TypeAlias = Any
+"""A tokenizer or processor of `transformers`, or a `Tokenizer` of `tokenizers`; both are optional packages."""
 
 MOST_IDS = 1 << 22
 MOST_BYTES = 1 << 26
@@ -104,34 +109,34 @@ class Vocabulary:
         inside = (ids >= 0) & (ids < len(self))
         if not len(self):
             return inside
-        known: NDArray[np.bool_] = inside & (self._flags[np.where(inside, ids, 0)] & _KNOWN > 0)
-        return known
+        indices: NDArray[np.bool_] = inside & (self._flags[np.where(inside, ids, 0)] & _KNOWN > 0)
+        return indices
 
-    def special(self, ids: Any) -> NDArray[np.bool_]:
+    def special(self, ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.bool_]:
         """[L] Which of `ids` [L] are special, or have no token."""
-        wanted = np.asarray(ids, dtype=np.int64).reshape(-1)
-        known = self._known(wanted)
+        requested = np.asarray(ids, dtype=np.int64).reshape(-1)
+        indices = self._known(requested)
         if not len(self):
-            return ~known
-        found: NDArray[np.bool_] = ~known | (self._flags[np.where(known, wanted, 0)] & _SPECIAL > 0)
-        return found
+            return ~indices
+        flags: NDArray[np.bool_] = ~indices | (self._flags[np.where(indices, requested, 0)] & _SPECIAL > 0)
+        return flags
 
-    def text_and_ends(self, ids: Any) -> tuple[str, NDArray[np.int64]]:
+    def text_and_ends(self, ids: Sequence[int] | NDArray[np.int64]) -> tuple[str, NDArray[np.int64]]:
         """The text of `ids` [L], special tokens visible, and [L] where each token ends, in characters.
 
         A token that ends inside a character has the end of the one before; the character is the token's that completes
         it. Bytes that are no UTF-8 show as U+FFFD, as in `bytes.decode`.
         """
-        wanted = np.asarray(ids, dtype=np.int64).reshape(-1)
-        if not wanted.size:
+        requested = np.asarray(ids, dtype=np.int64).reshape(-1)
+        if not requested.size:
             return "", np.empty(0, dtype=np.int64)
-        if self._known(wanted).all():
-            lengths = self._lengths[wanted]
+        if self._known(requested).all():
+            lengths = self._lengths[requested]
             ends = np.cumsum(lengths)
-            places = np.arange(int(ends[-1])) + np.repeat(self._starts[wanted] - (ends - lengths), lengths)
+            places = np.arange(int(ends[-1])) + np.repeat(self._starts[requested] - (ends - lengths), lengths)
             data = self._data[places].tobytes()
         else:
-            pieces = [self[i] for i in wanted.tolist()]
+            pieces = [self[i] for i in requested.tolist()]
             data, ends = b"".join(pieces), np.cumsum([len(piece) for piece in pieces])
         if self._lead != _AS_IS and data.startswith(b" "):
             head = data[:1] if self._lead == _ONE_SPACE else data[: int(ends[0])]
@@ -142,7 +147,7 @@ class Vocabulary:
     # --- making -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Vocabulary:
+    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
         """The vocabulary of a tokenizer of `transformers` or `tokenizers`: byte-level, with byte fallback, WordPiece,
         WordLevel, with added tokens.
 
@@ -181,8 +186,8 @@ class Vocabulary:
     @classmethod
     def from_path(cls, path: str | os.PathLike[str]) -> Vocabulary:
         """The vocabulary of a folder that holds a `tokenizer.json`, or of such a file; nothing is downloaded."""
-        given = Path(path)
-        file = given / "tokenizer.json" if given.is_dir() else given
+        tokenizer = Path(path)
+        file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
         if not file.is_file():
             raise ValueError(f"tokenizer: got {str(path)!r}, expected a folder with a tokenizer.json, or that file")
         try:
@@ -231,12 +236,12 @@ class Vocabulary:
         lengths = np.frombuffer(body, "<u4", count, _HEAD.size + count).astype(np.int64)
         if int(lengths.sum()) != total or (flags > _SPECIAL | _KNOWN).any() or lengths[flags & _KNOWN == 0].any():
             raise WireError("a vocabulary's lengths do not agree with its bytes")
-        made = cls.__new__(cls)
+        vocabulary = cls.__new__(cls)
         try:
-            made._set(np.frombuffer(body, np.uint8, total, _HEAD.size + 5 * count), lengths, flags, lead)
+            vocabulary._set(np.frombuffer(body, np.uint8, total, _HEAD.size + 5 * count), lengths, flags, lead)
         except ValueError as error:
             raise WireError(str(error)) from None
-        return made
+        return vocabulary
 
 
 def text_and_ends(data: bytes, ends: NDArray[np.int64]) -> tuple[str, NDArray[np.int64]]:
@@ -263,12 +268,14 @@ def _begins(data: NDArray[np.uint8]) -> NDArray[np.bool_]:
     size[0xC2:0xE0], size[0xE0:0xF0], size[0xF0:0xF5] = 2, 3, 4
     low, high = np.full(256, 0x80, dtype=np.uint8), np.full(256, 0xBF, dtype=np.uint8)
     low[0xE0], high[0xED], low[0xF0], high[0xF4] = 0xA0, 0x9F, 0x90, 0x8F
-    wanted = size[data]
+    requested = size[data]
     begins = np.ones(len(data), dtype=np.bool_)
-    goes_on = (wanted[:-1] >= 2) & (data[1:] >= low[data[:-1]]) & (data[1:] <= high[data[:-1]])
+    goes_on = (requested[:-1] >= 2) & (data[1:] >= low[data[:-1]]) & (data[1:] <= high[data[:-1]])
     for distance in (1, 2, 3):
         begins[distance:] &= ~goes_on
-        goes_on = goes_on[:-1] & (wanted[: max(len(data) - distance - 1, 0)] > distance + 1) & following[distance + 1 :]
+        goes_on = (
+            goes_on[:-1] & (requested[: max(len(data) - distance - 1, 0)] > distance + 1) & following[distance + 1 :]
+        )
     return begins
 
 
@@ -293,21 +300,21 @@ def _byte_level(token: str) -> bytes:
     return token.encode("utf-8", "replace")
 
 
-def _steps(decoder: Any) -> list[dict[str, Any]]:
+def _steps(decoder: Tokenizer) -> list[dict[str, Any]]:
     """The parts of a decoder of `tokenizers`, in order; without one, tokens are joined by spaces."""
     if decoder is None:
         return [{"type": "Spaces"}]
     state = json.loads(decoder.__getstate__())
 
-    def parts(one: dict[str, Any]) -> list[dict[str, Any]]:
-        if one.get("type") == "Sequence":
-            return [step for inner in one.get("decoders") or () for step in parts(inner)]
-        return [one]
+    def parts(part: dict[str, Any]) -> list[dict[str, Any]]:
+        if part.get("type") == "Sequence":
+            return [step for inner in part.get("decoders") or () for step in parts(inner)]
+        return [part]
 
     return parts(state)
 
 
-def _guessed(tokenizer: Any, ids: dict[int, str]) -> list[dict[str, Any]]:
+def _guessed(tokenizer: Tokenizer, ids: dict[int, str]) -> list[dict[str, Any]]:
     """The same of a tokenizer that is written in Python, from how it writes its tokens."""
     if hasattr(tokenizer, "byte_decoder"):
         return [{"type": "ByteLevel"}]
@@ -350,8 +357,8 @@ def _converter(steps: Sequence[dict[str, Any]]) -> tuple[Callable[[str], bytes],
     def convert(token: str) -> bytes:
         for change in changes:
             token = change(token)
-        if fallback and (found := _FALLBACK.fullmatch(token)):
-            return bytes([int(found[1], 16)])
+        if fallback and (matches := _FALLBACK.fullmatch(token)):
+            return bytes([int(matches[1], 16)])
         return _byte_level(token) if byte_level else token.encode("utf-8", "replace")
 
     return convert, lead
@@ -366,10 +373,10 @@ def _replacing(step: dict[str, Any]) -> Callable[[str], str]:
     if "Regex" not in pattern:
         return _writing(str(pattern.get("String", "")), content)
     try:
-        found = re.compile(str(pattern["Regex"]))
+        regex = re.compile(str(pattern["Regex"]))
     except re.error:
         return lambda token: token
-    return lambda token: found.sub(lambda _: content, token)
+    return lambda token: regex.sub(lambda _: content, token)
 
 
 def _word_piece(prefix: str, cleaned: bool) -> Callable[[str], str]:
@@ -416,7 +423,7 @@ def load_module_file(path: str | Path) -> ModuleType:
     return module
 
 
-def source_fingerprint(target: Any) -> str | None:
+def source_fingerprint(target: Tokenizer) -> str | None:
     """Fingerprint the source of a user's function or class by the syntax of its module, without comments and layout.
 
     A function of the main program or of a notebook goes by its own source alone.
@@ -458,11 +465,7 @@ def join_fingerprints(parts: Mapping[str, str | None]) -> str | None:
     return text_fingerprint(repr(sorted(present.items()))) if present else None
 
 
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str | None:
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str | None:
     """16 hex digits for a tokenizer, `None` for none; truncation and padding, which calls set, do not count.
 
     >>> tokenizer_fingerprint(None) is None
@@ -478,14 +481,17 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
     else:
         parts = {"class": type(tokenizer).__name__, "vocabulary": dict(tokenizer.get_vocab())}
     special = {name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()}
-    return _hash(json.dumps([parts, special], sort_keys=True))
+    plain = json.dumps([parts, special], sort_keys=True)
+    return hashlib.blake2b(plain.encode(), digest_size=8).hexdigest()
 
 
-def template_fingerprint(tokenizer: Any) -> str | None:
+def template_fingerprint(tokenizer: Tokenizer) -> str | None:
     """16 hex digits for a tokenizer's or processor's chat template, `None` where there is none.
 
     >>> template_fingerprint(object()) is None
     True
     """
     template = getattr(tokenizer, "chat_template", None)
-    return None if not template else _hash(json.dumps(template, sort_keys=True))
+    if not template:
+        return None
+    return hashlib.blake2b(json.dumps(template, sort_keys=True).encode(), digest_size=8).hexdigest()

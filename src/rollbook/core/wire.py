@@ -1,12 +1,16 @@
-"""Frames: `Experiences` as Arrow bytes with a header that says what they are, and the reader that trusts nothing.
+"""Frames: `Experiences` as Arrow bytes behind a checked header, and a reader that is safe on hostile bytes.
 
-Invariant: `decode(encode(many)) == many`, and decoding any other bytes raises `WireError` and nothing else: it runs no
-code, imports nothing on the data's word, and allocates nothing it has not checked against the bytes that are there.
+In this order: the reader of Arrow's metadata (flatbuffers, schema, record batch), `RowLayout`, which writes plain rows
+without building columns first, the header with `encode`, and `decode`. Arrow's own readers only see bytes that were
+checked here.
+
+Invariant: `decode(encode(records)) == records`. Any other bytes raise `WireError` and nothing else: decoding runs no
+code, imports nothing that the data names, and allocates nothing that was not checked against the bytes present.
 
 The format is specified in docs/wire.md. In short, all numbers little-endian:
 
     0   8  magic            8d 52 4f 4c 4c 42 4b 0a
-    8   2  version          1
+    8   2  version          2
     10  2  flags            bits 0-1: compression of the body (0 none, 1 zstd, 2 lz4)
     12  4  header length    64
     16  8  body length      bytes of body as stored
@@ -28,12 +32,12 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, compress, groupby
-from operator import attrgetter, itemgetter, ne, sub
+from itertools import accumulate, compress
+from operator import itemgetter, ne, sub
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -49,7 +53,7 @@ from rollbook.core.columns import (
     Values,
     check_columns,
     check_depth,
-    check_masks,
+    eid_parts,
     from_arrays,
     plain_part,
     to_arrays,
@@ -57,12 +61,14 @@ from rollbook.core.columns import (
 )
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences, from_rows
-from rollbook.core.fields import DTYPES, FIELDS, Field, observe, owner
+from rollbook.core.fields import DTYPES, FIELDS, OWNERS, Field, observe
 from rollbook.core.freeform import MAX_DEPTH
 from rollbook.core.ids import EID
 from rollbook.core.ragged import Ragged, allocate, populate
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from rollbook.core.experience import Experience
 
 
@@ -92,25 +98,24 @@ _V5 = 4
 _FORMS = {form: struct.Struct(form) for form in ("<B", "<h", "<H", "<i", "<I", "<q")}
 
 
+@dataclass(eq=False)
 class _Flat:
     """A flatbuffer, read with every position checked."""
 
-    def __init__(self, data: memoryview, at: int) -> None:
-        self.data = data
-        self.at = at
+    data: memoryview
+    at: int
+    """Where `data` begins, for error messages."""
 
     def number(self, form: str, position: int) -> int:
+        """Return the number at a position."""
         read = _FORMS[form]
         if not 0 <= position <= len(self.data) - read.size:
             raise WireError("Arrow metadata points outside itself", self.at + max(position, 0))
-        value: int = read.unpack_from(self.data, position)[0]
-        return value
-
-    def root(self) -> int:
-        return self.number("<I", 0)
+        number: int = read.unpack_from(self.data, position)[0]
+        return number
 
     def slot(self, table: int, index: int) -> int:
-        """Where field `index` of a table lies, or 0 if it is not there."""
+        """Return the position of field `index` of a table, or 0 if the table does not have it."""
         vtable = table - self.number("<i", table)
         size = self.number("<H", vtable)
         entry = 4 + 2 * index
@@ -120,15 +125,16 @@ class _Flat:
         return table + offset if offset else 0
 
     def follow(self, position: int) -> int:
+        """Return the position that the offset at `position` points at."""
         return position + self.number("<I", position)
 
-    def value(self, table: int, index: int, form: str, default: int = 0) -> int:
-        """A number in a table, or what it is when it is left out."""
+    def field(self, table: int, index: int, form: str, default: int = 0) -> int:
+        """Return the number in field `index` of a table, or `default` if the table does not have it."""
         slot = self.slot(table, index)
         return self.number(form, slot) if slot else default
 
     def vector(self, table: int, index: int, size: int) -> tuple[int, int]:
-        """Where the elements of a vector begin, and how many there are, each of `size` bytes."""
+        """Return the start and the count of the elements of a vector, which have `size` bytes each."""
         slot = self.slot(table, index)
         if not slot:
             return 0, 0
@@ -161,21 +167,20 @@ def _message(body: memoryview, start: int, at: int) -> tuple[_Flat, int, int, in
     if size <= 0 or size % 8 or start + 8 + size > len(body):
         raise WireError(f"an Arrow message states {size} bytes of metadata", at + start + 4)
     flat = _Flat(body[start + 8 : start + 8 + size], at + start + 8)
-    root = flat.root()
-    if flat.value(root, 0, "<h") != _V5:
+    root = flat.number("<I", 0)
+    if flat.field(root, 0, "<h") != _V5:
         raise WireError("an Arrow message is not of metadata version 5", at + start)
     header = flat.slot(root, 2)
     if not header:
         raise WireError("an Arrow message has no header", at + start)
-    _no_extras(flat, root, 4)
-    return flat, flat.value(root, 1, "<B"), flat.follow(header), start + 8 + size
+    if flat.vector(root, 4, 4)[1]:
+        raise WireError(_CUSTOM_METADATA, flat.at + root)
+    return flat, flat.field(root, 1, "<B"), flat.follow(header), start + 8 + size
 
 
-def _no_extras(flat: _Flat, table: int, index: int) -> None:
-    # Free-form metadata is where extension types hide, whose readers are code, and where a few bytes can be pointed at
-    # thousands of times, each time to be copied.
-    if flat.vector(table, index, 4)[1]:
-        raise WireError("Arrow's custom metadata (and with it extension types) is refused", flat.at + table)
+# Free-form metadata can name extension types, whose readers are code, and can point at the same few bytes thousands of
+# times, each of which would be copied.
+_CUSTOM_METADATA = "Arrow's custom metadata (and with it extension types) is refused"
 
 
 class _SchemaReader:
@@ -191,9 +196,10 @@ class _SchemaReader:
 
     def schema(self, table: int) -> pa.Schema:
         flat = self.flat
-        if flat.value(table, 0, "<h"):
+        if flat.field(table, 0, "<h"):
             raise WireError("big-endian Arrow data is refused", flat.at + table)
-        _no_extras(flat, table, 2)
+        if flat.vector(table, 2, 4)[1]:
+            raise WireError(_CUSTOM_METADATA, flat.at + table)
         fields = self.fields(table, 1, depth=_MAX_DEPTH)
         if len(fields) > self.max_columns:
             raise WireError(f"{len(fields)} columns are over the limit of {self.max_columns}", flat.at)
@@ -216,53 +222,54 @@ class _SchemaReader:
             raise WireError("the names in the Arrow schema are longer than its bytes", flat.at + table)
         if flat.slot(table, 4):
             raise WireError(f"column {name!r}: Arrow dictionaries are refused", flat.at + table)
-        _no_extras(flat, table, 6)
-        code = flat.value(table, 2, "<B")
+        if flat.vector(table, 6, 4)[1]:
+            raise WireError(_CUSTOM_METADATA, flat.at + table)
+        code = flat.field(table, 2, "<B")
         slot = flat.slot(table, 3)
         kind = self.kind(code, flat.follow(slot) if slot else 0, self.fields(table, 5, depth - 1), name)
-        nullable = bool(flat.value(table, 1, "<B")) or pa.types.is_null(kind)
+        nullable = bool(flat.field(table, 1, "<B")) or pa.types.is_null(kind)
         return pa.field(name, kind, nullable=nullable)
 
     def kind(self, code: int, table: int, children: list[pa.Field], name: str) -> pa.DataType:
         """The type by its code in Arrow's format/Schema.fbs, whose order of fields the indices here follow."""
-        number = self.flat.value
-        made: pa.DataType | None = None
+        number = self.flat.field
+        kind: pa.DataType | None = None
         if not table:
             raise WireError(f"column {name!r}: the Arrow schema names no type", self.flat.at)
         if code in _PLAIN_CODES and not children:
-            made = _PLAIN_CODES[code]
+            kind = _PLAIN_CODES[code]
         elif code == 2 and not children:
-            made = _INTEGERS.get((number(table, 0, "<i"), number(table, 1, "<B")))
+            kind = _INTEGERS.get((number(table, 0, "<i"), number(table, 1, "<B")))
         elif code == 3 and not children:
-            made = {0: pa.float16(), 1: pa.float32(), 2: pa.float64()}.get(number(table, 0, "<h"))
+            kind = {0: pa.float16(), 1: pa.float32(), 2: pa.float64()}.get(number(table, 0, "<h"))
         elif code == 8 and not children:
-            made = {0: pa.date32(), 1: pa.date64()}.get(number(table, 0, "<h", 1))
+            kind = {0: pa.date32(), 1: pa.date64()}.get(number(table, 0, "<h", 1))
         elif code == 7 and not children:
-            made = self.decimal(number(table, 0, "<i"), number(table, 1, "<i"), number(table, 2, "<i", 128))
+            kind = self.decimal(number(table, 0, "<i"), number(table, 1, "<i"), number(table, 2, "<i", 128))
         elif code == 9 and not children:
-            made = _TIMES.get((number(table, 0, "<h", 1), number(table, 1, "<i", 32)))
+            kind = _TIMES.get((number(table, 0, "<h", 1), number(table, 1, "<i", 32)))
         elif code in (10, 18) and not children:
             unit = _UNITS.get(number(table, 0, "<h", 0 if code == 10 else 1))
             zone = self.flat.text(table, 1) if code == 10 else ""
             self.name_bytes_left -= len(zone)
             if unit and self.name_bytes_left >= 0:
-                made = pa.timestamp(unit, zone or None) if code == 10 else pa.duration(unit)
+                kind = pa.timestamp(unit, zone or None) if code == 10 else pa.duration(unit)
         elif code == 15 and not children and number(table, 0, "<i") > 0:
-            made = pa.binary(number(table, 0, "<i"))
+            kind = pa.binary(number(table, 0, "<i"))
         elif code == 12 and len(children) == 1:
-            made = pa.list_(children[0])
+            kind = pa.list_(children[0])
         elif code == 21 and len(children) == 1:
-            made = pa.large_list(children[0])
+            kind = pa.large_list(children[0])
         elif code == 16 and len(children) == 1 and number(table, 0, "<i") >= 0:
-            made = pa.list_(children[0], number(table, 0, "<i"))
+            kind = pa.list_(children[0], number(table, 0, "<i"))
         elif code == 13:
-            made = pa.struct(children)
+            kind = pa.struct(children)
         elif code == 17 and len(children) == 1 and pa.types.is_struct(children[0].type) and len(children[0].type) == 2:
-            key, item = children[0].type
-            made = pa.map_(key.with_nullable(False), item, keys_sorted=bool(number(table, 0, "<B")))
-        if made is None:
+            key, entry = children[0].type
+            kind = pa.map_(key.with_nullable(False), entry, keys_sorted=bool(number(table, 0, "<B")))
+        if kind is None:
             raise WireError(f"column {name!r}: Arrow type number {code} is refused, or not described", self.flat.at)
-        return made
+        return kind
 
     def decimal(self, precision: int, scale: int, bits: int) -> pa.DataType | None:
         if bits not in (128, 256) or not 0 < precision <= (38 if bits == 128 else 76) or abs(scale) > 1000:
@@ -350,8 +357,8 @@ def read_layout(
     return schema, nodes, buffers, start
 
 
-_Parts = tuple[tuple[int, int], ...]
-"""How many nodes and buffers each column has."""
+_Parts = NDArray[np.int64]
+"""[C, 2] How many nodes and buffers each column has."""
 _checked: dict[tuple[bytes, int], tuple[pa.Schema, _Parts]] = {}
 """Schemas that were read and checked, by their bytes: frames of one writer have the same, and reading one takes longer
 than all else that a small frame needs. A change of the field table forgets them."""
@@ -368,7 +375,7 @@ def _schema(body: memoryview, count: int, max_columns: int, at: int) -> tuple[pa
     flat, kind, header, batch_start = _message(body, 0, at)
     if kind != _SCHEMA:
         raise WireError("the Arrow stream does not begin with a schema", at)
-    if flat.value(flat.root(), 3, "<q"):
+    if flat.field(flat.number("<I", 0), 3, "<q"):
         raise WireError("the Arrow schema has a body", at)
     try:
         schema = _SchemaReader(flat, max_columns).schema(header)
@@ -376,12 +383,12 @@ def _schema(body: memoryview, count: int, max_columns: int, at: int) -> tuple[pa
         raise WireError(f"the Arrow schema describes what cannot be: {error}", at) from None
     if count or len(schema):
         columns.check_schema(schema)
-    counted = tuple(_counts(field.type) for field in schema)
+    parts = np.array([_counts(field.type) for field in schema], dtype=np.int64).reshape(-1, 2)
     if key is not None and count:
         if len(_checked) >= _MOST_CHECKED:
             _checked.clear()
-        _checked[key] = schema, counted
-    return schema, counted, batch_start
+        _checked[key] = schema, parts
+    return schema, parts, batch_start
 
 
 def _check_batch(
@@ -392,55 +399,66 @@ def _check_batch(
     Returns:
         Its nodes, its buffers, and where its body begins and how long that is.
     """
-    flat, kind, header, data = _message(body, start, at)
+    flat, kind, header, begin = _message(body, start, at)
     if kind != _RECORD_BATCH:
         raise WireError("the second Arrow message is no record batch", at + start)
     if flat.slot(header, 3):
         raise WireError("Arrow's own body compression is refused", at + start)
     if flat.slot(header, 4):
         raise WireError("Arrow view types are refused", at + start)
-    size = flat.value(flat.root(), 3, "<q")
-    if size < 0 or size > length - data:
+    size = flat.field(flat.number("<I", 0), 3, "<q")
+    if size < 0 or size > length - begin:
         raise WireError(f"the Arrow record batch states a body of {size} bytes", at + start)
-    rows = flat.value(header, 0, "<q")
+    rows = flat.field(header, 0, "<q")
     if rows != count:
         raise WireError(f"the header states {count} records, the Arrow record batch {rows}", at + start)
     nodes, buffers = flat.pairs(header, 1), flat.pairs(header, 2)
-    wanted = sum(part[0] for part in parts), sum(part[1] for part in parts)
-    if (len(nodes), len(buffers)) != wanted:
+    expected = parts.sum(0).tolist()
+    if [len(nodes), len(buffers)] != expected:
         raise WireError(
             f"the Arrow record batch has {len(nodes)} arrays and {len(buffers)} buffers, "
-            f"its schema {wanted[0]} and {wanted[1]}",
+            f"its schema {expected[0]} and {expected[1]}",
             at + start,
         )
-    if impossible_lengths(nodes, size, count):
-        raise WireError("the Arrow record batch states impossible lengths", at + start)
-    if stray_buffers(buffers, size):
-        raise WireError("the Arrow record batch's buffers overlap or leave its body", at + start)
-    return nodes, buffers, data, size
+    fault = find_fault(nodes, buffers, size, count)
+    if fault is not None:
+        raise WireError(f"the Arrow record batch {fault}", at + start)
+    return nodes, buffers, begin, size
 
 
-def impossible_lengths(nodes: NDArray[np.int64], size: Any, count: Any) -> bool:
-    """Whether arrays have lengths that a body of `size` bytes cannot hold; `nodes`: [..., N, 2], the others [...]."""
-    if not nodes.size:
-        return False
-    # A node's length is bounded by the body: an entry takes a bit at least, or none at all in a null array.
-    most = np.maximum(count, 8 * size)
-    return bool((nodes < 0).any() or (nodes[..., 1] > nodes[..., 0]).any() or (nodes[..., 0].max(-1) > most).any())
+def find_fault(
+    nodes: NDArray[np.int64],
+    buffers: NDArray[np.int64],
+    size: int | NDArray[np.int64],
+    count: int | NDArray[np.int64],
+) -> str | None:
+    """Check the numbers of record batches against the size of their bodies.
 
+    Args:
+        nodes: [..., N, 2] Length and null count of each array.
+        buffers: [..., M, 2] Start and length of each buffer.
+        size: [...] Bytes of the body.
+        count: [...] Records.
 
-def stray_buffers(buffers: NDArray[np.int64], size: Any) -> bool:
-    """Whether buffers overlap or leave a body of `size` bytes; `buffers`: [..., N, 2], `size`: [...]."""
-    if not buffers.size:
-        return False
-    begins, ends = buffers[..., 0], buffers[..., 0] + buffers[..., 1]
-    return bool(
-        (buffers < 0).any()
-        or (begins % 8).any()
-        or (buffers.max((-1, -2)) > size).any()
-        or (ends.max(-1) > size).any()
-        or (begins[..., 1:] < ends[..., :-1]).any()
-    )
+    Returns:
+        What is wrong, or `None`.
+    """
+    if nodes.size:
+        # An entry takes at least one bit of the body, or none at all in a null array.
+        longest = np.maximum(count, 8 * size)
+        if (nodes < 0).any() or (nodes[..., 1] > nodes[..., 0]).any() or (nodes[..., 0].max(-1) > longest).any():
+            return "states impossible lengths"
+    if buffers.size:
+        begins, ends = buffers[..., 0], buffers[..., 0] + buffers[..., 1]
+        if (
+            (buffers < 0).any()
+            or (begins % 8).any()
+            or (buffers.max((-1, -2)) > size).any()
+            or (ends.max(-1) > size).any()
+            or (begins[..., 1:] < ends[..., :-1]).any()
+        ):
+            return "has buffers that overlap or leave its body"
+    return None
 
 
 @dataclass(slots=True)
@@ -461,31 +479,33 @@ class Template:
     def numbers(self, heads: NDArray[np.uint8], name: str) -> NDArray[np.int64]:
         """[F, count, 1 or 2] The numbers of one kind in heads [F, bytes] of this shape."""
         start, count, width = self.places[name]
-        data = np.ascontiguousarray(heads[:, start : start + 8 * width * count])
-        return data.view(np.int64).reshape(len(heads), count, width)
+        raw = np.ascontiguousarray(heads[:, start : start + 8 * width * count])
+        return raw.view(np.int64).reshape(len(heads), count, width)
 
 
+@dataclass(eq=False)
 class _Traced(_Flat):
     """A flatbuffer that marks the bytes its structure was read from."""
 
-    def __init__(self, data: memoryview, at: int) -> None:
-        super().__init__(data, at)
-        self.read = np.zeros(len(data), dtype=np.bool_)
+    read: NDArray[np.bool_] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.read = np.zeros(len(self.data), dtype=np.bool_)
 
     def number(self, form: str, position: int) -> int:
-        value = super().number(form, position)
+        number = super().number(form, position)
         self.read[position : position + _FORMS[form].size] = True
-        return value
+        return number
 
 
 def read_template(body: memoryview, count: int, max_columns: int, at: int) -> Template | None:
     """Check the messages of a stream and find where their numbers lie; `None` if they cannot be told from the rest."""
     schema, parts, start = _schema(body, count, max_columns, at)
-    _, _, data, _ = _check_batch(body, len(body), start, parts, count, at)
-    flat = _Traced(body[start + 8 : data], at + start + 8)
-    root = flat.root()
-    flat.value(root, 0, "<h")
-    flat.value(root, 1, "<B")
+    _, _, begin, _ = _check_batch(body, len(body), start, parts, count, at)
+    flat = _Traced(body[start + 8 : begin], at + start + 8)
+    root = flat.number("<I", 0)
+    flat.field(root, 0, "<h")
+    flat.field(root, 1, "<B")
     flat.slot(root, 4)
     table = flat.follow(flat.slot(root, 2))
     flat.slot(table, 3)
@@ -502,25 +522,25 @@ def read_template(body: memoryview, count: int, max_columns: int, at: int) -> Te
     # A number that is structure as well, which no writer makes, could change what the others mean.
     if not all(position for position, _, _ in places.values()) or variable.max() > 1 or variable[flat.read].any():
         return None
-    fixed = np.full(data, 255, dtype=np.uint8)
+    fixed = np.full(begin, 255, dtype=np.uint8)
     fixed[start + 8 :][variable > 0] = 0
     shifted = {name: (start + 8 + position, number, width) for name, (position, number, width) in places.items()}
-    return Template(schema, parts, start, np.array(body[:data], dtype=np.uint8), fixed, shifted)
+    return Template(schema, parts, start, np.array(body[:begin], dtype=np.uint8), fixed, shifted)
 
 
 def batch_slots(body: memoryview) -> tuple[int, int, int, int, int]:
     """Of a stream that Arrow wrote: where the record batch's buffers begin, and where its metadata has the number of
     rows, the nodes, the buffers' places, and the number of bytes of all buffers."""
     start = _message(body, 0, 0)[3]
-    flat, _, header, data = _message(body, start, 0)
+    flat, _, header, begin = _message(body, start, 0)
     slots = (
         flat.slot(header, 0),
         flat.vector(header, 1, 16)[0],
         flat.vector(header, 2, 16)[0],
-        flat.slot(flat.root(), 3),
+        flat.slot(flat.number("<I", 0), 3),
     )
     rows, nodes, buffers, size = (start + 8 + slot for slot in slots)
-    return data, rows, nodes, buffers, size
+    return begin, rows, nodes, buffers, size
 
 
 def _counts(kind: pa.DataType) -> tuple[int, int]:
@@ -553,35 +573,26 @@ def buffer_count(kind: pa.DataType) -> int:
 def check_arrays(arrays: Mapping[str, pa.Array], verify: bool) -> None:
     """Check all offsets and null counts, and with `verify` every byte of text."""
     for name, array in arrays.items():
+        kind = array.type
+        is_text = pa.types.is_large_string(kind)
         try:
-            if pa.types.is_large_string(array.type):
-                _check_text(array, verify)
-            elif verify or not pa.types.is_large_binary(array.type):
+            if not is_text and (verify or not pa.types.is_large_binary(kind)):
                 array.validate(full=True)
-            else:
-                columns.offsets(array, _size(array))
+                continue
+            content = array.buffers()[2]
+            bounds = columns.offsets(array, 0 if content is None else content.size)
+            if not verify or not len(array):
+                continue
+            # Arrow's check for UTF-8 takes longer than the checksum. ASCII text, which most is, does not need it:
+            # only lengths and nulls are left to check, as for binary.
+            text = np.frombuffer(content or b"", dtype=np.uint8)[bounds[0] : bounds[-1]]
+            if not len(text) or text.max() < 128:
+                array = pa.Array.from_buffers(
+                    pa.large_binary(), len(array), array.buffers(), array.null_count, array.offset
+                )
+            array.validate(full=True)
         except (pa.ArrowException, ValueError) as error:
             raise WireError(f"column {name!r}: {str(error).removeprefix('byte ')}") from None
-
-
-def _size(array: pa.Array) -> int:
-    data = array.buffers()[2]
-    return 0 if data is None else data.size
-
-
-def _check_text(array: pa.Array, verify: bool) -> None:
-    bounds = columns.offsets(array, _size(array))
-    if not verify or not len(array):
-        return
-    # Arrow's check for UTF-8 takes longer than the checksum. Text of one-byte characters, most of it, needs none:
-    # then only lengths and nulls are left to check, as for binary.
-    data = array.buffers()[2]
-    text: Any = b"" if data is None else np.frombuffer(data, dtype=np.uint8)[bounds[0] : bounds[-1]]
-    if len(text) and text.max() >= 128:
-        array.validate(full=True)
-        return
-    binary = pa.Array.from_buffers(pa.large_binary(), len(array), array.buffers(), array.null_count, array.offset)
-    binary.validate(full=True)
 
 
 _RECORD_BATCH, _DICTIONARY = 3, 2
@@ -598,15 +609,15 @@ def check_stream(path: str) -> None:
         values = 0
         for message in pa.ipc.MessageReader.open_stream(file):
             flat = _Flat(memoryview(message.metadata), 0)
-            root = flat.root()
-            kind, table = flat.value(root, 1, "<B"), flat.follow(flat.slot(root, 2))
+            root = flat.number("<I", 0)
+            kind, table = flat.field(root, 1, "<B"), flat.follow(flat.slot(root, 2))
             if kind == _DICTIONARY:
                 raise WireError(f"{path}: columns of dictionaries are not read")
             if kind != _RECORD_BATCH:
                 continue
             if flat.slot(table, 3):
                 raise WireError(f"{path}: compressed Arrow bodies are not read")
-            values += flat.value(table, 0, "<q") + int(flat.pairs(table, 1)[:, 0].sum())
+            values += flat.field(table, 0, "<q") + int(flat.pairs(table, 1)[:, 0].sum())
             if values > allowed:
                 raise WireError(f"{path}: over {allowed} values, 16 for each byte of the file")
     with pa.memory_map(path) as file, pa.ipc.open_stream(file) as stream:
@@ -630,7 +641,6 @@ _JSON_TYPES = {"dict": {dict, _NONE}, "list": {list, tuple, _NONE}, "": None}
 _TURNS = {"single_turn", "multi_turn"}
 _ZEROS = [bytes(n) for n in range(8)]
 _EMPTY = {dtype.storage: np.empty(0, dtype=dtype.storage) for dtype in DTYPES.values() if dtype.code}
-_eid_parts = attrgetter("batch", "task", "run", "step", "suffix")
 
 
 class _NotPlainError(Exception):
@@ -681,7 +691,7 @@ class RowLayout:
     """
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self.count = count
         self.columns: Columns = {}
         self._schema: list[tuple[str, str]] = []
         self._nodes: list[int] = []
@@ -723,7 +733,7 @@ class RowLayout:
         return layout
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def column(self, name: str) -> Any:
         """A column by name; `None` if no record has it."""
@@ -767,7 +777,7 @@ class RowLayout:
         elif kind == "custom_fields":
             if any(values):
                 raise _NotPlainError
-        elif values.count(None) == len(values) if kind != "tensor" else all(value is None for value in values):
+        elif values.count(None) == len(values) if kind != "tensor" else all(entry is None for entry in values):
             return
         elif kind == "tensor":
             self._add_tensors(field, values)
@@ -776,10 +786,10 @@ class RowLayout:
         elif kind == "media" or not set(map(type, values)) <= _PLAIN_KINDS[kind]:
             raise _NotPlainError
         elif kind == "text":
-            data = [None if value is None else value.encode() for value in values]
+            encoded = [None if entry is None else entry.encode() for entry in values]
             self._begin(field.name, "text")
-            self._texts(data)
-            self.columns[field.name] = Values(values, data)
+            self._texts(encoded)
+            self.columns[field.name] = Values(values, encoded)
         else:
             self._add_numbers(field.name, "float64" if kind == "number" else "int64", values)
 
@@ -800,19 +810,19 @@ class RowLayout:
         """One Arrow array of `count` entries: its node and its bitmap, of which entries of `values` are not null."""
         self._nodes += (count, nulls)
         if nulls and values is not None:
-            bitmap = np.packbits([value is not None for value in values], bitorder="little").tobytes()
+            bitmap = np.packbits([entry is not None for entry in values], bitorder="little").tobytes()
             self._buffer(len(bitmap), (bitmap,))
         else:
             self._buffers += (self._body, 0)
 
     def _numbers(self, form: str, values: Sequence[Any]) -> None:
-        data = struct.pack(f"<{len(values)}{form}", *values)
-        self._buffer(len(data), (data,))
+        raw = struct.pack(f"<{len(values)}{form}", *values)
+        self._buffer(len(raw), (raw,))
 
-    def _texts(self, data: Sequence[bytes | None]) -> None:
-        nulls = data.count(None)
-        self._node(len(data), data, nulls)
-        texts = [text or b"" for text in data] if nulls else data
+    def _texts(self, encoded: Sequence[bytes | None]) -> None:
+        nulls = encoded.count(None)
+        self._node(len(encoded), encoded, nulls)
+        texts = [text or b"" for text in encoded] if nulls else encoded
         offsets = list(accumulate(map(len, texts), initial=0))  # type: ignore[arg-type]
         self._numbers("q", offsets)
         self._buffer(offsets[-1], texts)
@@ -820,22 +830,22 @@ class RowLayout:
     def _ascii(self, texts: Sequence[str]) -> None:
         self._node(len(texts))
         self._numbers("q", list(accumulate(map(len, texts), initial=0)))
-        data = "".join(texts).encode("ascii")
-        self._buffer(len(data), (data,))
+        raw = "".join(texts).encode("ascii")
+        self._buffer(len(raw), (raw,))
 
     def _add_numbers(self, name: str, dtype: str, values: list[Any]) -> None:
         self._begin(name, dtype)
         nulls = values.count(None)
         self._node(len(values), values, nulls)
         self._numbers(
-            "d" if dtype == "float64" else "q", [0 if value is None else value for value in values] if nulls else values
+            "d" if dtype == "float64" else "q", [0 if entry is None else entry for entry in values] if nulls else values
         )
         self.columns[name] = Values(values)
 
     def _add_eids(self, name: str, values: list[Any]) -> None:
         if set(map(type, values)) != {EID}:
             raise _NotPlainError
-        batch, task, run, step, suffix = zip(*map(_eid_parts, values), strict=True)
+        batch, task, run, step, suffix = zip(*map(eid_parts, values), strict=True)
         batch_types, task_types = set(map(type, batch)), set(map(type, task))
         if set(map(type, run + step)) != {int} or min(run) < 0 or min(step) < 0 or set(map(type, suffix)) != {str}:
             raise _NotPlainError
@@ -863,15 +873,15 @@ class RowLayout:
         allowed = _JSON_TYPES[field.holds]
         if allowed is not None and not set(map(type, values)) <= allowed:
             raise _NotPlainError
-        data: list[bytes | None] = []
+        encoded: list[bytes | None] = []
         flat: list[dict[str, Any] | None] = []
-        for value in values:
-            text, is_flat = (None, False) if value is None else freeform.dump_bytes(value)
-            data.append(text)
-            flat.append(value if is_flat else None)
+        for entry in values:
+            text, is_flat = (None, False) if entry is None else freeform.dump_bytes(entry)
+            encoded.append(text)
+            flat.append(entry if is_flat else None)
         self._begin(field.name, "text")
-        self._texts(data)
-        self.columns[field.name] = Values(None, data, flat)
+        self._texts(encoded)
+        self.columns[field.name] = Values(None, encoded, flat)
 
     def _add_tensors(self, field: Field, values: list[Any]) -> None:
         import torch
@@ -879,16 +889,18 @@ class RowLayout:
         if field.broadcast and set(map(type, values)) <= {int, _NONE}:
             self._add_numbers(f"{field.name}__one", "int64", values)
             return
-        present = [value for value in values if value is not None]
+        present = [tensor for tensor in values if tensor is not None]
         dtype = None if field.trailing else uniform_dtype(present)
         if dtype is None or columns.implied(storage := DTYPES[dtype].storage, field) != dtype:
             raise _NotPlainError
         nulls = len(values) - len(present)
         measure = torch.Tensor.numel
-        lengths = tuple([0 if value is None else measure(value) for value in values] if nulls else map(measure, values))
+        lengths = tuple(
+            [0 if tensor is None else measure(tensor) for tensor in values] if nulls else map(measure, values)
+        )
         self._lengths[field.name] = lengths
         offsets, written = self._offsets_of(lengths)
-        valid = np.array([value is not None for value in values], dtype=np.bool_) if nulls else None
+        valid = np.array([tensor is not None for tensor in values], dtype=np.bool_) if nulls else None
         column = Ragged(_EMPTY[storage], offsets, dtype, valid, owned=True)
         total = int(offsets[-1])
         if total:
@@ -938,7 +950,7 @@ class RowLayout:
     def _finish(self) -> None:
         template = _template(tuple(self._schema))
         head = bytearray(template.head)
-        struct.pack_into("<q", head, template.rows, self._count)
+        struct.pack_into("<q", head, template.rows, self.count)
         struct.pack_into(f"<{len(self._nodes)}q", head, template.nodes, *self._nodes)
         struct.pack_into(f"<{len(self._buffers)}q", head, template.buffers, *self._buffers)
         struct.pack_into("<q", head, template.body, self._body)
@@ -980,31 +992,28 @@ DEFAULT_LIMITS = Limits()
 class _Layout:
     """A frame's body as the pieces it is made of: Arrow says what they are, and copies none of them."""
 
-    def __init__(self, many: Experiences, settle: bool = False) -> None:
+    def __init__(self, records: Experiences, settle: bool = False) -> None:
         self.settle = settle
-        self.count = len(many)
-        arrays = to_arrays(many.columns)
+        self.count = len(records)
+        arrays = to_arrays(records.columns)
         for name, array in arrays.items():
-            if owner(name) is None and not keeps(array.type):
+            if name not in OWNERS and not keeps(array.type):
                 raise ValueError(f"column {name!r}: an unknown column of type {array.type} cannot be kept in a frame")
         batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
         self.pieces: list[Any] = []
         self.size = 0
         self.closed = False
-        self.pending = {
-            column.memory.ctypes.data: column
-            for column in many.columns.values()
-            if isinstance(column, Ragged) and column.pending
-        }
+        self.pending: dict[int, Ragged] = {}
+        """Columns whose tensors are still to be copied, by the address of the memory that stands for them."""
+        for column in records.columns.values():
+            if isinstance(column, Ragged) and column.pending:
+                self.pending[column.memory.ctypes.data] = column
         with pa.ipc.new_stream(pa.PythonFile(self, mode="w"), batch.schema) as writer:
             writer.write_batch(batch)
 
-    def __len__(self) -> int:
-        return self.count
+    # The methods of a file that Arrow calls.
 
-    # What Arrow asks of a file.
-
-    def write(self, piece: Any) -> None:
+    def write(self, piece: pa.Buffer | bytes) -> None:
         self.pieces.append(piece)
         self.size += len(piece)
 
@@ -1017,38 +1026,49 @@ class _Layout:
         self.closed = True
 
     def fill(self, memory: NDArray[np.uint8]) -> None:
-        """Copy every piece to its place."""
-        jobs: list[tuple[Any, NDArray[np.uint8]]] = []
-        at = 0
-        # A frame has dozens of pieces of a few bytes: those that lie together are copied together.
-        for small, run in groupby(self.pieces, key=lambda piece: len(piece) < _SMALL and not self._awaited(piece)):
-            for piece in [b"".join(run)] if small else run:
-                jobs.append((piece, memory[at : at + len(piece)]))
+        """Write the body to an array of `size` bytes."""
+        jobs: list[tuple[Ragged | pa.Buffer, NDArray[np.uint8]]] = []
+        small: list[pa.Buffer] = []
+        start = at = 0
+        # A frame has dozens of pieces of a few bytes: consecutive ones are copied together.
+        for piece in (*self.pieces, None):
+            column = self.pending.get(piece.address) if self.pending and isinstance(piece, pa.Buffer) else None
+            if column is not None and len(piece) != column.memory.nbytes:
+                column = None
+            if piece is not None and len(piece) < _SMALL and column is None:
+                small.append(piece)
                 at += len(piece)
-        if not self.pending or self.size < MOST_BYTES:
-            for piece, target in jobs:
-                self._copy(piece, target)
+                continue
+            if small:
+                memory[start:at] = np.frombuffer(b"".join(small), dtype=np.uint8)
+                small.clear()
+            if piece is not None:
+                target = memory[at : at + len(piece)]
+                if self.pending:
+                    jobs.append((piece if column is None else column, target))
+                else:
+                    target[:] = np.frombuffer(piece, dtype=np.uint8)
+                start = at = at + len(piece)
+        if self.size < MOST_BYTES:
+            for job in jobs:
+                self._copy(*job)
             return
-        # Gathering thousands of tensors leaves the interpreter to others most of the time: two threads share it.
+        # Gathering thousands of tensors mostly runs without the interpreter's lock: two threads share it.
+        jobs.sort(key=lambda job: -len(job[1]))
         with ThreadPoolExecutor(2) as pool:
-            done = [pool.submit(self._copy, *job) for job in sorted(jobs, key=lambda job: -len(job[0]))]
-        for job in done:
-            job.result()
+            copies = [pool.submit(self._copy, *job) for job in jobs]
+        for copy in copies:
+            copy.result()
 
-    def _awaited(self, piece: Any) -> Ragged | None:
-        """The column whose tensors are still to be copied to the place of this piece."""
-        column = self.pending.get(piece.address) if isinstance(piece, pa.Buffer) else None
-        return column if column is not None and len(piece) == column.memory.nbytes else None
-
-    def _copy(self, piece: Any, target: NDArray[np.uint8]) -> None:
-        column = self._awaited(piece)
-        if column is not None:
-            memory = target.view(column.memory.dtype).reshape(column.memory.shape)
-            column.copy_to(memory)
-            if self.settle:
-                column.settle(memory)
-        else:
-            target[:] = np.frombuffer(piece, dtype=np.uint8)
+    def _copy(self, source: Ragged | pa.Buffer, target: NDArray[np.uint8]) -> None:
+        """Copy a piece, or the pending tensors of a column, to its place."""
+        if not isinstance(source, Ragged):
+            target[:] = np.frombuffer(source, dtype=np.uint8)
+            return
+        memory = target.view(source.memory.dtype).reshape(source.memory.shape)
+        source.copy_to(memory)
+        if self.settle:
+            source.settle(memory)
 
 
 def _layout(experiences: Iterable[Experience], settle: bool = False) -> _Layout | RowLayout:
@@ -1059,29 +1079,42 @@ def _layout(experiences: Iterable[Experience], settle: bool = False) -> _Layout 
 
 
 def encoded_size(experiences: Iterable[Experience]) -> int:
-    """How many bytes `encode` writes for these records without compression."""
-    return HEADER_BYTES + _up(_layout(experiences).size)
+    """Return the size of the frame that `encode` writes without compression.
 
+    Args:
+        experiences: The records.
 
-def _up(size: int) -> int:
-    return -size % HEADER_BYTES + size
+    Returns:
+        Number of bytes, header and padding included.
+    """
+    size = _layout(experiences).size
+    return HEADER_BYTES + size + -size % HEADER_BYTES
 
 
 def encode(
     experiences: Iterable[Experience] | RowLayout,
     *,
     compression: str | None = None,
-    out: Any = None,
+    out: Buffer | Callable[[int], Buffer] | None = None,
     settle: bool = False,
 ) -> Any:
-    """One frame of these records: `bytes`, or, given a writable buffer `out` (or a function that makes one for a number
-    of bytes), a memoryview of the part written.
+    """Encode records as one frame.
 
-    Writing many frames into one reused buffer is several times faster than making fresh bytes for each: most of the
-    time goes into the first touch of fresh memory. `compression`: None, "zstd" or "lz4", of the whole body; a body that
-    zstd makes more than 500 times smaller is stored as lz4, since readers refuse such a ratio. `settle`: columns
-    whose tensors were still to be copied lie in the frame from then on, which the caller must leave alone as long as
-    they are used.
+    Reusing one buffer for many frames is several times as fast as creating bytes for each: most of the time goes into
+    the first touch of new memory.
+
+    Args:
+        experiences: The records.
+        compression: `None`, `"zstd"` or `"lz4"`, of the body. A body that zstd makes over 500 times smaller is stored
+            as lz4, since readers refuse such a ratio.
+        out: A writable buffer, or a function that returns one for a number of bytes.
+        settle: Let columns with pending tensors use the memory of the frame, which must then stay unchanged.
+
+    Returns:
+        The frame as `bytes`; with `out`, a memoryview of the part written.
+
+    Raises:
+        ValueError: An argument is invalid, or a record holds a value that a frame cannot keep.
 
     >>> from rollbook import Experience
     >>> many = [Experience(tokens=[1, 2, 3])]
@@ -1101,39 +1134,35 @@ def encode(
             compression = "lz4"  # whose ratio is at most 255
             stored = _compressed(body, compression)
     length = layout.size if stored is None else len(stored)
-    total = HEADER_BYTES + _up(length)
-    result: Any
+    total = HEADER_BYTES + length + -length % HEADER_BYTES
+    frame: bytes | memoryview
     if out is None:
-        result, memory = _fresh_bytes(total)
+        frame, memory = _fresh_bytes(total)
     else:
         out = out(total) if callable(out) else out
-        memory = np.frombuffer(out, dtype=np.uint8)
+        memory = np.frombuffer(memoryview(out), dtype=np.uint8)
         if not memory.flags.writeable:
             raise ValueError("out: got a read-only buffer, expected a writable one")
         if len(memory) < total:
             raise ValueError(f"out: got {len(memory)} bytes, expected at least {total}")
         memory = memory[:total]
-        result = memoryview(out).cast("B")[:total]
+        frame = memoryview(out).cast("B")[:total]
     target = memory[HEADER_BYTES : HEADER_BYTES + length]
     if stored is None:
         layout.fill(target)
     else:
         target[:] = stored
     memory[HEADER_BYTES + length :] = 0
-    memory[:HEADER_BYTES] = np.frombuffer(
-        _header(COMPRESSION[compression], length, layout.size, len(layout), xxhash.xxh3_64_intdigest(target.data)),
-        dtype=np.uint8,
-    )
-    return result
+    checksum = xxhash.xxh3_64_intdigest(target.data)
+    flags = COMPRESSION[compression]
+    header = HEADER.pack(MAGIC, VERSION, flags, HEADER_BYTES, length, layout.size, layout.count, checksum, 0)
+    header += struct.pack("<Q", xxhash.xxh3_64_intdigest(header))
+    memory[:HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
+    return frame
 
 
 def _compressed(body: NDArray[np.uint8], compression: str) -> NDArray[np.uint8]:
     return np.frombuffer(pa.Codec(compression).compress(pa.py_buffer(body)), dtype=np.uint8)
-
-
-def _header(flags: int, length: int, decoded: int, count: int, checksum: int) -> bytes:
-    head = HEADER.pack(MAGIC, VERSION, flags, HEADER_BYTES, length, decoded, count, checksum, 0)
-    return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
 
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -1149,18 +1178,27 @@ def _fresh_bytes(size: int) -> tuple[bytes, NDArray[np.uint8]]:
 
     The C API allows writing to such an object until it is handed out.
     """
-    data: bytes = _new_bytes(None, size)
-    address = _bytes_address(data)
+    fresh: bytes = _new_bytes(None, size)
+    address = _bytes_address(fresh)
     populate(address, size)
     memory: Any = (ctypes.c_uint8 * size).from_address(address)
-    return data, np.frombuffer(memory, dtype=np.uint8)
+    return fresh, np.frombuffer(memory, dtype=np.uint8)
 
 
 def write_frame(file: BinaryIO, experiences: Iterable[Experience], *, compression: str | None = None) -> int:
-    """Append one frame to an open file; returns the bytes written."""
-    data = encode(experiences, compression=compression)
-    file.write(data)
-    return len(data)
+    """Append one frame to an open file.
+
+    Args:
+        file: A binary file or stream.
+        experiences: The records.
+        compression: As for `encode`.
+
+    Returns:
+        Number of bytes written.
+    """
+    frame = encode(experiences, compression=compression)
+    file.write(frame)
+    return len(frame)
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -1176,15 +1214,24 @@ class Frame:
     decoded: int
     count: int
     checksum: int
-
-    @property
-    def stop(self) -> int:
-        """Where the next frame begins."""
-        return self.start + HEADER_BYTES + _up(self.length)
+    stop: int
+    """Where the next frame begins."""
 
 
-def read_header(data: Any, start: int = 0, limits: Limits = DEFAULT_LIMITS) -> Frame:
-    """The header at byte `start`, every field of it checked, but not yet against the bytes that follow."""
+def read_header(data: Buffer, start: int = 0, limits: Limits = DEFAULT_LIMITS) -> Frame:
+    """Read and check a header. The bytes after it are not read.
+
+    Args:
+        data: A buffer.
+        start: Where the frame begins.
+        limits: Largest sizes to accept.
+
+    Returns:
+        The header.
+
+    Raises:
+        WireError: The header is not valid or exceeds the limits.
+    """
     view = memoryview(data).cast("B")
     head = bytes(view[start : start + HEADER_BYTES])
     if head[:8] != MAGIC[: len(head)] or not head:
@@ -1209,16 +1256,26 @@ def read_header(data: Any, start: int = 0, limits: Limits = DEFAULT_LIMITS) -> F
         raise WireError(f"a body of {max(length, decoded)} bytes is over the limit of {limits.max_bytes}", start + 16)
     if count > limits.max_items:
         raise WireError(f"{count} records are over the limit of {limits.max_items}", start + 32)
-    return Frame(start, compression, length, decoded, count, checksum)
+    stop = start + HEADER_BYTES + length + -length % HEADER_BYTES
+    return Frame(start, compression, length, decoded, count, checksum, stop)
 
 
-def decode(data: Any, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS, private: bool = False) -> Experiences:
-    """The records of all frames in `data` (bytes, bytearray, memoryview, mmap, any buffer), without copying.
+def decode(data: Buffer, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS, private: bool = False) -> Experiences:
+    """Decode all frames of a buffer, without copying.
 
-    `verify=True` checks every byte: checksum, text encoding, masks. `verify=False` checks the header, the schema and
-    all offsets, which is enough to be safe on bytes that were written by oneself, not to know that they are unharmed.
-    Tensors are copied out of `data`, a column at a time, when they are first asked for; with `private=True` the memory
-    is the caller's to give (a private map), must be writable, and tensors are views of it.
+    Args:
+        data: Bytes, bytearray, memoryview, mmap or any other contiguous buffer.
+        verify: Check every byte: checksum, text encoding, masks. `False` checks the header, the schema and all offsets:
+            memory-safe for trusted data, but does not detect corruption.
+        limits: Largest sizes to accept.
+        private: The buffer is writable and not used by others (a private map): tensors become views of it. Otherwise
+            each tensor column is copied when it is first used.
+
+    Returns:
+        The records of all frames.
+
+    Raises:
+        WireError: The bytes are not valid frames.
     """
     view = memoryview(data)
     if not view.c_contiguous:
@@ -1226,7 +1283,21 @@ def decode(data: Any, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS, p
     view = view.cast("B")
     if private and view.readonly:
         raise ValueError("private: got a read-only buffer, expected writable memory")
-    parts = list(_frames(view, verify, limits, private))
+    parts: list[Experiences] = []
+    start = stored = decoded = 0
+    while start < len(view) or not parts:
+        frame = read_header(view, start, limits)
+        if frame.compression is not None:
+            # Of all frames together: many small ones take as much memory as one large one.
+            stored, decoded = stored + frame.length, decoded + frame.decoded
+            if decoded > max(FREE_BYTES, stored * limits.max_ratio):
+                raise WireError(
+                    f"{stored} compressed bytes state a size of {decoded}, over the limit of {limits.max_ratio} times "
+                    "as many (max_ratio)",
+                    start + 24,
+                )
+        parts.append(_decode_frame(view, frame, verify, limits, private))
+        start = frame.stop
     if len(parts) == 1:
         return parts[0]
     if len({name for part in parts for name in part.columns}) > limits.max_columns:
@@ -1237,11 +1308,21 @@ def decode(data: Any, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS, p
         raise WireError(f"the frames do not go together: {error}") from None
 
 
-def decode_arrays(data: Any, fields: Collection[str], limits: Limits = DEFAULT_LIMITS) -> dict[str, pa.Array]:
-    """The Arrow arrays of some fields, sides included, of one uncompressed frame, without copying.
+def decode_arrays(data: Buffer, fields: Collection[str], limits: Limits = DEFAULT_LIMITS) -> dict[str, pa.Array]:
+    """Decode some fields of one uncompressed frame as Arrow arrays, without copying.
 
-    Checked are the header, the schema and the offsets of these arrays, which is what makes them safe to read; the
-    others are not looked at.
+    Only the header, the schema and the offsets of these arrays are checked, which makes them safe to read.
+
+    Args:
+        data: A buffer with exactly one frame.
+        fields: Names of fields; their side columns are included.
+        limits: Largest sizes to accept.
+
+    Returns:
+        The arrays, by column name.
+
+    Raises:
+        WireError: The bytes are not such a frame.
 
     >>> from rollbook import Experience
     >>> decode_arrays(encode([Experience(tokens=[1, 2, 3], reward=1.0)]), ["reward"])["reward"].to_pylist()
@@ -1261,29 +1342,10 @@ def decode_arrays(data: Any, fields: Collection[str], limits: Limits = DEFAULT_L
     arrays = {
         name: batch.column(i)
         for i, name in enumerate(batch.schema.names)
-        if (known := owner(name)) is not None and known[0].name in fields
+        if name in OWNERS and OWNERS[name][0].name in fields
     }
     check_arrays(arrays, False)
     return arrays
-
-
-def _frames(view: memoryview, verify: bool, limits: Limits, private: bool) -> Iterator[Experiences]:
-    start = stored = decoded = 0
-    while True:
-        frame = read_header(view, start, limits)
-        if frame.compression is not None:
-            # Of all frames together: many small ones are held at once, as a large one is.
-            stored, decoded = stored + frame.length, decoded + frame.decoded
-            if decoded > max(FREE_BYTES, stored * limits.max_ratio):
-                raise WireError(
-                    f"{stored} compressed bytes state a size of {decoded}, over the limit of {limits.max_ratio} times "
-                    "as many (max_ratio)",
-                    start + 24,
-                )
-        yield _decode_frame(view, frame, verify, limits, private)
-        start = frame.stop
-        if start == len(view):
-            return
 
 
 def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, private: bool) -> Experiences:
@@ -1308,11 +1370,9 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
         return Experiences()
     arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
     check_arrays(arrays, verify)
-    columns = from_arrays(arrays, private)
+    columns = from_arrays(arrays, stored if private else None)
     try:
-        check_columns(columns, frame.count)
-        if verify:
-            check_masks(columns)
+        check_columns(columns, frame.count, masks=verify)
         if limits.max_depth < MAX_DEPTH:
             # The format's own bound is kept whenever a row is made; a narrower one has to be looked at now.
             check_depth(columns, limits.max_depth)
@@ -1333,12 +1393,12 @@ def _decompress(stored: NDArray[np.uint8], frame: Frame, at: int) -> NDArray[np.
         # Not touched: the size is the writer's word, and only what is really decoded shall cost memory.
         out = allocate((frame.decoded,), np.uint8, touched=False)
         with pa.CompressedInputStream(pa.BufferReader(pa.py_buffer(stored)), frame.compression) as stream:
-            got = 0
-            while got < frame.decoded:
-                step = stream.readinto(out.data[got : got + (1 << 20)])
+            filled = 0
+            while filled < frame.decoded:
+                step = stream.readinto(out.data[filled : filled + (1 << 20)])
                 if not step:
-                    raise WireError(f"the body decompresses to {got} bytes, {frame.decoded} are stated", at)
-                got += step
+                    raise WireError(f"the body decompresses to {filled} bytes, {frame.decoded} are stated", at)
+                filled += step
             if stream.read(1):
                 raise WireError(f"the body decompresses to more than the stated {frame.decoded} bytes", at)
     except MemoryError:
@@ -1349,7 +1409,18 @@ def _decompress(stored: NDArray[np.uint8], frame: Frame, at: int) -> NDArray[np.
 
 
 def iter_frames(file: BinaryIO, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS) -> Iterator[Experiences]:
-    """The frames of an open file or socket stream, one at a time; memory holds one frame.
+    """Read the frames of a stream one at a time; memory holds one frame.
+
+    Args:
+        file: A binary file or socket stream.
+        verify: As for `decode`.
+        limits: Largest sizes to accept.
+
+    Yields:
+        The records of each frame.
+
+    Raises:
+        WireError: The bytes are not valid frames.
 
     >>> import io
     >>> from rollbook import Experience
@@ -1394,7 +1465,14 @@ def _read(file: BinaryIO, size: int) -> bytes:
 
 
 def to_trxp(experiences: Iterable[Experience]) -> bytes:
-    """These records as a TRXP 1 payload, which Trinity-RFT 0.5.2 and later read; see `rollbook.core.trxp`."""
+    """Write records as a TRXP 1 payload, which Trinity-RFT 0.5.2 and later read (see `rollbook.core.trxp`).
+
+    Args:
+        experiences: The records.
+
+    Returns:
+        The payload.
+    """
     from rollbook.core import trxp
 
     return trxp.write(experiences)

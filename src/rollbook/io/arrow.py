@@ -19,6 +19,7 @@ from rollbook.core.columns import PLAIN_TYPES, Columns
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import DTYPES, FIELDS, Field, owner
+from rollbook.core.freeform import Json
 from rollbook.core.ids import EID
 from rollbook.core.ragged import Ragged, promote
 
@@ -86,8 +87,7 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Experiences:
     parts.update(arrow.from_arrays({k: v for k, v in arrays.items() if k.partition("__")[0] not in parts}))
     try:
         experiences.complete(parts, count, explicit_masks=True)
-        arrow.check_columns(parts, count)
-        arrow.check_masks(parts)
+        arrow.check_columns(parts, count, masks=True)
     except WireError:
         raise
     except ValueError as error:
@@ -95,7 +95,7 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Experiences:
     return Experiences._of(parts, count)
 
 
-def _one_chunk(column: Any) -> pa.Array:
+def _one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     if isinstance(column, pa.ChunkedArray):
         return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
     return column
@@ -188,11 +188,11 @@ def _by_value(field: Field, array: pa.Array) -> Columns:
     return columns.encode(field, values)
 
 
-def _given(parts: Any) -> Any:
+def _given(parts: Json) -> Any:
     return {name: part for name, part in parts.items() if part is not None} if isinstance(parts, dict) else parts
 
 
-def _tensor(value: Any, dtype: str) -> Any:
+def _tensor(value: Json, dtype: str) -> Any:
     import torch
 
     name = {"halffloat": "float16", "float": "float32", "double": "float64"}.get(dtype, dtype)

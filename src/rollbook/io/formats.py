@@ -1,4 +1,6 @@
-"""Read and write records in other formats, a batch at a time, and detect the format of a path; see `FORMATS`.
+"""Read and write records in every format of `FORMATS`, a batch at a time, and detect the format of a path.
+
+Frames and TRXP files are read and written here; the other formats have modules of their own.
 
 Invariant: reading holds one batch and executes nothing from the file; writing leaves a complete file or none. The
 content decides the format: an extension counts only for an empty or new file. A path that fits no format, or several,
@@ -166,7 +168,7 @@ EXTENSIONS = {".parquet": "parquet", ".jsonl": "jsonl", ".frames": "frames", ".t
 """Formats of new and empty files, by extension."""
 
 
-def check_format(name: Any, writing: bool = False) -> str:
+def check_format(name: str | None, writing: bool = False) -> str:
     """Check the name of a format."""
     names = [format_name for format_name, words in FORMATS.items() if not writing or words.endswith("written")]
     if name not in names:
@@ -188,7 +190,7 @@ def is_saved_dataset(path: str) -> bool:
     return any(os.path.isfile(os.path.join(path, file)) for file in ("state.json", "dataset_dict.json"))
 
 
-def guess(path: Any) -> str:
+def guess(path: str | os.PathLike[str]) -> str:
     """Detect the format of a file, a folder or a `datasets.Dataset`.
 
     >>> import tempfile, pathlib
@@ -334,7 +336,12 @@ class Reading(Iterator[Experiences]):
 
 
 def read(
-    path: Any, format: str | None = None, *, batch_rows: int = 1024, on_error: str = "raise", **options: Any
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    batch_rows: int = 1024,
+    on_error: str = "raise",
+    **options: Any,
 ) -> Reading:
     """Read records in batches.
 

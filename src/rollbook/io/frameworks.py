@@ -22,6 +22,8 @@ import xxhash
 
 from rollbook.core.errors import RollbookError, WireError
 from rollbook.core.experiences import Experiences
+from rollbook.core.freeform import Json
+from rollbook.core.vocabulary import Tokenizer
 from rollbook.io.tables import ErrorHandler, list_float_columns, read_rows
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ class Sample:
 class Texts:
     """Tokenizes texts and conversations."""
 
-    def __init__(self, tokenizer: Any, who: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, who: str) -> None:
         self.who = who
         if isinstance(tokenizer, (str, os.PathLike)):
             from transformers import AutoTokenizer
@@ -73,7 +75,7 @@ class Texts:
             )
         self.tokenizer = tokenizer
 
-    def ids(self, value: Any) -> list[int]:
+    def ids(self, value: Json) -> list[int]:
         """Return the token ids of a prompt: of ids, a text, or messages that await an answer."""
         if is_token_ids(value):
             return list(value)
@@ -83,7 +85,7 @@ class Texts:
             return self._rendered(value, True)
         raise WireError(f"got a {type(value).__name__} where a text, messages or token ids should be")
 
-    def answer(self, prompt: Any, start: list[int], value: Any) -> tuple[list[int], list[bool] | None]:
+    def answer(self, prompt: Json, start: list[int], value: Json) -> tuple[list[int], list[bool] | None]:
         """Return the answer's tokens after the prompt's (`start`), and which of them the model wrote (`None`: all)."""
         if not _is_messages(value):
             return self.ids(value), None
@@ -103,7 +105,7 @@ class Texts:
             so_far = now
         return so_far[len(start) :], None if all(mask) else mask
 
-    def _rendered(self, messages: Any, awaits: bool) -> list[int]:
+    def _rendered(self, messages: Json, awaits: bool) -> list[int]:
         tokenizer = self._needed()
         try:
             rendered = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=awaits)
@@ -121,11 +123,11 @@ class Texts:
         return self.tokenizer
 
 
-def is_token_ids(value: Any) -> bool:
+def is_token_ids(value: Json) -> bool:
     return isinstance(value, list) and all(type(element) is int for element in value)
 
 
-def _is_messages(value: Any) -> bool:
+def _is_messages(value: Json) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
@@ -136,23 +138,23 @@ def _content(message: Mapping[str, Any]) -> str:
     return content
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: Json) -> Any:
     """Remove null keys of messages: in Parquet every message has the keys of all."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _storable(value: Any) -> Any:
+def _storable(value: Json) -> Any:
     """Convert a value to a type of `info`: dates and decimals of Parquet become text."""
     if isinstance(value, dict):
-        return {str(key): _storable(item) for key, item in value.items()}
+        return {str(key): _storable(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_storable(item) for item in value]
+        return [_storable(entry) for entry in value]
     return value if value is None or isinstance(value, (str, int, float, bytes)) else str(value)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Json) -> float | None:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     return float(value) if isinstance(value, (int, float)) else None
@@ -204,7 +206,7 @@ class _Maker:
             fields["advantages"] = [sample.advantage] * len(tokens)
         return Experience(**fields)
 
-    def _eid(self, sample: Sample, prompt: Any, row: Row) -> dict[str, Any]:
+    def _eid(self, sample: Sample, prompt: Json, row: Row) -> dict[str, Any]:
         shown = orjson.dumps(prompt)
         task = sample.task if sample.task is not None else xxhash.xxh3_64_hexdigest(shown)
         run = sample.run
@@ -222,7 +224,7 @@ Split = Callable[[Row], tuple[list[Sample], set[str]]]
 
 
 def _read(
-    path: str, batch_rows: int, errors: ErrorHandler, who: str, split: Split, tokenizer: Any, max_row_bytes: int
+    path: str, batch_rows: int, errors: ErrorHandler, who: str, split: Split, tokenizer: Tokenizer, max_row_bytes: int
 ) -> Iterator[Experiences]:
     make = _Maker(Texts(tokenizer, who), who)
     pending: list[Experience] = []
@@ -260,7 +262,7 @@ _STEPS = {"step", "global_step"}
 
 
 def read_verl(
-    path: str, batch_rows: int, errors: ErrorHandler, *, tokenizer: Any = None, max_row_bytes: int
+    path: str, batch_rows: int, errors: ErrorHandler, *, tokenizer: Tokenizer = None, max_row_bytes: int
 ) -> Iterator[Experiences]:
     """Rows of `{step}.jsonl` (input, output, gts, score, step and what the reward function said), of the Parquet that
     its generation writes (prompt, responses and the dataset's columns), and of Parquet with its batch's columns
@@ -342,7 +344,7 @@ def read_trl(
     batch_rows: int,
     errors: ErrorHandler,
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer = None,
     rewards: Sequence[str] | Mapping[str, float] | None = None,
     max_row_bytes: int,
 ) -> Iterator[Experiences]:
@@ -420,7 +422,7 @@ def _trl_reward(row: Row, weights: Mapping[str, float]) -> float | None:
 
 
 def read_openrlhf(
-    path: str, batch_rows: int, errors: ErrorHandler, *, tokenizer: Any = None, max_row_bytes: int
+    path: str, batch_rows: int, errors: ErrorHandler, *, tokenizer: Tokenizer = None, max_row_bytes: int
 ) -> Iterator[Experiences]:
     """Rows of its batch inference (input, output, reward), of pairs that it makes from those (prompt, chosen,
     rejected), of samples (prompts, responses, rewards, labels, in the singular too), and of what its agents give

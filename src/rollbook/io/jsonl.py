@@ -23,6 +23,7 @@ from rollbook.core.columns import Column, numbers, texts
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import COLUMNAR, FIELDS, INTEGERS, Field, owner
+from rollbook.core.freeform import Json
 from rollbook.io.tables import ErrorHandler, list_files, parse_object, read_lines
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ def encode_lines(batch: Experiences) -> list[bytes]:
     rows: list[dict[str, Any]] = [{KEY: VERSION} for _ in range(len(batch))]
     for field in FIELDS.values():
         if any(owner(name) == (field, "") for name in columns) or f"{field.name}__one" in columns:
-            for row, value in zip(rows, _json_values(field, batch, columns), strict=True):
-                if value is not None:
-                    row[field.name] = value
+            for row, entry in zip(rows, _json_values(field, batch, columns), strict=True):
+                if entry is not None:
+                    row[field.name] = entry
     kinds = batch.values("experience_type")
     truncated = batch.values("truncate_status")
     for row, kind, status in zip(rows, kinds, truncated, strict=True):
@@ -77,7 +78,7 @@ def _json_values(field: Field, batch: Experiences, columns: Mapping[str, Column]
     values = batch.values(field.name)
     if field.kind == "eid":
         values = [eid.to_dict() for eid in values]
-    return [None if value is None else orjson.Fragment(freeform.dumps(value)) for value in values]
+    return [None if entry is None else orjson.Fragment(freeform.dumps(entry)) for entry in values]
 
 
 def _listed_tensors(field: Field, count: int, columns: Mapping[str, Column]) -> list[Any]:
@@ -132,20 +133,20 @@ def encode_line(row: Experience) -> bytes:
         )
     encoded: dict[str, Any] = {KEY: VERSION}
     for name, field in FIELDS.items():
-        value = getattr(row, name)
-        if value is None or (name == "action_mask" and implied_mask(row)):
+        entry = getattr(row, name)
+        if entry is None or (name == "action_mask" and implied_mask(row)):
             continue
-        if field.kind == "tensor" and hasattr(value, "dtype"):
-            encoded[name] = _tensor(field, value, name in row.odd)
+        if field.kind == "tensor" and hasattr(entry, "dtype"):
+            encoded[name] = _tensor(field, entry, name in row.odd)
         elif field.kind in ("tensor", "integer"):
-            encoded[name] = value
+            encoded[name] = entry
         elif field.kind == "eid":
-            encoded[name] = orjson.Fragment(_free(name, value.to_dict()))
+            encoded[name] = orjson.Fragment(_free(name, entry.to_dict()))
         elif field.kind == "custom_fields":
-            if value:
-                encoded[name] = orjson.Fragment(_free(name, [custom.to_dict() for custom in value]))
-        elif value or not field.always:
-            encoded[name] = orjson.Fragment(_free(name, value))
+            if entry:
+                encoded[name] = orjson.Fragment(_free(name, [custom.to_dict() for custom in entry]))
+        elif entry or not field.always:
+            encoded[name] = orjson.Fragment(_free(name, entry))
     if row.odd:
         encoded["odd"] = sorted(row.odd)
     try:
@@ -154,14 +155,14 @@ def encode_line(row: Experience) -> bytes:
         raise ValueError(f"record {row.eid}: cannot be kept in JSONL: {error}") from None
 
 
-def _free(name: str, value: Any) -> str:
+def _free(name: str, value: Json) -> str:
     try:
         return freeform.dumps(value)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _tensor(field: Field, value: Any, odd: bool) -> Any:
+def _tensor(field: Field, value: Json, odd: bool) -> Any:
     dtype = str(value.dtype).removeprefix("torch.")
     if odd or dtype not in COLUMNAR or value.dim() != 1 + field.trailing or (field.trailing and not value.numel()):
         return orjson.Fragment(_free(field.name, value))
@@ -188,7 +189,7 @@ def decode_line(text: bytes | None, max_row_bytes: int) -> Experience:
     for name, value in line_fields.items():
         field = FIELDS.get(name)
         if field is None:
-            raise WireError(f"{name!r} is no field; the fields are {', '.join(FIELDS)}")
+            raise WireError(f"{name!r} is not a field; the fields are {', '.join(FIELDS)}")
         if field.kind == "tensor":
             values[name] = _read_tensor(field, value)
         else:
@@ -204,7 +205,7 @@ def decode_line(text: bytes | None, max_row_bytes: int) -> Experience:
         raise WireError(str(error)) from None
 
 
-def _read_tensor(field: Field, value: Any) -> Any:
+def _read_tensor(field: Field, value: Json) -> Any:
     import torch
 
     if value is None or (field.broadcast and type(value) is int):

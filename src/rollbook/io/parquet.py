@@ -293,13 +293,13 @@ def _value(data: Bytes, at: int, stop: int, kind: int, depth: int) -> tuple[Any,
 
 
 def _varint(data: Bytes, at: int, stop: int) -> tuple[int, int]:
-    value = shift = 0
+    number = shift = 0
     while at < stop and shift < 70:
         byte, at = data[at], at + 1
-        value |= (byte & 127) << shift
+        number |= (byte & 127) << shift
         shift += 7
         if byte < 128:
-            return value, at
+            return number, at
     raise IndexError(at)
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
-from rollbook.core.freeform import MAX_DEPTH
+from rollbook.core.freeform import MAX_DEPTH, Json
 from rollbook.io import parquet
 
 MAX_ROW_BYTES = 256 << 20
@@ -154,7 +154,7 @@ def parse_object(text: bytes | None, max_row_bytes: int, strict: bool = True) ->
     return value
 
 
-def check_depth(value: Any, depth: int) -> None:
+def check_depth(value: Json, depth: int) -> None:
     """Raise `WireError` if values are nested deeper than `depth`. Not recursive: the input chooses the depth."""
     layer = [value]
     for _ in range(depth + 1):

@@ -413,18 +413,18 @@ class _Stream:
 
     def parts(self) -> Iterator[_Part]:
         rows: list[Experience] = []
-        for number, item in enumerate(self.source):
-            if isinstance(item, Experience):
-                rows.append(item)
-            elif not isinstance(item, Experiences):
+        for number, entry in enumerate(self.source):
+            if isinstance(entry, Experience):
+                rows.append(entry)
+            elif not isinstance(entry, Experiences):
                 raise ValueError(
-                    f"source: item {number} is of type {type(item).__name__}, expected Experiences or Experience"
+                    f"source: item {number} is of type {type(entry).__name__}, expected Experiences or Experience"
                 )
-            if rows and (isinstance(item, Experiences) or len(rows) == _GATHER):
+            if rows and (isinstance(entry, Experiences) or len(rows) == _GATHER):
                 yield _loaded(Experiences(rows))
                 rows = []
-            if isinstance(item, Experiences):
-                yield _loaded(item)
+            if isinstance(entry, Experiences):
+                yield _loaded(entry)
         if rows:
             yield _loaded(Experiences(rows))
 
@@ -439,11 +439,11 @@ def _source(data: Any) -> _Memory | _Files | _Stream:
     if isinstance(data, (str, os.PathLike)):
         return _Files([Path(data)])
     if isinstance(data, Sequence) and not isinstance(data, (bytes, bytearray, memoryview)):
-        if data and all(isinstance(item, (str, os.PathLike)) for item in data):
-            return _Files([Path(item) for item in data])
-        if all(isinstance(item, Experience) for item in data):
+        if data and all(isinstance(entry, (str, os.PathLike)) for entry in data):
+            return _Files([Path(entry) for entry in data])
+        if all(isinstance(entry, Experience) for entry in data):
             return _Memory(Experiences(data))
-        if all(isinstance(item, (Experience, Experiences)) for item in data):
+        if all(isinstance(entry, (Experience, Experiences)) for entry in data):
             parts = _Stream(data).parts()
             return _Memory(Experiences.concat(part.load() for part in parts))
     if isinstance(data, Iterable) and not isinstance(data, (Iterator, bytes, bytearray, memoryview, Mapping)):

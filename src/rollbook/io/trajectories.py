@@ -1,7 +1,9 @@
-"""Trajectories as JSON objects for people: which samples of a rollout to keep, and how each is written.
+"""Trajectories as JSON files for people: decode texts, select samples of a rollout, encode and write them.
 
-A `TrajectorySource` reads samples where they are (`RecordSource`: records). A `TrajectorySet` describes every sample as
-a `Candidate`, from which `select` chooses, and gives the chosen ones as `Trajectory`. A `TrajectoryEncoder` encodes
+In this order: `Decoder` (token ids to text and token ends), statistics of texts (`repeat_score`, `reflections`), images
+(`ImageEncoder`), the files (`TrajectoryFiles`, `BackgroundWriter`), and the trajectories themselves. A
+`TrajectorySource` reads samples where they are (`RecordSource`: records). A `TrajectorySet` describes every sample as a
+`Candidate`, from which `select` chooses, and returns the chosen ones as `Trajectory`. A `TrajectoryEncoder` encodes
 these: LightRFT's keys first, in its order, then the rest of the record.
 
 Invariant: entry j of every array of a `Trajectory` belongs to token `prompt + j`; it shares no memory with its source;
@@ -38,9 +40,19 @@ from numpy.typing import NDArray
 from rollbook.core.experience import Experience
 from rollbook.core.fields import BATCH_FIELDS, FIELDS, tensor_fields
 from rollbook.core.files import make_folder, private_opener
+from rollbook.core.freeform import Json
 from rollbook.core.ids import EID
-from rollbook.core.media import is_picture, load_picture, names_file, pixels_key, read_encoded, source_key, unwrap
-from rollbook.core.vocabulary import Vocabulary
+from rollbook.core.media import (
+    Medium,
+    is_picture,
+    load_picture,
+    names_file,
+    pixels_key,
+    read_encoded,
+    source_key,
+    unwrap,
+)
+from rollbook.core.vocabulary import Tokenizer, Vocabulary
 
 __all__ = [
     *["REFLECTIONS", "Decoder", "reflections", "repeat_score"],
@@ -100,12 +112,12 @@ class Decoder:
     ('cab.', [1, 2, 3, 4], [False, True])
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         if not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer: got {type(tokenizer).__name__}, expected an object with decode(ids)")
         inner: Any = getattr(tokenizer, "tokenizer", None)
         tokenizer = inner if callable(getattr(inner, "decode", None)) else tokenizer
-        self.tokenizer: Any = tokenizer
+        self.tokenizer: Tokenizer = tokenizer
         self._options: list[dict[str, bool]] = [
             {"skip_special_tokens": False, "clean_up_tokenization_spaces": False},
             {"skip_special_tokens": False},
@@ -417,7 +429,7 @@ class ImageEncoder:
         self.max_size = max_size
         self._by_content: OrderedDict[Any, EncodedImage] = OrderedDict()
 
-    def encode(self, image: Any) -> EncodedImage:
+    def encode(self, image: Medium) -> EncodedImage:
         """Encode an image; `ValueError` if it is none, or cannot be read."""
         raw = read_encoded("image", image)
         image = None if raw is not None else load_picture("image", image)
@@ -432,7 +444,7 @@ class ImageEncoder:
         self._by_content.move_to_end(key)
         return self._by_content[key]
 
-    def _encode(self, image: Any) -> EncodedImage:
+    def _encode(self, image: Medium) -> EncodedImage:
         from PIL import Image, ImageOps
 
         image = ImageOps.exif_transpose(image)  # a copy
@@ -452,12 +464,12 @@ class ImageEncoder:
         return EncodedImage(hashlib.sha256(png).hexdigest(), png, *image.size)
 
 
-def _content(image: Any) -> Any:
+def _content(image: Medium) -> Any:
     """Return what determines the encoded image: pixels, colors and orientation."""
     return pixels_key(image), image.getexif().get(_ORIENTATION)
 
 
-def _gray(image: Any) -> NDArray[np.uint8]:
+def _gray(image: Medium) -> NDArray[np.uint8]:
     """Convert numbers of more than 8 bits to gray [H, W]: unchanged if all are in 0 to 255, else scaled."""
     pixels = np.nan_to_num(np.asarray(image).astype(np.float64), posinf=0.0, neginf=0.0)
     low, high = float(pixels.min(initial=0.0)), float(pixels.max(initial=0.0))
@@ -466,7 +478,7 @@ def _gray(image: Any) -> NDArray[np.uint8]:
     return np.rint(pixels).astype(np.uint8)
 
 
-def flatten_images(images: Any) -> list[Any]:
+def flatten_images(images: Medium) -> list[Any]:
     """Return the images of one sample as a flat list: of `None`, one image, or nested lists.
 
     >>> flatten_images(["a", [None, ["b"]]]), flatten_images(None), flatten_images("c")
@@ -494,7 +506,7 @@ def message_images(messages: Iterable[Any] | None) -> list[Mapping[str, Any]]:
     ]
 
 
-def is_remote(image: Any) -> bool:
+def is_remote(image: Medium) -> bool:
     """Whether an image is a URL, which is never fetched."""
     image = unwrap(image)
     return isinstance(image, str) and image.startswith(("http://", "https://"))
@@ -780,7 +792,7 @@ class JsonSafe:
         self.nonfinite: dict[str, dict[str, int]] = {}
         self.references = references or {}
 
-    def convert(self, value: Any, path: str, depth: int = 0) -> Any:
+    def convert(self, value: Json, path: str, depth: int = 0) -> Any:
         """Convert `value`, whose place in the record is `path`."""
         kind = type(value)
         if value is None or kind is bool:
@@ -798,7 +810,7 @@ class JsonSafe:
         except Exception as error:  # a user's object may raise anything
             return f"{kind.__name__}, which cannot be shown ({type(error).__name__})"
 
-    def _convert(self, value: Any, path: str, depth: int) -> Any:
+    def _convert(self, value: Json, path: str, depth: int) -> Any:
         if isinstance(value, Mapping):
             image_key = source_key(value) if id(value) in self.references else None
             converted = {}
@@ -886,7 +898,7 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     return np.array(tensor.cpu().numpy())
 
 
-def as_number(value: Any) -> float | None:
+def as_number(value: Json) -> float | None:
     """Convert a number, or a tensor or array of one, to a float; anything else to `None`."""
     size = value.numel() if isinstance(value, torch.Tensor) else value.size if isinstance(value, np.ndarray) else 0
     value = value.item() if size == 1 else value
@@ -1033,7 +1045,7 @@ class RecordSource(TrajectorySource):
             trajectory.rejected = to_numpy(row.rejected).astype(np.int64)
 
 
-def reward_parts(metrics: Any, safe: JsonSafe) -> dict[str, Any]:
+def reward_parts(metrics: Json, safe: JsonSafe) -> dict[str, Any]:
     """Return the numbers among the metrics of a sample."""
     if not isinstance(metrics, Mapping):
         return {}

@@ -167,15 +167,15 @@ def find_tables(connection: sqlite3.Connection, path: str) -> dict[str, Table]:
             columns[name] = {entry[1].decode("utf-8") for entry in info}
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise WireError(f"{path}: the list of tables cannot be read: {error}") from None
-    result = {}
+    tables = {}
     for name, has in columns.items():
         inline = next((column_name for column_name in _INLINE if column_name in has), None)
         blob = f"{name}_blob" if {"id", "experience_bytes"} <= columns.get(f"{name}_blob", set()) else None
         of_another = name.endswith("_blob") and has == {"id", "experience_bytes"}
         if "id" not in has or of_another or not (inline or any(kind <= has for kind in _KINDS)):
             continue
-        result[name] = Table(name, inline, blob, tuple(column_name for column_name in _META if column_name in has))
-    return result
+        tables[name] = Table(name, inline, blob, tuple(column_name for column_name in _META if column_name in has))
+    return tables
 
 
 def build_query(table: Table) -> str:
@@ -214,13 +214,13 @@ def _record(row: tuple[Any, ...], table: Table, max_row_bytes: int) -> Experienc
 
 def _override(record: Experience, column: dict[str, Any]) -> None:
     try:
-        stored = {name: value.decode() if isinstance(value, bytes) else value for name, value in column.items()}
+        stored = {name: entry.decode() if isinstance(entry, bytes) else entry for name, entry in column.items()}
         changes: dict[str, Any] = {}
         for name, part in (("task_id", "task"), ("run_id", "run"), ("msg_id", "suffix")):
-            value = stored.get(name)
+            entry = stored.get(name)
             # Written as text: what prints alike is what it was.
-            if value is not None and str(getattr(record.eid, part)) != str(value):
-                changes[part] = str(value) if part == "suffix" else value
+            if entry is not None and str(getattr(record.eid, part)) != str(entry):
+                changes[part] = str(entry) if part == "suffix" else entry
         if changes:
             record.eid = record.eid.replace(**changes)
         if "reward" in stored and not (stored["reward"] is None and record.reward != record.reward):

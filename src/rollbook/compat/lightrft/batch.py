@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.batch.device import Movable, assign_rest, constructor_signature
-from rollbook.core.experience import own, same
+from rollbook.core.experience import own
 from rollbook.core.fields import BATCH_FIELDS
+from rollbook.core.freeform import same
 from rollbook.core.rows import NUMPY, Rows, memory, unbind_copy
 
 if TYPE_CHECKING:
