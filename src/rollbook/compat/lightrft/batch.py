@@ -25,6 +25,7 @@ from rollbook.core.rows import NUMPY, Rows, memory, unbind_copy
 if TYPE_CHECKING:
     from rollbook.algorithms.inputs import Inputs
     from rollbook.compat.lightrft.ragged_batch import RaggedBatch
+    from rollbook.core.experiences import Experiences
     from rollbook.core.ids import EID
 
 
@@ -808,8 +809,8 @@ class Samples(Movable):
     Batched: `sequences`, `attention_mask` (B, S), `action_mask` (B, A), `num_actions` = A, `packed_seq_lens` `None`.
     Packed: `sequences` (1, tokens), `attention_mask` (1, tokens) with the number of the sample from 1 on,
     `action_mask` `None`, `num_actions` and `packed_seq_lens` [B]. `response_length`, `total_length` [B] are floats.
-    `rollouts` [B]: the engine's own samples, log-probs, media and all, where an engine of `rollbook.rollout` made them;
-    `ids` [B]: `EID`s of samples that come without.
+    `rollouts` [B]: the engine's own samples, if an engine of `rollbook.rollout` made them, and `records` [B], the
+    native records of these; `ids` [B]: `EID`s of samples that come without.
 
     >>> packed = Samples(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 1, 2]]), None, [1, 1], [2, 1], None, None,
     ...                  ["a", "b"], None)
@@ -830,6 +831,7 @@ class Samples(Movable):
     references: list[Any] | None = None
     rollouts: list[Any] | None = None
     ids: list[EID] | None = None
+    records: Experiences | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.num_actions, list):

@@ -6,16 +6,33 @@ all of its tokens. Options that mean nothing here are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rollbook.algorithms.layout import as_column
+from rollbook.batch import Batch
+from rollbook.batch.columns import BatchColumns, Lengths
 from rollbook.batch.media import BY_TOKEN, placeholders
+from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, token_fields
+from rollbook.compat.lightrft.media import divided
+from rollbook.compat.lightrft.ragged_batch import (
+    action_starts,
+    checked,
+    media_inputs,
+    sheet_of_batch,
+    spans_of_rows,
+    widths,
+)
 from rollbook.core.checks import check_int, suggest
-from rollbook.core.rows import Spans
+from rollbook.core.fields import BATCH_MEDIA
+from rollbook.core.ragged import Ragged, offsets_of
+from rollbook.core.rows import Rows, Spans, concatenated
 from rollbook.core.sampling import ALIASES, Prompt, Sample, Sampling
 from rollbook.models.actor import Actor as NativeActor
+from rollbook.models.forward import TOKEN_BUDGET, run_micro_batches
 from rollbook.models.head import check_matrix
 from rollbook.rollout.transformers import TransformersEngine
 
@@ -234,3 +251,165 @@ class Actor(NativeActor):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Masks of generated rows; see `rollbook.compat.lightrft.models.process_sequences`."""
         return process_sequences(sequences, input_len, eos_token_id, pad_token_id)
+
+
+# --- models over LightRFT's batches ---------------------------------------------------------------------------------
+
+
+def is_native(model: object) -> bool:
+    """Return whether a model is one of `rollbook.models`, which run over whole rollouts."""
+    return hasattr(type(model), "token_stats") or hasattr(type(model), "token_values")
+
+
+def call_model(model: Callable[..., Any], batch: ExperienceBatch) -> torch.Tensor | Rows:
+    """Call a model with LightRFT's arguments: `model(sequences, num_actions, attention_mask)`.
+
+    Args:
+        model: Returns a tensor (B, A), or a tuple that begins with one; of a packed batch (1, slots).
+        batch: The batch, in either layout.
+
+    Returns:
+        (B, A), or `Rows` of a packed batch.
+    """
+    media = media_inputs(batch)
+    if batch.layout == "packed":
+        lengths = batch.cu_seqlens.diff().tolist()
+        numbers = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths))
+        tokens = batch.sequences.values.unsqueeze(0)
+        actions = batch.action_cu_seqlens.diff().tolist()
+        answer = model(tokens, actions, numbers.unsqueeze(0).to(tokens.device), packed_seq_lens=lengths, **media)
+    else:
+        answer = model(batch.sequences, int(batch.action_mask.shape[1]), batch.attention_mask, **media)
+    if batch.layout == "padded":
+        return checked_answer(model, answer, tuple(batch.action_mask.shape))
+    return Rows(checked_answer(model, answer, (1, len(batch.action_mask.values)))[0], batch.action_mask.lengths)
+
+
+def checked_answer(model: Callable[..., Any], answer: object, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor of a model's answer, or of the first part of it, if it has the shape."""
+    answer = answer[0] if isinstance(answer, tuple) else answer
+    if not isinstance(answer, torch.Tensor):
+        raise ValueError(f"{type(model).__name__}: got {type(answer).__name__} back, expected a tensor (B, A)")
+    if tuple(answer.shape) != shape:
+        raise ValueError(f"{type(model).__name__}: got shape {list(answer.shape)} back, expected {list(shape)}")
+    return answer
+
+
+def forward_batch(
+    model: Any,
+    batch: ExperienceBatch,
+    outputs: Sequence[str],
+    *,
+    token_budget: int = TOKEN_BUDGET,
+    device: Any = None,
+    stats: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """Compute per-token outputs of a model for every row of a batch, without gradients and without dropout.
+
+    Args:
+        model: An actor, its reference, or a critic.
+        batch: The batch; it stays as it is.
+        outputs: As of `rollbook.models.forward.forward`.
+        token_budget: Tokens of a micro-batch.
+        device: Where results go. `None`: where the batch is.
+        stats: A dict to be filled, as of `rollbook.models.forward.forward`.
+
+    Returns:
+        By name, (B, A) of a padded batch, `Rows` of a packed one.
+    """
+    rows = BatchRows.of(batch)
+    flat = run_micro_batches(
+        model,
+        rows.tokens.lengths,
+        rows.response_lengths,
+        lambda chosen, packed: rows.batch(chosen, packed, model.device),
+        outputs,
+        token_budget=token_budget,
+        stats=stats,
+    )
+    return {name: rows.lay_out(column, device) for name, column in flat.items()}
+
+
+def native_batch(batch: ExperienceBatch) -> Batch:
+    """What a model needs of an `ExperienceBatch`, as `Actor.token_stats` and `Critic.token_values` take it.
+
+    Args:
+        batch: A batch with at least one response-axis field.
+
+    Returns:
+        Tokens and media on the same memory, every response slot in the mask, in the same layout.
+    """
+    slimmed = slim(batch)
+    spans = None if batch.layout == "packed" else _spans(slimmed)
+    tokens, mask = slimmed.sequences, slimmed.action_mask
+    if batch.layout == "packed":
+        tokens = tokens if isinstance(tokens, Rows) else Rows(tokens)
+    attended = None if batch.layout == "packed" else slimmed.attention_mask
+    media = _model_names(divided(slimmed))
+    return Batch(tokens=tokens, action_mask=mask, attention_mask=attended, media=media, spans=spans)
+
+
+def _spans(slimmed: ExperienceBatch) -> tuple[Spans, Spans]:
+    width, slots = widths(checked(slimmed))
+    return spans_of_rows(slimmed.attention_mask, len(slimmed), width, slots, action_starts(slimmed, slots))
+
+
+def _model_names(media: dict[str, list[Any] | None]) -> dict[str, list[Any]]:
+    """Each sample's media by the model's names."""
+    names = {name: BATCH_MEDIA.get(name, name.removeprefix("media.")) for name in media}
+    return {names[name]: parts for name, parts in media.items() if parts is not None}
+
+
+@dataclass(eq=False)
+class BatchRows:
+    """A batch without padding: N rows of tokens, how many of them are responses, and their media."""
+
+    tokens: Ragged
+    response_lengths: Lengths
+    media: dict[str, list[Any]]
+    spans: Spans | None
+    """Where the responses lie in a padded batch; `None` of a packed one."""
+    device: Any
+
+    @classmethod
+    def of(cls, batch: ExperienceBatch) -> BatchRows:
+        """The rows of a batch."""
+        slimmed = slim(batch)
+        spans = _spans(slimmed)[1] if batch.layout == "padded" else None
+        sheet = sheet_of_batch(slimmed)
+        column = sheet.columns["sequences"]
+        device = column.device if isinstance(column, torch.Tensor) else torch.device("cpu")
+        flat = concatenated(column, sheet.tokens) if column is not None else torch.empty(0)
+        tokens = as_column(flat.long(), offsets_of(sheet.tokens))
+        return cls(tokens, sheet.responses, _model_names(sheet.media), spans, device)
+
+    def batch(self, rows: Lengths, packed: bool, device: Any) -> Batch:
+        """Some rows as a model takes them."""
+        tokens = self.tokens.take(rows)
+        media = {name: [parts[i] for i in rows.tolist()] for name, parts in self.media.items()}
+        columns = BatchColumns(tokens.lengths, self.response_lengths[rows], tokens, media=media)
+        return Batch.from_columns(columns, packed=packed, device=device)
+
+    def lay_out(self, flat: torch.Tensor, device: Any) -> Any:
+        """Results of all response slots, row after row, in the batch's layout."""
+        placed = flat.to(self.device if device is None else device)
+        return Rows(placed, self.response_lengths.tolist()) if self.spans is None else self.spans.pad(placed, 0)
+
+
+def slim(batch: ExperienceBatch) -> ExperienceBatch:
+    """The batch with what a model needs alone, sharing its memory."""
+    slots = next((column for _, column in token_fields(batch, "response") if column is not None), None)
+    if slots is None:
+        raise ValueError("batch: no response-axis field is there to say where the responses are")
+    if batch.layout == "packed":
+        lengths = [len(row) for row in slots]
+        device = batch.sequences[0].device if len(batch.sequences) else "cpu"
+        mask: Any = Rows(torch.ones(sum(lengths), dtype=torch.bool, device=device), lengths)
+    else:
+        mask = torch.ones(slots.shape[:2], dtype=torch.bool, device=slots.device)
+    counts = {name: batch.info[name] for name in ("image_num", "video_num") if batch.info and name in batch.info}
+    fields = {name: getattr(batch, name) for name in (*BATCH_MEDIA, "media", "sequences", "attention_mask")}
+    fields |= {"action_mask": mask, "action_starts": batch.action_starts, "info": counts or None}
+    origin = Origin(media_rows=dict(batch.origin.media_rows))
+    origin.absent = {name: rows for name, rows in batch.origin.absent.items() if name in BATCH_MEDIA}
+    return ExperienceBatch.of(fields, origin)
