@@ -17,10 +17,10 @@ from rollbook.batch import Batch
 from rollbook.batch.columns import BatchColumns, Lengths
 from rollbook.batch.media import BY_TOKEN, placeholders
 from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, token_fields
-from rollbook.compat.lightrft.media import divided
 from rollbook.compat.lightrft.ragged_batch import (
     action_starts,
     checked,
+    divided,
     media_inputs,
     sheet_of_batch,
     spans_of_rows,

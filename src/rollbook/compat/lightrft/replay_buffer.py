@@ -31,7 +31,6 @@ from rollbook.compat.lightrft.batch import (
     peek,
     pick_info,
 )
-from rollbook.compat.lightrft.media import count_media
 from rollbook.compat.lightrft.ragged_batch import (
     SAMPLE_LISTS,
     Lengths,
@@ -41,6 +40,7 @@ from rollbook.compat.lightrft.ragged_batch import (
     check_layout,
     checked,
     constant,
+    count_media,
     edges,
     on_tokens,
     own_entry,
