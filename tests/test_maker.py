@@ -315,9 +315,9 @@ def test_scores_of_blocks_are_those_of_the_general_path(
     ]
     name, estimator_options = options
     config = MakerConfig(n_samples_per_prompt=size, advantage_estimator=name, estimator_options=estimator_options)
-    short = maker_module.score_rewards(RolloutBatches(experiences), config)
+    short = maker_module.score_rewards(experiences, config)
     with mock.patch.object(maker_module, "_block_scores", return_value=None):
-        general = maker_module.score_rewards(RolloutBatches(experiences), config)
+        general = maker_module.score_rewards(experiences, config)
     assert torch.equal(short.rewards.view(torch.int32), general.rewards.view(torch.int32))
     assert repr(short.metrics) == repr(general.metrics)
 

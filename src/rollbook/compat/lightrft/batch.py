@@ -538,7 +538,7 @@ class ExperienceBatch(Movable):
 
     if not TYPE_CHECKING:
         # Written by hand: every parameter and every attribute takes time, and of 23 fields a caller gives about ten.
-        # The others are looked up on the class.
+        # Those that are `None` by default are looked up on the class.
         def __init__(
             self,
             sequences,
@@ -566,10 +566,14 @@ class ExperienceBatch(Movable):
             self.attention_mask = attention_mask
             self.action_mask = action_mask
             self.info = info
-            self.kl = kl
-            self.action_entropy = action_entropy
-            self.labels = labels
-            self.references = references
+            if kl is not None:
+                self.kl = kl
+            if action_entropy is not None:
+                self.action_entropy = action_entropy
+            if labels is not None:
+                self.labels = labels
+            if references is not None:
+                self.references = references
             if more or rest:
                 assign_rest(self, 13, more, rest)
 

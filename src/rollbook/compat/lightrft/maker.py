@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from reprlib import repr as shortened
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -282,23 +283,21 @@ class _SinglePass(AlgorithmConfig):
 # --- scores of rows ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RowScores:
+class RowScores(NamedTuple):
     """The rewards of a rollout after shaping, and after the estimator if it scores rows."""
 
     rewards: torch.Tensor
     """[N] What goes on each row's last action, before it is clipped; NaN where the reward is missing."""
-    shaping: Mapping[str, float] = field(default_factory=dict)
+    shaping: Mapping[str, float] = MappingProxyType({})
     """Metrics of the overlong penalty and the running norm."""
-    estimate: Advantages | None = None
-    """The result of the estimator over rows."""
+    report: Callable[[], Report] | None = None
+    """Computes the report of the estimator over rows."""
     estimator: str = ""
 
     @property
     def metrics(self) -> dict[str, float]:
         """All metrics; the estimator's report is computed here."""
-        report = {} if self.estimate is None else self.estimate.report.to_metrics(self.estimator)
-        return {**self.shaping, **report}
+        return {**self.shaping, **({} if self.report is None else self.report().to_metrics(self.estimator))}
 
 
 def scores_rows(entry: Estimator) -> bool:
@@ -316,14 +315,18 @@ def scores_rows(entry: Estimator) -> bool:
 
 
 def score_rewards(
-    rollout: RolloutBatches, config: MakerConfig, norm: RunningNorm | None = None, max_new_tokens: int | None = None
+    batches: Sequence[Experience],
+    config: MakerConfig,
+    norm: RunningNorm | None = None,
+    max_new_tokens: int | None = None,
 ) -> RowScores:
     """Shape the rewards of a rollout, and score them within their groups if the estimator scores rows."""
     ranks = current_ranks()
     if ranks is SINGLE_PROCESS and norm is None and not config.overlong_buffer:
-        scores = _block_scores(rollout, config)
+        scores = _block_scores(batches, config)
         if scores is not None:
             return scores
+    rollout = RolloutBatches(batches)
     if config.overlong_buffer and max_new_tokens is None:
         raise ValueError("max_new_tokens: got None, expected the longest response, for the overlong buffer")
     rewards = rollout.numbers("reward")
@@ -344,7 +347,7 @@ def score_rewards(
     row_scores = torch.as_tensor(row_scores, dtype=torch.float32)
     missing = rewards.isnan()
     rewards = torch.where(missing, torch.nan, row_scores) if missing.any() else row_scores
-    return RowScores(rewards, shaping, estimate, entry.name)
+    return RowScores(rewards, shaping, lambda: estimate.report, entry.name)
 
 
 def _row_estimate(
@@ -373,7 +376,7 @@ def _row_estimate(
     return as_advantages(entry.name, entry.call(inputs, options))
 
 
-def _block_scores(rollout: RolloutBatches, config: MakerConfig) -> RowScores | None:
+def _block_scores(batches: Sequence[Experience], config: MakerConfig) -> RowScores | None:
     """Score rewards whose groups are blocks of `n_samples_per_prompt` rows, in about ten numpy operations.
 
     Returns:
@@ -386,36 +389,40 @@ def _block_scores(rollout: RolloutBatches, config: MakerConfig) -> RowScores | N
     if formula not in _BLOCK_FORMULAS or size < 2 or (options and (formula is not grpo or list(options) != ["eps"])):
         return None
     parts = []
-    for batch, count in zip(rollout.batches, rollout.sizes, strict=True):
+    for batch in batches:
         part = batch.info.get("reward") if batch.info else None
         if batch.ids or type(part) is not torch.Tensor or not part.is_cpu or part.dtype != torch.float32:
             return None
-        if part.shape != (count,) or part.requires_grad:
+        tokens = batch.sequences
+        count = len(part) if tokens is None else tokens.shape[0] if type(tokens) is torch.Tensor else len(tokens)
+        if part.requires_grad or part.shape != (count,):
             return None
         parts.append(part.numpy())
     if not parts:
         return None
-    rewards = np.concatenate(parts, dtype=np.float64)  # a copy: the report is computed later
+    # A copy: the report is computed later.
+    rewards = parts[0].astype(np.float64) if len(parts) == 1 else np.concatenate(parts, dtype=np.float64)
     if not len(rewards) or len(rewards) % size or not isfinite(rewards.dot(rewards)):
         return None
     blocks = rewards.reshape(-1, size)
     ascending, means = block_means(blocks)
-    scores = blocks - means[:, None]
+    means = means[:, None]
+    scores = blocks - means
     if formula is rloo:
         scores *= size
         scores /= size - 1
     elif formula is grpo:
-        squares = sums_of_blocks((ascending - means[:, None]) ** 2)
+        squares = sums_of_blocks((ascending - means) ** 2)
         divisors = np.sqrt(squares / (size - 1)) + check_float("eps", options.get("eps", entry.options["eps"]), 0)
         scores /= np.where(divisors > 0, divisors, 1.0)[:, None]
     scores += 0.0  # -0.0 becomes 0.0
-    with np.errstate(over="ignore"):
-        shaped = torch.from_numpy(scores.reshape(-1).astype(np.float32))
+    shaped = torch.from_numpy(scores.reshape(-1)).float()  # not by numpy, which warns of overflow
 
     def report() -> Report:
-        return _row_estimate(rollout, torch.from_numpy(rewards.astype(np.float32)), config, SINGLE_PROCESS).report
+        raw = torch.from_numpy(rewards.astype(np.float32))
+        return _row_estimate(RolloutBatches(batches), raw, config, SINGLE_PROCESS).report
 
-    return RowScores(shaped, {}, Advantages(shaped, None, shaped, None, report), entry.name)
+    return RowScores(shaped, report=report, estimator=entry.name)
 
 
 _BLOCK_FORMULAS = (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline)
@@ -853,13 +860,13 @@ class NaiveExperienceMaker:
         else:
             batches = [batch_of(samples) for samples in parts]
             records = self._annotate(parts, batches)
-        with self._bar("reward", sum(map(len, batches))) as bar:
-            if len(batches) == 1 and records is None and self.scorer.reads_tokens:
-                with self._step_metrics.time("reward"):
-                    self.scorer.score_tokens(batches[0])
-            else:
+        if batch is not None and self.scorer.reads_tokens:
+            with self._step_metrics.time("reward"):
+                self.scorer.score_tokens(batch)
+        else:
+            with self._bar("reward", sum(map(len, batches))) as bar:
                 records = self.scorer.score(parts, batches, records, self._step_metrics)
-            bar.advance(sum(map(len, batches)))
+                bar.advance(bar.total)
         for samples, batch in zip(parts, batches, strict=True):
             info = {**(batch.info or {}), "num_actions": samples.num_actions}
             batch.info = {**{name: info[name] for name in _INFO_ORDER if name in info}, **info}
@@ -971,10 +978,9 @@ class NaiveExperienceMaker:
         for i, experience in enumerate(experiences):
             if not isinstance(experience, Experience):
                 raise ValueError(f"experiences[{i}]: got {type(experience).__name__}, expected an Experience")
-        rollout = RolloutBatches(experiences)
         longest = max_new_tokens if max_new_tokens is not None else self._max_new_tokens
-        scores = self._row_scores = score_rewards(rollout, self.config, self.reward_norm, longest)
-        rewards = rollout.split(scores.rewards)
+        scores = self._row_scores = score_rewards(experiences, self.config, self.reward_norm, longest)
+        rewards = [scores.rewards] if len(experiences) == 1 else RolloutBatches(experiences).split(scores.rewards)
         devices = map(_reward_device, experiences)
         return list(experiences), [part.to(device) for part, device in zip(rewards, devices, strict=True)]
 
@@ -1449,36 +1455,30 @@ def padded_experience(
     if type(samples) is not Samples:
         return None
     tokens, attention, actions = samples.sequences, samples.attention_mask, samples.action_mask
-    if (
-        samples.rollouts is not None
-        or samples.packed_seq_lens is not None
-        or not _are_matrices(tokens, attention, actions)
-    ):
+    if samples.rollouts is not None or samples.packed_seq_lens is not None:
         return None
-    if (
-        "policy" not in models
-        or "reference" not in models
-        or "teacher" in models
-        or any(map(is_native, models.values()))
-    ):
+    if "policy" not in models or "reference" not in models or "teacher" in models:
+        return None
+    if any(map(is_native, models.values())) or not _are_matrices(tokens, attention, actions):
         return None
     attended = memory(attention)
-    attended = attended if attended.dtype == np.bool_ else attended != 0
+    attended = attended if attended.dtype == np.bool_ else attended.astype(np.bool_)
     mask = memory(actions)
     ends = _response_ends(attended, mask)
     if ends is None:
         return None
+    bits = _mask_bits(mask, ends)
     columns: dict[str, torch.Tensor] = {}
-    count = int(np.count_nonzero(attended))
+    count, shape = int(np.count_nonzero(attended)), actions.shape
     for name, model in models.items():
         with metrics.time(name) as stage:
             if callable(getattr(model, "eval", None)):
                 model.eval()  # type: ignore[attr-defined]
-            answer = checked_answer(model, model(tokens, actions.shape[1], attention), tuple(actions.shape))
-            columns[name] = _response_slots(answer, mask, ends)
+            answer = checked_answer(model, model(tokens, shape[1], attention), shape)
+            columns[name] = _response_slots(answer, mask, ends, bits)
             stage["tokens"] = count
     responses, totals = lengths_of_samples(samples)
-    kl, means = _k1(columns["policy"], columns["reference"], mask, ends)
+    kl, means = _k1(columns["policy"], columns["reference"], mask, ends, bits is not None)
     batch = Experience(
         tokens,
         columns["policy"],
@@ -1504,29 +1504,47 @@ def _are_matrices(tokens: torch.Tensor, attention: torch.Tensor, actions: torch.
     for matrix in (tokens, attention, actions):
         if type(matrix) is not torch.Tensor or not matrix.is_cpu or matrix.dim() != 2:
             return False
-    fit = tokens.shape == attention.shape and len(actions) == len(tokens) and actions.shape[1] <= tokens.shape[1]
-    return fit and len(tokens) > 0 and actions.dtype == torch.bool and attention.dtype in NUMPY
+    rows, width = tokens.shape
+    fit = attention.shape == (rows, width) and actions.shape[0] == rows and actions.shape[1] <= width
+    return fit and rows > 0 and actions.dtype == torch.bool and attention.dtype in NUMPY
 
 
 def _response_ends(attended: NDArray[np.bool_], mask: NDArray[np.bool_]) -> list[int] | None:
     """[B] How many response slots each row has up to its last attended token; `None` if a row has no prompt, or an
     action that is not attended."""
     count, width = attended.shape
-    begin = width - mask.shape[1]
-    if np.greater(mask, attended[:, begin:]).any():
-        return None
-    flags, ends = attended.tobytes(), []  # searched as text, which takes a fraction of numpy's time
-    for start in range(0, count * width, width):
-        response = start + begin
+    slots = mask.shape[1]
+    begin = width - slots
+    # Searched and compared as text, which takes a fraction of numpy's time.
+    flags, actions, ends, is_equal = attended.tobytes(), mask.tobytes(), [], True
+    for row in range(count):
+        start = row * width
+        response, stop = start + begin, start + width
         if flags.find(1, start, response) < 0:
             return None
-        ends.append(max(flags.rfind(1, response, start + width) - response + 1, 0))
-    return ends
+        ends.append(max(flags.rfind(1, response, stop) - response + 1, 0))
+        is_equal = is_equal and flags[response:stop] == actions[row * slots : (row + 1) * slots]
+    return ends if is_equal or not (mask > attended[:, begin:]).any() else None
 
 
-def _response_slots(answer: torch.Tensor, mask: NDArray[np.bool_], ends: list[int]) -> torch.Tensor:
+_SMALL = 1 << 16
+"""Slots of a batch that is faster to mask as a whole than row by row."""
+
+
+def _mask_bits(mask: NDArray[np.bool_], ends: list[int]) -> NDArray[np.int32] | None:
+    """[B, A] The mask as bits of float32, if the batch is small and every slot up to a row's end counts."""
+    if mask.size > _SMALL or np.count_nonzero(mask) != sum(ends):
+        return None
+    return np.negative(mask.view(np.int8), dtype=np.int32)
+
+
+def _response_slots(
+    answer: torch.Tensor, mask: NDArray[np.bool_], ends: list[int], bits: NDArray[np.int32] | None
+) -> torch.Tensor:
     """[B, A] A copy as float32, 0 after each row's end, and 0 for non-finite numbers where the mask is False."""
     source = answer.detach().float().cpu().numpy()
+    if bits is not None:
+        return torch.from_numpy((source.view(np.int32) & bits).view(np.float32))
     copied = empty(source.shape, torch.float32)
     matrix, squares = copied.numpy(), 0.0
     # Row by row: of a large batch most is padding, which is not read.
@@ -1541,9 +1559,12 @@ def _response_slots(answer: torch.Tensor, mask: NDArray[np.bool_], ends: list[in
 
 
 def _k1(
-    policy: torch.Tensor, reference: torch.Tensor, mask: NDArray[np.bool_], ends: list[int]
+    policy: torch.Tensor, reference: torch.Tensor, mask: NDArray[np.bool_], ends: list[int], small: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, A] The difference of log-probs, 0 where the mask is False, and [B] its mean over each row's actions."""
+    if small:
+        kl = policy - reference
+        return kl, kl.double().sum(-1).float() / torch.tensor([float(end or 1) for end in ends])
     kl = empty(mask.shape, torch.float32)
     matrix, counts, parts = kl.numpy(), np.array(ends), []
     with np.errstate(invalid="ignore"):
