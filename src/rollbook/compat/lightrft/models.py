@@ -54,12 +54,12 @@ _HARMLESS: dict[str, tuple[Any, ...] | None] = {
 }
 
 
-def _ids(given: Any, name: str) -> list[int]:
-    if given is None:
+def _ids(ids: Any, name: str) -> list[int]:
+    if ids is None:
         return []
-    if isinstance(given, torch.Tensor):
-        given = given.tolist()
-    return [check_int(name, one) for one in (given if isinstance(given, (list, tuple)) else [given])]
+    if isinstance(ids, torch.Tensor):
+        ids = ids.tolist()
+    return [check_int(name, token_id) for token_id in (ids if isinstance(ids, (list, tuple)) else [ids])]
 
 
 def process_sequences(
@@ -110,12 +110,12 @@ def laid_out(
 def end_to_end(samples: Sequence[Sample], slots: int = 0) -> tuple[torch.Tensor, Spans, int]:
     """(all tokens of samples, [total] int64; where each lies in a matrix in which prompts end and responses begin at
     the same column; that column). There are at least `slots` columns for responses."""
-    prompts = [len(one.prompt_ids) for one in samples]
-    responses = [len(one.response_ids) for one in samples]
+    prompts = [len(sample.prompt_ids) for sample in samples]
+    responses = [len(sample.response_ids) for sample in samples]
     begin, end = max(prompts, default=0), max(responses, default=0)
     lengths = [before + after for before, after in zip(prompts, responses, strict=True)]
     spans = Spans(lengths, [begin - before for before in prompts], begin + max(end, slots))
-    ids = [token for one in samples for token in (*one.prompt_ids, *one.response_ids)]
+    ids = [token for sample in samples for token in (*sample.prompt_ids, *sample.response_ids)]
     return torch.tensor(ids, dtype=torch.int64), spans, begin
 
 
@@ -124,19 +124,19 @@ MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_th
 
 
 def media_of_rows(
-    rows: Sequence[Sequence[int]], masks: Sequence[torch.Tensor], given: Mapping[str, torch.Tensor], config: Any
+    rows: Sequence[Sequence[int]], masks: Sequence[torch.Tensor], media: Mapping[str, torch.Tensor], config: Any
 ) -> list[dict[str, torch.Tensor]]:
     """For each prompt its own media, told by how many placeholders it has; nothing for one that has none.
 
     rows: each prompt's ids, placeholders expanded; masks: where they lie in rows of the given by-token entries.
     """
-    found: list[dict[str, torch.Tensor]] = [{} for _ in rows]
-    known = placeholders(config)
-    for what, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        values, grid = given.get(pixels), given.get(f"{what}_grid_thw")
+    row_media: list[dict[str, torch.Tensor]] = [{} for _ in rows]
+    placeholder_ids = placeholders(config)
+    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        values, grid = media.get(pixels), media.get(f"{kind}_grid_thw")
         if values is None:
             continue
-        counts = [list(row).count(known[what]) if what in known else 0 for row in rows]
+        counts = [list(row).count(placeholder_ids[kind]) if kind in placeholder_ids else 0 for row in rows]
         if grid is None:
             count, patches = len(values), [1] * len(values)
             sizes = [sum(counts) // count] * count if count else []
@@ -145,27 +145,27 @@ def media_of_rows(
             merge = int(getattr(config.vision_config, "spatial_merge_size", 1)) ** 2
             sizes = [size // merge for size in patches]
         at = row_start = 0
-        for made, count in zip(found, counts, strict=True):
+        for tensors, count in zip(row_media, counts, strict=True):
             first, left = at, count
             while left > 0 and at < len(sizes):
                 left -= sizes[at]
                 at += 1
             if left:
-                raise ValueError(f"{pixels}: got {len(sizes)}, expected as many {what}s as the prompts' placeholders")
+                raise ValueError(f"{pixels}: got {len(sizes)}, expected as many {kind}s as the prompts' placeholders")
             if at > first:
                 rows_here = sum(patches[first:at])
-                made[pixels] = values[row_start : row_start + rows_here]
+                tensors[pixels] = values[row_start : row_start + rows_here]
                 row_start += rows_here
                 if grid is not None:
-                    made[f"{what}_grid_thw"] = grid[first:at]
+                    tensors[f"{kind}_grid_thw"] = grid[first:at]
         if at != len(sizes):
-            raise ValueError(f"{pixels}: got {len(sizes)}, expected {at}, as many {what}s as the prompts' placeholders")
+            raise ValueError(f"{pixels}: got {len(sizes)}, expected {at}, as many {kind}s as the prompts' placeholders")
     for name in BY_TOKEN:
-        if given.get(name) is not None:
-            for made, mask, kinds in zip(found, masks, given[name], strict=True):
-                if made:
-                    made[name] = kinds[mask.to(kinds.device)][None]
-    return found
+        if media.get(name) is not None:
+            for tensors, mask, kinds in zip(row_media, masks, media[name], strict=True):
+                if tensors:
+                    tensors[name] = kinds[mask.to(kinds.device)][None]
+    return row_media
 
 
 def sampling_of(options: dict[str, Any], prompt_width: int, suppress: tuple[int, ...]) -> Sampling:
@@ -183,32 +183,36 @@ def sampling_of(options: dict[str, Any], prompt_width: int, suppress: tuple[int,
         ...
     ValueError: generate: option 'top_kk' is not known; did you mean 'top_k'? (n, max_tokens, min_tokens, temperature, top_p, top_k, min_p, first_temperature, stop, stop_token_ids, include_stop, ignore_eos, seed, suppress, max_prompt_tokens, prompt_overflow, logprobs, extra, max_new_tokens, min_new_tokens, stop_strings, max_length, num_return_sequences, do_sample, eos_token_id, suppress_tokens)
     """  # noqa: E501
-    given = dict(options)
+    arguments = dict(options)
     for name, fine in _HARMLESS.items():
-        if name in given:
-            value = given.pop(name)
+        if name in arguments:
+            value = arguments.pop(name)
             if fine is not None and value not in fine:
                 raise ValueError(f"{name}: got {value!r}, expected {fine[0]!r} or nothing: there is no such thing here")
-    known = [*Sampling.__dataclass_fields__, *ALIASES]
-    known += ["max_length", "num_return_sequences", "do_sample", "eos_token_id", "suppress_tokens"]
-    for name in given:
-        if name not in known:
-            raise ValueError(f"generate: option {name!r} is not known{suggest(name, known)}")
-    given = {name: value for name, value in given.items() if value is not None}
-    if given.pop("do_sample", True) is False:
-        given["temperature"] = 0.0
-    if "max_length" in given:
-        room = check_int("max_length", given.pop("max_length"), prompt_width + 1) - prompt_width
-        given.setdefault("max_new_tokens", room)
-    if "num_return_sequences" in given:
-        given["n"] = given.pop("num_return_sequences")
-    if "eos_token_id" in given:
-        ends = _ids(given.pop("eos_token_id"), "eos_token_id")
-        given["stop_token_ids"] = [*ends, *_ids(given.get("stop_token_ids"), "stop_token_ids")]
-        given.setdefault("ignore_eos", True)  # these, and not the model's own
-    banned = [*suppress, *_ids(given.pop("suppress_tokens", None), "suppress_tokens"), *given.get("suppress", ())]
-    given["suppress"] = list(dict.fromkeys(banned))
-    return Sampling.of(given)
+    names = [*Sampling.__dataclass_fields__, *ALIASES]
+    names += ["max_length", "num_return_sequences", "do_sample", "eos_token_id", "suppress_tokens"]
+    for name in arguments:
+        if name not in names:
+            raise ValueError(f"generate: option {name!r} is not known{suggest(name, names)}")
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    if arguments.pop("do_sample", True) is False:
+        arguments["temperature"] = 0.0
+    if "max_length" in arguments:
+        room = check_int("max_length", arguments.pop("max_length"), prompt_width + 1) - prompt_width
+        arguments.setdefault("max_new_tokens", room)
+    if "num_return_sequences" in arguments:
+        arguments["n"] = arguments.pop("num_return_sequences")
+    if "eos_token_id" in arguments:
+        ends = _ids(arguments.pop("eos_token_id"), "eos_token_id")
+        arguments["stop_token_ids"] = [*ends, *_ids(arguments.get("stop_token_ids"), "stop_token_ids")]
+        arguments.setdefault("ignore_eos", True)  # these, and not the model's own
+    banned = [
+        *suppress,
+        *_ids(arguments.pop("suppress_tokens", None), "suppress_tokens"),
+        *arguments.get("suppress", ()),
+    ]
+    arguments["suppress"] = list(dict.fromkeys(banned))
+    return Sampling.of(arguments)
 
 
 class Actor(NativeActor):
