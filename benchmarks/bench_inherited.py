@@ -351,7 +351,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
         Pair(
             "make_experience, process_experiences, advantages",
             lambda _: makers[0].estimated(samples, GAMMA),
-            lambda _: makers[1]._estimated([makers[1].make_experience(samples)], 0, {"gamma": GAMMA}),
+            lambda _: makers[1]._finish([makers[1].make_experience(samples)], 0, {"gamma": GAMMA}),
             no,
             no,
         ),

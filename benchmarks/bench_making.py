@@ -92,6 +92,28 @@ class Clock:
         return found
 
 
+class ScoringClock(Clock):
+    """Seconds within an actor's `token_stats`, until they are read."""
+
+    def __init__(self, actor: Actor, device: torch.device) -> None:
+        self.device, self.events, self.host, self._begun = device, [], 0.0, None
+        self.calls, self.hooks, self.actor = 0, [], actor
+        token_stats = actor.token_stats
+
+        def timed(*args: Any, **options: Any) -> Any:
+            self._start()
+            stats = token_stats(*args, **options)
+            self._stop()
+            return stats
+
+        actor.token_stats = timed  # type: ignore[method-assign]
+
+    def seconds(self) -> float:
+        """What `token_stats` took; it is not timed any more."""
+        del self.actor.token_stats
+        return super().seconds()
+
+
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """One maker, several rollouts; the first warms up and is left out."""
     device = torch.device("cpu" if options.cpu else "cuda")
@@ -123,6 +145,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         clock = Clock(network, device)
+        scoring = [ScoringClock(one, device) for one in (actor, reference)]
         begun = time.perf_counter()
         batches = maker.make_experience_list(prompts, max_new_tokens=options.tokens, ignore_eos=True)
         if device.type == "cuda":
@@ -132,7 +155,8 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         for hook in clock.hooks:
             hook.remove()
         metrics = maker.metrics
-        forward = sampling + metrics["policy/forward_seconds"] + metrics["reference/forward_seconds"]
+        policy_forward, reference_forward = (one.seconds() for one in scoring)
+        forward = sampling + policy_forward + reference_forward
         peak = torch.cuda.max_memory_allocated() - held if device.type == "cuda" else 0
         (batch,) = batches
         lengths = batch.info["response_length"]
@@ -148,13 +172,12 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             "sampling_forward_seconds": sampling,
             "sampling_overhead_share": 1 - sampling / metrics["rollout/seconds"],
             "policy_seconds": metrics["policy/seconds"],
-            "policy_forward_seconds": metrics["policy/forward_seconds"],
+            "policy_forward_seconds": policy_forward,
             "reference_seconds": metrics["reference/seconds"],
             "reward_seconds": metrics["reward/seconds"],
             "advantages_seconds": metrics["advantages/seconds"],
             "scoring_overhead_share": 1
-            - (metrics["policy/forward_seconds"] + metrics["reference/forward_seconds"])
-            / max(whole - metrics["rollout/seconds"], 1e-9),
+            - (policy_forward + reference_forward) / max(whole - metrics["rollout/seconds"], 1e-9),
             "tokens_per_second": options.samples * options.tokens / whole,
             "peak_gib_above_weights": peak / GIB,
             "logprob_difference_mean": float(off.mean()),

@@ -23,7 +23,7 @@ from rollbook.batch.device import pin_memory, to
 from rollbook.batch.plan import plan
 from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
 from rollbook.compat.lightrft.maker import Experience as BatchOfTheMaker
-from rollbook.compat.lightrft.maker import ExperienceVL, Samples
+from rollbook.compat.lightrft.maker import ExperienceVL, Samples, Scorer
 from rollbook.compat.lightrft.replay_buffer import (
     BufferItem,
     BufferItemVL,
@@ -33,7 +33,6 @@ from rollbook.compat.lightrft.replay_buffer import (
     split_experience_batch,
     zero_pad_sequences,
 )
-from rollbook.compat.lightrft.rewards import Scorer
 from rollbook.compat.lightrft.samples import batch_of as batch_of_samples
 from rollbook.core.rows import Rows
 

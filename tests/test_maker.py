@@ -19,9 +19,9 @@ from rollbook import EID
 from rollbook.algorithms import ESTIMATORS
 from rollbook.algorithms.kl import AdaptiveKL
 from rollbook.algorithms.results import Advantages
-from rollbook.compat.lightrft import estimation
-from rollbook.compat.lightrft.estimation import RolloutBatches
+from rollbook.compat.lightrft import maker as maker_module
 from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
+from rollbook.compat.lightrft.samples import RolloutBatches
 from rollbook.core.metrics import Progress
 from rollbook.core.rows import Rows
 from rollbook.core.wire import decode, encode
@@ -162,7 +162,7 @@ def test_every_estimator(name: str, packing: bool, actor: Actor, reference: Acto
             token_budget=64,
             estimator_options={"k": 2} if name == "pass_at_k" else {},
         ),
-        teacher=reference if "teacher_log_probs" in ESTIMATORS[name].inputs else None,
+        teacher=reference if "teacher_logprobs" in ESTIMATORS[name].inputs else None,
     )
     (batch,) = made.make_experience_list(PROMPTS[:2], **OPTIONS)
     assert batch.layout == ("packed" if packing else "padded") and len(batch) == 8
@@ -184,7 +184,7 @@ def test_what_only_some_estimators_ask_for(actor: Actor) -> None:
         made.make_experience_list(["the fox"], **OPTIONS)
     with pytest.raises(ValueError, match="gae: got no values, which it needs; give the maker a critic"):
         maker(actor, advantage_estimator="gae").make_experience_list(["the fox"], **OPTIONS)
-    with pytest.raises(ValueError, match="'teacher_log_probs', which it needs; give the maker a teacher"):
+    with pytest.raises(ValueError, match="'teacher_logprobs', which it needs; give the maker a teacher"):
         maker(actor, advantage_estimator="on_policy_distillation").make_experience_list(["the fox"], **OPTIONS)
 
 
@@ -315,9 +315,9 @@ def test_scores_of_blocks_are_those_of_the_general_path(
     ]
     name, estimator_options = options
     config = MakerConfig(n_samples_per_prompt=size, advantage_estimator=name, estimator_options=estimator_options)
-    short = estimation.score(RolloutBatches(experiences), config)
-    with mock.patch.object(estimation, "_block_scores", return_value=None):
-        general = estimation.score(RolloutBatches(experiences), config)
+    short = maker_module.score_rewards(experiences, config)
+    with mock.patch.object(maker_module, "_block_scores", return_value=None):
+        general = maker_module.score_rewards(experiences, config)
     assert torch.equal(short.rewards.view(torch.int32), general.rewards.view(torch.int32))
     assert repr(short.metrics) == repr(general.metrics)
 
@@ -352,8 +352,8 @@ def test_padded_batches_are_those_of_the_general_path(data: st.DataObject) -> No
 
     def make(times: int) -> tuple[Experience, dict[str, float]]:
         maker = NaiveExperienceMaker(models[0], critic, lambda *_: rewards, models[1], None, 8, 0.1)
-        batch = maker._experiences([samples] * times)[0]
-        return batch, {key: value for key, value in maker._stages.metrics().items() if key.endswith("/tokens")}
+        batch = maker._experiences([samples] * times)[0][0]
+        return batch, {key: value for key, value in maker._step_metrics.values().items() if key.endswith("/tokens")}
 
     short, tokens = make(1)
     general, general_tokens = make(2)  # several batches take the general path

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from rollbook.compat.lightrft.estimation import RolloutBatches
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
+from rollbook.compat.lightrft.samples import RolloutBatches
 from rollbook.rollout import Prompt, ScriptedEngine
 
 SETTINGS: dict[str, dict[str, Any]] = {

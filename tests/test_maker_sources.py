@@ -11,9 +11,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from rollbook.compat.lightrft.estimation import RolloutBatches
 from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
 from rollbook.compat.lightrft.replay_buffer import make_experience_batch, split_experience_batch
+from rollbook.compat.lightrft.samples import RolloutBatches
 from rollbook.models import Actor
 from rollbook.rollout import Line, ScriptedEngine
 from tests import tiny

@@ -12,9 +12,9 @@ import torch
 from rollbook import Experiences
 from rollbook.algorithms import losses
 from rollbook.compat.lightrft.batch import from_experiences
-from rollbook.compat.lightrft.estimation import RolloutBatches
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
-from rollbook.compat.lightrft.passes import native_batch
+from rollbook.compat.lightrft.models import native_batch
+from rollbook.compat.lightrft.samples import RolloutBatches
 from rollbook.core.media import load_image
 from rollbook.core.wire import decode, encode
 from rollbook.models import Actor, Critic
@@ -183,7 +183,7 @@ def test_it_trains_and_evaluates() -> None:
     for _ in range(12):
         (batch,) = made.make_experience_list(prompts, max_new_tokens=1)
         seen.append(batch.info["reward"].mean().item())
-        log_probs = actor.token_stats(native_batch(batch)).log_probs
+        log_probs = actor.token_stats(native_batch(batch)).logprobs
         loss = losses.ppo(log_probs, batch.action_log_probs, batch.advantages, batch.action_mask).value
         optimizer.zero_grad()
         loss.backward()
@@ -287,7 +287,7 @@ def test_samples_are_made_records_of_once() -> None:
     actor, _ = policy()
     plain = maker(actor)
     records = plain.make_records(PROMPTS, all_images=IMAGES, **OPTIONS)
-    assert plain._rows is None
+    assert plain._rollout is None
     again = maker(actor).make_records(PROMPTS, all_images=IMAGES, **OPTIONS)
     assert records == again
     counted = maker(actor, kind=Counted, micro_rollout_batch_size=4).make_records(PROMPTS, all_images=IMAGES, **OPTIONS)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rollbook.compat.lightrft.batch import from_experiences
-from rollbook.compat.lightrft.models import Actor
-from rollbook.compat.lightrft.passes import forward_batch, native_batch
+from rollbook.compat.lightrft.models import Actor, forward_batch, native_batch
 from rollbook.models import Critic, policy_log_probs, reference_log_probs, values
 from rollbook.rollout import TransformersEngine
 from tests import tiny

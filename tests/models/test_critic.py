@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from rollbook.compat.lightrft.batch import from_experiences
-from rollbook.compat.lightrft.passes import forward_batch, native_batch
+from rollbook.compat.lightrft.models import forward_batch, native_batch
 from rollbook.models import Actor, Critic, values
 from tests import tiny
 from tests.models import zoo

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollbook import Experience, Experiences
 from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
-from rollbook.compat.lightrft.passes import forward_batch, native_batch
+from rollbook.compat.lightrft.models import forward_batch, native_batch
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
 from rollbook.models import Actor, Critic, Policy, ValueModel, policy_log_probs, reference_log_probs, values

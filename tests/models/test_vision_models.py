@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from rollbook import Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, from_experiences
-from rollbook.compat.lightrft.passes import BatchRows, forward_batch, native_batch
+from rollbook.compat.lightrft.models import BatchRows, forward_batch, native_batch
 from rollbook.models import Actor, Critic, policy_log_probs, values
 from rollbook.models.head import inputs_of
 from rollbook.train import AlgorithmConfig, Learner

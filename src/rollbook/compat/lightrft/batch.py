@@ -26,6 +26,7 @@ from rollbook.core.rows import NUMPY, Rows, memory, unbind_copy
 if TYPE_CHECKING:
     from rollbook.algorithms.inputs import Inputs
     from rollbook.compat.lightrft.ragged_batch import RaggedBatch
+    from rollbook.core.experiences import Experiences
     from rollbook.core.ids import EID
 
 
@@ -50,7 +51,7 @@ class InfoOrigin:
 
     missing: dict[Path, frozenset[int]] = field(default_factory=dict)
     """The rows that lack a key."""
-    given: dict[Path, tuple[list[Any], list[Any]]] = field(default_factory=dict)
+    originals: dict[Path, tuple[list[Any], list[Any]]] = field(default_factory=dict)
     """What a tensor shows, and what the items had, where a number of the tensor is not what was given."""
     kinds: dict[Path, tuple[Kind | None, ...]] = field(default_factory=dict)
     """What each row remembered of a number, where rows differed in that."""
@@ -58,7 +59,7 @@ class InfoOrigin:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, InfoOrigin):
             return NotImplemented
-        return same([self.missing, self.given, self.kinds], [other.missing, other.given, other.kinds])
+        return same([self.missing, self.originals, self.kinds], [other.missing, other.originals, other.kinds])
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -92,8 +93,8 @@ def _collate(rows: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) 
         missing = frozenset(i for i, v in enumerate(column) if v is _MISSING) if ragged else frozenset()
         if missing:
             origin.missing[here] = missing
-        found = [value for value in column if value is not _MISSING] if missing else column
-        if set(map(type, found)) == {dict}:
+        present = [value for value in column if value is not _MISSING] if missing else column
+        if set(map(type, present)) == {dict}:
             result[key] = _collate([{} if value is _MISSING else value for value in column], here, origin, kinds)
             continue
         stacked = None if missing else _stack(column, here, origin, kinds)
@@ -111,32 +112,32 @@ def _stack(column: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) 
             return None  # an integer beyond 64 bits
         shown = plain.tolist()
         if shown != column and not same(shown, column):
-            origin.given[path] = shown, list(column)
+            origin.originals[path] = shown, list(column)
         return plain
     if all(issubclass(kind, _NUMBERS) for kind in types):
-        made = _number_tensor(column, types, _kind(path, column, kinds, origin))
-        if made is None:
+        stacked = _number_tensor(column, types, _kind(path, column, kinds, origin))
+        if stacked is None:
             return None
     elif all(issubclass(kind, torch.Tensor) for kind in types):
         if len({(value.dtype, value.shape, value.device) for value in column}) > 1:
             return None
-        made = torch.stack([value.detach() for value in column])
+        stacked = torch.stack([value.detach() for value in column])
     else:
         return None
-    if made[0].numel() == 1:
-        shown = made.reshape(-1).tolist()
+    if stacked[0].numel() == 1:
+        shown = stacked.reshape(-1).tolist()
         if types != {type(shown[0])} or not (shown == column or same(shown, column)):
-            origin.given[path] = shown, own(column, tensors=True)
-    return made
+            origin.originals[path] = shown, own(column, tensors=True)
+    return stacked
 
 
 def _kind(path: Path, column: list[Any], kinds: list[Any], origin: InfoOrigin) -> Kind | None:
     """The type that all rows remember of a number; where they differ, the widest, and each row's is noted."""
-    shared = {id(one): one for one in kinds}  # items of one batch share theirs
-    found = {(one or {}).get(path) for one in shared.values()}
-    if len(found) < 2:
-        return found.pop() if found else None
-    rows = tuple((one or {}).get(path) for one in kinds)
+    shared = {id(remembered): remembered for remembered in kinds}  # items of one batch share theirs
+    distinct = {(remembered or {}).get(path) for remembered in shared.values()}
+    if len(distinct) < 2:
+        return distinct.pop() if distinct else None
+    rows = tuple((remembered or {}).get(path) for remembered in kinds)
     origin.kinds[path] = rows
     if len({kind[1] for kind in rows if kind is not None}) > 1 or any(kind[1] for kind in rows if kind is not None):
         return None  # of different shapes: as numbers
@@ -156,9 +157,9 @@ def _number_tensor(column: list[Any], types: set[type], kind: Kind | None) -> to
         if dtype is None and types <= {bool}:
             dtype = torch.bool
         if dtype is None:
-            whole = all(issubclass(kind, (bool, int, np.integer, np.bool_)) for kind in types)
+            is_whole = all(issubclass(kind, (bool, int, np.integer, np.bool_)) for kind in types)
             imaginary = any(issubclass(kind, (complex, np.complexfloating)) for kind in types)
-            dtype = torch.int64 if whole else torch.complex64 if imaginary else torch.float32
+            dtype = torch.int64 if is_whole else torch.complex64 if imaginary else torch.float32
     try:
         return torch.tensor([v.item() if isinstance(v, np.generic) else v for v in column], dtype=dtype).reshape(
             len(column), *tail
@@ -257,9 +258,9 @@ def _tensor_entries(
     if count and value[0].numel() != 1:
         return unbind_copy(value)
     shown = value.reshape(-1).tolist()
-    held, given = origin.given.get(path, (None, None))
-    if given is not None and same(held, shown):
-        return [own(item, tensors=True) for item in given]
+    before, originals = origin.originals.get(path, (None, None))
+    if originals is not None and same(before, shown):
+        return [own(item, tensors=True) for item in originals]
     if tail or (shown and _DEFAULTS.get(type(shown[0])) != value.dtype):
         kinds[path] = value.dtype, tail
     return shown
@@ -267,7 +268,7 @@ def _tensor_entries(
 
 def info_arrays(info: Any, origin: InfoOrigin) -> dict[Any, Any] | None:
     """A collated `info` for `pick_info`, if it is all tensors with an entry for each row: their memory and types."""
-    if origin.missing or origin.given or origin.kinds:
+    if origin.missing or origin.originals or origin.kinds:
         return None
     result: dict[Any, Any] = {}
     for key, value in (info or {}).items():
@@ -455,7 +456,7 @@ class Origin:
     def describe(self, batch: ExperienceBatch) -> None:
         """Tie the entries to the values that the batch has now."""
         names = {key.partition(".")[0] for part in (self.absent, self.dtypes, self.media_rows) for key in part}
-        if self.info.missing or self.info.given or self.info.kinds:
+        if self.info.missing or self.info.originals or self.info.kinds:
             names.add("info")
         self.described = {name: getattr(batch, name) for name in names}
 
@@ -538,7 +539,7 @@ class ExperienceBatch(Movable):
 
     if not TYPE_CHECKING:
         # Written by hand: every parameter and every attribute takes time, and of 23 fields a caller gives about ten.
-        # The others are looked up on the class.
+        # Those that are `None` by default are looked up on the class.
         def __init__(
             self,
             sequences,
@@ -566,20 +567,24 @@ class ExperienceBatch(Movable):
             self.attention_mask = attention_mask
             self.action_mask = action_mask
             self.info = info
-            self.kl = kl
-            self.action_entropy = action_entropy
-            self.labels = labels
-            self.references = references
+            if kl is not None:
+                self.kl = kl
+            if action_entropy is not None:
+                self.action_entropy = action_entropy
+            if labels is not None:
+                self.labels = labels
+            if references is not None:
+                self.references = references
             if more or rest:
                 assign_rest(self, 13, more, rest)
 
     @classmethod
-    def of(cls, given: dict[str, Any], origin: Origin) -> ExperienceBatch:
+    def of(cls, fields: dict[str, Any], origin: Origin) -> ExperienceBatch:
         """A batch from fields by name, `None` where there is none, without the constructor, and tied to its origin."""
         batch = cls.__new__(cls)
         state = batch.__dict__
         state.update(_BLANK)
-        state.update(given)
+        state.update(fields)
         origin.describe(batch)
         state["origin"] = origin
         return batch
@@ -666,10 +671,10 @@ class ExperienceBatch(Movable):
                 return self._packed("action_cu_seqlens", value).cu_seqlens
         return torch.zeros(len(self) + 1, dtype=torch.int32, device=self.cu_seqlens.device)
 
-    def _packed(self, what: str, value: Any) -> Rows:
+    def _packed(self, name: str, column: Any) -> Rows:
         if self.layout != "packed":
-            raise ValueError(f"{what}: the batch is padded; pack() gives one that has it")
-        return value if isinstance(value, Rows) else Rows(value)
+            raise ValueError(f"{name}: the batch is padded; pack() gives one that has it")
+        return column if isinstance(column, Rows) else Rows(column)
 
     @property
     def max_seqlen(self) -> int:
@@ -783,8 +788,10 @@ class ExperienceBatch(Movable):
     def _check_predictions(predictions: torch.Tensor, expected: tuple[int, ...]) -> None:
         """One entry for each token: with one less, as of `logits[:, :-1]`, every slot would get its neighbour's."""
         if tuple(predictions.shape[:2]) != expected:
-            got = list(predictions.shape)
-            raise ValueError(f"predictions: got shape {got}, expected {list(expected)} first, one entry for each token")
+            shape = list(predictions.shape)
+            raise ValueError(
+                f"predictions: got shape {shape}, expected {list(expected)} first, one entry for each token"
+            )
 
 
 _BLANK = {f.name: None for f in dataclasses.fields(ExperienceBatch) if f.default is dataclasses.MISSING}
@@ -796,10 +803,10 @@ if not TYPE_CHECKING:
 
 def token_fields(holder: Any, axis: str | None = None) -> list[tuple[str, Any]]:
     """The per-token fields of a batch or item and their values; extras as `extras.NAME`."""
-    found = [(f.name, getattr(holder, f.name)) for f in BATCH_FIELDS.values() if axis in (None, f.axis)]
+    columns = [(f.name, getattr(holder, f.name)) for f in BATCH_FIELDS.values() if axis in (None, f.axis)]
     if axis in (None, "response") and holder.extras:
-        found += [(f"extras.{name}", value) for name, value in holder.extras.items()]
-    return found
+        columns += [(f"extras.{name}", value) for name, value in holder.extras.items()]
+    return columns
 
 
 @dataclass(eq=False)
@@ -809,8 +816,8 @@ class Samples(Movable):
     Batched: `sequences`, `attention_mask` (B, S), `action_mask` (B, A), `num_actions` = A, `packed_seq_lens` `None`.
     Packed: `sequences` (1, tokens), `attention_mask` (1, tokens) with the number of the sample from 1 on,
     `action_mask` `None`, `num_actions` and `packed_seq_lens` [B]. `response_length`, `total_length` [B] are floats.
-    `rollouts` [B]: the engine's own samples, log-probs, media and all, where an engine of `rollbook.rollout` made them;
-    `ids` [B]: `EID`s of samples that come without.
+    `rollouts` [B]: the engine's own samples, if an engine of `rollbook.rollout` made them, and `records` [B], the
+    native records of these; `ids` [B]: `EID`s of samples that come without.
 
     >>> packed = Samples(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 1, 2]]), None, [1, 1], [2, 1], None, None,
     ...                  ["a", "b"], None)
@@ -831,6 +838,7 @@ class Samples(Movable):
     references: list[Any] | None = None
     rollouts: list[Any] | None = None
     ids: list[EID] | None = None
+    records: Experiences | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.num_actions, list):
@@ -842,31 +850,31 @@ class Samples(Movable):
 class _Order(type):
     """Makes a class whose call takes another class's arguments in an order of its own, and builds that class."""
 
-    made: type
+    built: type
     signature: inspect.Signature
 
-    def __call__(cls, *args: Any, **given: Any) -> Any:
+    def __call__(cls, *args: Any, **options: Any) -> Any:
         try:
-            bound = cls.signature.bind(*args, **given)
+            bound = cls.signature.bind(*args, **options)
         except TypeError as error:
             raise TypeError(f"{cls.__name__}() {error}") from None
         defaults: dict[str, Any] = {
-            f.name: None for f in dataclasses.fields(cls.made) if f.default is dataclasses.MISSING
+            f.name: None for f in dataclasses.fields(cls.built) if f.default is dataclasses.MISSING
         }
         defaults.pop("origin", None)
-        return cls.made(**defaults | bound.arguments)
+        return cls.built(**defaults | bound.arguments)
 
     @property
     def __signature__(cls) -> inspect.Signature:
         return cls.signature
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.made)
+        return isinstance(instance, cls.built)
 
 
-def _order(made: type, first: str) -> inspect.Signature:
+def _order(built: type, first: str) -> inspect.Signature:
     names = first.split()
-    names += [f.name for f in dataclasses.fields(made) if f.name not in names]
+    names += [f.name for f in dataclasses.fields(built) if f.name not in names]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     required = inspect.Parameter(names[0], kind)
     return inspect.Signature([required, *(inspect.Parameter(name, kind, default=None) for name in names[1:])])
@@ -885,7 +893,7 @@ else:
         ('ExperienceBatch', torch.Size([4, 6]), True)
         """
 
-        made = ExperienceBatch
+        built = ExperienceBatch
         signature = _order(
             ExperienceBatch,
             "sequences pixel_values image_grid_thws raw_images pixel_values_videos video_grid_thws action_log_probs "
@@ -900,7 +908,7 @@ else:
         tensor([[1, 2, 2]])
         """
 
-        made = BufferItem
+        built = BufferItem
         signature = _order(
             BufferItem,
             "sequences pixel_values image_grid_thws pixel_values_videos video_grid_thws raw_images action_log_probs "

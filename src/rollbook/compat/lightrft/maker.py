@@ -1,75 +1,537 @@
-"""From prompts to finished experience: rollout -> rewards -> log-probs -> KL -> advantages; LightRFT's names.
+"""LightRFT's `experience_maker`: from prompts to finished experience, on the stages of `rollbook.train.pipeline`.
+
+Here `Experience` is the batch, as LightRFT's users import it.
 
 Invariant: the numbers of a rollout do not depend on how it is cut into batches, rows are grouped by id, and tokens are
-the engine's own. Here `Experience` is the batch, as LightRFT's users import it.
+the engine's own. The order of computation is
+
+    reward -> overlong penalty -> running norm -> score of the row -> clip
+           -> on the last action, minus the KL of each token -> return or GAE -> normalize -> clip
+
+and `info["reward"]` stays the reward of the source. Options are read once and never change.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from reprlib import repr as shortened
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollbook.core.errors import explain_missing
-from rollbook.models.actor import Actor
-from rollbook.rollout.transformers import TransformersEngine
 
 try:
     import torch
 except ModuleNotFoundError as error:
     raise explain_missing(__name__, error) from None
 
-from rollbook.algorithms.advantages import ESTIMATORS, cumulative_returns, gae
-from rollbook.algorithms.filters import clip_filter_like_weight_func
-from rollbook.algorithms.kl import KL, k1
-from rollbook.algorithms.kl import kl as token_kl_values
+from rollbook.algorithms.advantages import (
+    ESTIMATORS,
+    cumulative_returns,
+    dr_grpo,
+    gae,
+    grpo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from rollbook.algorithms.advantages.temporal import place_rewards
+from rollbook.algorithms.filters import clip_filter_like_weight_func, zero_variance
+from rollbook.algorithms.groups import block_means, sums_of_blocks, whiten
+from rollbook.algorithms.inputs import INFO_KEYS
+from rollbook.algorithms.kl import KL, k1, penalise, token_kl
 from rollbook.algorithms.layout import Layout
-from rollbook.algorithms.shaping import RunningNorm
+from rollbook.algorithms.registry import Estimator
+from rollbook.algorithms.results import Advantages, Report, as_advantages
+from rollbook.algorithms.shaping import RunningNorm, clip_advantages, clip_scores, normalize_advantages, shape_rewards
 from rollbook.batch.device import pin_memory, to
-from rollbook.compat.lightrft import estimation
 from rollbook.compat.lightrft.batch import ExperienceBatch as Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, Samples
-from rollbook.compat.lightrft.config import MakerConfig
-from rollbook.compat.lightrft.estimation import RolloutBatches, mean_by_row
-from rollbook.compat.lightrft.passes import Passes, padded_experience
+from rollbook.compat.lightrft.models import call_model, checked_answer, is_native
 from rollbook.compat.lightrft.rewards import Scorer
-from rollbook.compat.lightrft.samples import batch_of, if_any, maker_sampling, prompts_of, records_of, samples_of
-from rollbook.core.checks import check_float, check_int, suggest
-from rollbook.core.experience import Experience as Record
+from rollbook.compat.lightrft.samples import (
+    RolloutBatches,
+    batch_of,
+    finished_records,
+    if_any,
+    lengths_of_samples,
+    maker_sampling,
+    mean_by_row,
+    prompts_of,
+    records_of_samples,
+    samples_of,
+)
+from rollbook.core.checks import check_bool, check_float, check_int, suggest
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
-from rollbook.core.metrics import Progress, Stages, advise
-from rollbook.core.process_group import SINGLE_PROCESS, current_ranks
-from rollbook.core.rows import Rows
+from rollbook.core.metrics import Progress, StepMetrics, advise
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_ranks
+from rollbook.core.rows import NUMPY, Rows, empty, memory
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
+from rollbook.models.actor import Actor
+from rollbook.models.head import device_of
 from rollbook.rollout.engine import BaseEngine
+from rollbook.rollout.transformers import TransformersEngine
+from rollbook.train import pipeline
+from rollbook.train.algorithm import AlgorithmConfig, Pass
 
-_HOT = 10.0
+_FIRE_TEMPERATURE = 10.0
 """FIRE's temperature of the first token."""
+_ALIASES = {"on_policy_distillation": "on_policy_distill"}
+"""LightRFT's names of estimators that have another name in `ESTIMATORS`."""
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakerConfig:
+    """Settings of a maker. Names and defaults of the first part are those of LightRFT's `strategy.args`.
+
+    Args:
+        advantage_estimator: A key of `rollbook.algorithms.ESTIMATORS`.
+        n_samples_per_prompt: Samples per prompt.
+        micro_rollout_batch_size: Samples per returned batch; `None`: all in one. Numbers do not depend on it.
+        packing_samples: Return packed batches instead of padded ones.
+        kl_estimator: A key of `rollbook.algorithms.KL`.
+        use_kl_loss: Leave the KL to the loss, and out of the reward.
+        reward_clip_range: Bounds (low, high) of rewards, or of the scores of estimators that score rows.
+        reward_clip: The bounds -c and c; 0: none.
+        advantage_clip: Bound of advantages, applied last, so that it holds at the loss; 0: none.
+        advantages_norm: Whiten advantages once, over all samples of all processes. Advantages of `group_norm` and
+            `grpo` are normalized already and stay.
+        no_advantage_std_norm: With `advantages_norm`, subtract the mean only.
+        reward_running_norm: Divide rewards by their running standard deviation, before groups are compared.
+        reward_running_norm_minus_mean: Subtract the running mean first.
+        overlong_buffer: Apply DAPO's penalty for long responses.
+        overlong_buffer_len: Tokens of the overlong buffer.
+        overlong_buffer_penalty_factor: Penalty at the end of the overlong buffer.
+        dynamic_sampling: Mask out groups whose rewards are all equal.
+        use_fire: Sample the first token at temperature 10.
+        high_entropy_token_ratio: Above 0, record entropies.
+        entropy: Record entropies.
+        batch_name: Prefix of the rollout's number in ids, so that two makers (training and evaluation) make distinct
+            ids.
+        estimator_options: Options of the estimator.
+        token_budget: Tokens of a forward pass.
+        seed: Makes rollouts repeatable.
+        gamma: Discount, unless a call gives one.
+        lambd: GAE's lambda, unless a call gives one.
+        kl_coef: Coefficient of the KL penalty; `None`: that of `kl_controller`.
+        progress: Show progress bars; `None`: on a terminal.
+
+    >>> MakerConfig(advantage_estimator="rloo", n_samples_per_prompt=4).micro_rollout_batch_size is None
+    True
+    >>> MakerConfig.of({"advantage_estimator": "gae", "learning_rate": 1e-6}).advantage_estimator  # others are ignored
+    'gae'
+    >>> MakerConfig(advantage_estimator="dr_grpo", estimator_options={"single": "raw"})
+    Traceback (most recent call last):
+        ...
+    ValueError: estimator_options: 'single' is no option of dr_grpo; did you mean 'singleton'? (singleton, ranks)
+    """
+
+    advantage_estimator: str = "group_norm"
+    n_samples_per_prompt: int = 1
+    micro_rollout_batch_size: int | None = None
+    packing_samples: bool = False
+    kl_estimator: str = "k1"
+    use_kl_loss: bool = False
+    reward_clip_range: tuple[float, float] | None = None
+    reward_clip: float = 0.0
+    advantage_clip: float = 0.0
+    advantages_norm: bool = False
+    no_advantage_std_norm: bool = False
+    reward_running_norm: bool = False
+    reward_running_norm_minus_mean: bool = False
+    overlong_buffer: bool = False
+    overlong_buffer_len: int = 1024
+    overlong_buffer_penalty_factor: float = 1.0
+    dynamic_sampling: bool = False
+    use_fire: bool = False
+    high_entropy_token_ratio: float = 0.0
+    entropy: bool = False
+    batch_name: str | None = None
+    estimator_options: Mapping[str, Any] = field(default_factory=dict)
+    token_budget: int = 16384
+    seed: int | None = None
+    gamma: float = 1.0
+    lambd: float = 1.0
+    kl_coef: float | None = None
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "advantage_estimator", _ALIASES.get(self.advantage_estimator, self.advantage_estimator))
+        entry = ESTIMATORS[self.advantage_estimator]
+        KL[self.kl_estimator]
+        for name in self.estimator_options:
+            if name not in entry.options:
+                raise ValueError(
+                    f"estimator_options: {name!r} is no option of {entry.name}{suggest(name, entry.options)}"
+                )
+        put(self, "n_samples_per_prompt", check_int("n_samples_per_prompt", self.n_samples_per_prompt, 1))
+        if self.micro_rollout_batch_size is not None:
+            check_int("micro_rollout_batch_size", self.micro_rollout_batch_size, 1)
+        for option in dataclasses.fields(self):
+            if option.type == "bool":
+                put(self, option.name, check_bool(option.name, getattr(self, option.name)))
+        if self.reward_clip_range is not None:
+            put(self, "reward_clip_range", _bounds(self.reward_clip_range))
+        for name in ("reward_clip", "advantage_clip"):
+            put(self, name, check_float(name, getattr(self, name) or 0.0, 0))
+        check_int("overlong_buffer_len", self.overlong_buffer_len, 1)
+        check_float("overlong_buffer_penalty_factor", self.overlong_buffer_penalty_factor, 0)
+        check_float("high_entropy_token_ratio", self.high_entropy_token_ratio, 0, 1)
+        check_int("token_budget", self.token_budget, 1)
+        if self.seed is not None:
+            check_int("seed", self.seed)
+        check_float("gamma", self.gamma, 0, 1)
+        check_float("lambd", self.lambd, 0, 1)
+        if self.kl_coef is not None:
+            check_float("kl_coef", self.kl_coef, -1e30, 1e30)
+
+    @classmethod
+    def of(cls, args: object = None) -> MakerConfig:
+        """Read LightRFT's `strategy.args`: the first part of the settings; everything else is ignored.
+
+        `group_norm` and `grpo` then have LightRFT's eps, 1e-8 (a group of equal rewards is 0 with any eps).
+
+        Args:
+            args: A namespace, a mapping, a `MakerConfig`, or `None` for the defaults.
+
+        Returns:
+            The settings.
+        """
+        if isinstance(args, MakerConfig):
+            return args
+        names = [option.name for option in dataclasses.fields(cls)]
+        names = names[: names.index("entropy")]
+        columns = args if isinstance(args, Mapping) else {name: getattr(args, name, None) for name in names}
+        options: dict[str, Any] = {name: columns[name] for name in names if columns.get(name) is not None}
+        if args is not None and options.get("advantage_estimator", "group_norm") in ("group_norm", "grpo"):
+            options["estimator_options"] = {"eps": 1e-8}
+        return cls(**options)
+
+    def to_algorithm(self) -> AlgorithmConfig:
+        """Return the same settings as the native pipeline takes them.
+
+        >>> algorithm = MakerConfig(advantage_estimator="rloo", reward_clip=2.0, kl_coef=0.1).to_algorithm()
+        >>> algorithm.estimator, algorithm.reward_clip, algorithm.kl_in
+        ('rloo', (-2.0, 2.0), 'reward')
+        """
+        bounds = self.reward_clip_range
+        if self.reward_clip > 0:
+            low, high = (-math.inf, math.inf) if bounds is None else bounds
+            clip = self.reward_clip
+            bounds = min(max(low, -clip), clip), max(min(high, clip), -clip)
+        norms = {self.reward_running_norm: "std", self.reward_running_norm_minus_mean: "mean_std"}
+        normalize = "mean" if self.no_advantage_std_norm else "mean_std"
+        return AlgorithmConfig(
+            name="lightrft",
+            estimator=self.advantage_estimator,
+            estimator_options={name: value for name, value in self.estimator_options.items() if name != "ranks"},
+            kl_estimator=self.kl_estimator,
+            kl_coef=max(self.kl_coef or 0.0, 0.0),
+            kl_in="loss" if self.use_kl_loss else "reward",
+            gamma=self.gamma,
+            lam=self.lambd,
+            n=self.n_samples_per_prompt,
+            advantage_clip=self.advantage_clip,
+            normalize_advantages=normalize if self.advantages_norm else None,
+            reward_clip=bounds,
+            reward_norm=norms.get(True),
+            overlong_buffer=self.overlong_buffer_len if self.overlong_buffer else 0,
+            overlong_penalty=self.overlong_buffer_penalty_factor,
+            high_entropy_ratio=self.high_entropy_token_ratio,
+        )
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether the policy's entropies are recorded."""
+        is_input = ESTIMATORS[self.advantage_estimator].inputs.get("entropy", False)
+        return self.entropy or self.high_entropy_token_ratio > 0 or is_input
+
+
+def _bounds(bounds: Sequence[float]) -> tuple[float, float]:
+    try:
+        low, high = bounds
+    except (TypeError, ValueError):
+        raise ValueError(f"reward_clip_range: got {bounds!r}, expected (low, high)") from None
+    low, high = check_float("reward_clip_range[0]", low), check_float("reward_clip_range[1]", high)
+    if low > high:
+        raise ValueError(f"reward_clip_range: got ({low:g}, {high:g}), expected the lower bound first")
+    return low, high
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SinglePass(AlgorithmConfig):
+    """An algorithm that reads the outputs of one model: LightRFT's maker runs every model it has."""
+
+    model_pass: Pass
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return (self.model_pass,)
+
+
+# --- scores of rows ---------------------------------------------------------------------------------------------------
+
+
+class RowScores(NamedTuple):
+    """The rewards of a rollout after shaping, and after the estimator if it scores rows."""
+
+    rewards: torch.Tensor
+    """[N] What goes on each row's last action, before it is clipped; NaN where the reward is missing."""
+    shaping: Mapping[str, float] = MappingProxyType({})
+    """Metrics of the overlong penalty and the running norm."""
+    report: Callable[[], Report] | None = None
+    """Computes the report of the estimator over rows."""
+    estimator: str = ""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All metrics; the estimator's report is computed here."""
+        return {**self.shaping, **({} if self.report is None else self.report().to_metrics(self.estimator))}
+
+
+def scores_rows(entry: Estimator) -> bool:
+    """Return whether the maker gives an estimator's scores of rows to the return and the KL penalty.
+
+    CPGD scores rows, but its advantages are the scores alone. `reinforce_plus_plus_baseline` takes token rewards, but
+    LightRFT subtracts its baseline in `process_experiences`.
+
+    >>> [scores_rows(ESTIMATORS[name]) for name in ("rloo", "reinforce_baseline", "gae", "cpgd")]
+    [True, True, False, False]
+    """
+    if entry.scores == "rows":
+        return bool(entry.kl_in_reward)
+    return entry.compares_runs and "token_rewards" in entry.inputs
+
+
+def score_rewards(
+    batches: Sequence[Experience],
+    config: MakerConfig,
+    norm: RunningNorm | None = None,
+    max_new_tokens: int | None = None,
+) -> RowScores:
+    """Shape the rewards of a rollout, and score them within their groups if the estimator scores rows."""
+    ranks = current_ranks()
+    if ranks is SINGLE_PROCESS and norm is None and not config.overlong_buffer:
+        scores = _block_scores(batches, config)
+        if scores is not None:
+            return scores
+    rollout = RolloutBatches(batches)
+    if config.overlong_buffer and max_new_tokens is None:
+        raise ValueError("max_new_tokens: got None, expected the longest response, for the overlong buffer")
+    rewards = rollout.numbers("reward")
+    rewards, shaping = shape_rewards(
+        rewards,
+        rollout.numbers("response_length") if config.overlong_buffer else (),
+        overlong_buffer=config.overlong_buffer_len if config.overlong_buffer else 0,
+        overlong_penalty=config.overlong_buffer_penalty_factor,
+        max_tokens=max_new_tokens,
+        norm=norm,
+        ranks=ranks,
+    )
+    entry = ESTIMATORS[config.advantage_estimator]
+    if not scores_rows(entry):
+        return RowScores(rewards, shaping)
+    estimate = _row_estimate(rollout, rewards, config, ranks)
+    row_scores = estimate.advantages if estimate.scores is None else estimate.scores
+    row_scores = torch.as_tensor(row_scores, dtype=torch.float32)
+    missing = rewards.isnan()
+    rewards = torch.where(missing, torch.nan, row_scores) if missing.any() else row_scores
+    return RowScores(rewards, shaping, lambda: estimate.report, entry.name)
+
+
+def _row_estimate(
+    rollout: RolloutBatches, rewards: torch.Tensor, config: MakerConfig, ranks: ProcessGroup
+) -> Advantages:
+    entry = ESTIMATORS[config.advantage_estimator]
+    if entry.function is reinforce_plus_plus_baseline:
+        entry = ESTIMATORS["dr_grpo"]  # the same baseline; its returns and whitening come later
+    options = {name: value for name, value in config.estimator_options.items() if name in entry.options}
+    if "ranks" in entry.options:
+        options.setdefault("ranks", ranks)
+    ids = rollout.ids()
+    groups = rollout.groups(config.n_samples_per_prompt, ranks)
+    is_alone = config.n_samples_per_prompt == 1 if ids is None else len(set(groups)) == len(groups)
+    if ranks is SINGLE_PROCESS and is_alone and len(groups) > 1:
+        advise(
+            f"{entry.name}: every group has one sample, and nothing to compare it with; n_samples_per_prompt is "
+            f"{config.n_samples_per_prompt}"
+        )
+    inputs: dict[str, Any] = {"rewards": rewards, "groups": groups}
+    if ids is not None:
+        inputs |= {"runs": rollout.runs(), "ids": [eid.uid for eid in ids], "steps": [eid.step for eid in ids]}
+    elif entry.inputs.get("runs"):
+        inputs |= {"runs": list(range(len(rollout))), "steps": [0] * len(rollout)}
+    inputs = {name: column for name, column in inputs.items() if name in entry.inputs}
+    return as_advantages(entry.name, entry.call(inputs, options))
+
+
+def _block_scores(batches: Sequence[Experience], config: MakerConfig) -> RowScores | None:
+    """Score rewards whose groups are blocks of `n_samples_per_prompt` rows, in about ten numpy operations.
+
+    Returns:
+        The scores of the general path, bit for bit, or `None` if it is needed: other estimators or options, rows with
+        ids, missing or infinite rewards, rewards that are not float32 on the CPU.
+    """
+    size, options = config.n_samples_per_prompt, config.estimator_options
+    entry = ESTIMATORS[config.advantage_estimator]
+    formula = entry.function
+    if formula not in _BLOCK_FORMULAS or size < 2 or (options and (formula is not grpo or list(options) != ["eps"])):
+        return None
+    parts = []
+    for batch in batches:
+        part = batch.info.get("reward") if batch.info else None
+        if batch.ids or type(part) is not torch.Tensor or not part.is_cpu or part.dtype != torch.float32:
+            return None
+        tokens = batch.sequences
+        count = len(part) if tokens is None else tokens.shape[0] if type(tokens) is torch.Tensor else len(tokens)
+        if part.requires_grad or part.shape != (count,):
+            return None
+        parts.append(part.numpy())
+    if not parts:
+        return None
+    # A copy: the report is computed later.
+    rewards = parts[0].astype(np.float64) if len(parts) == 1 else np.concatenate(parts, dtype=np.float64)
+    if not len(rewards) or len(rewards) % size or not isfinite(rewards.dot(rewards)):
+        return None
+    blocks = rewards.reshape(-1, size)
+    ascending, means = block_means(blocks)
+    means = means[:, None]
+    scores = blocks - means
+    if formula is rloo:
+        scores *= size
+        scores /= size - 1
+    elif formula is grpo:
+        squares = sums_of_blocks((ascending - means) ** 2)
+        divisors = np.sqrt(squares / (size - 1)) + check_float("eps", options.get("eps", entry.options["eps"]), 0)
+        scores /= np.where(divisors > 0, divisors, 1.0)[:, None]
+    scores += 0.0  # -0.0 becomes 0.0
+    shaped = torch.from_numpy(scores.reshape(-1)).float()  # not by numpy, which warns of overflow
+
+    def report() -> Report:
+        raw = torch.from_numpy(rewards.astype(np.float32))
+        return _row_estimate(RolloutBatches(batches), raw, config, SINGLE_PROCESS).report
+
+    return RowScores(shaped, report=report, estimator=entry.name)
+
+
+_BLOCK_FORMULAS = (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline)
+"""The estimators of `_block_scores`; the last one's scores are those of `dr_grpo`."""
+
+
+# --- the maker --------------------------------------------------------------------------------------------------------
+
+
+class _ModelColumn(NamedTuple):
+    """One output of a model: the record's column and the batch's field."""
+
+    column: str
+    batch_field: str
+
+
+_OUTPUTS = {
+    "policy": (_ModelColumn("old_logprobs", "action_log_probs"), _ModelColumn("entropy", "action_entropy")),
+    "reference": (_ModelColumn("ref_logprobs", "base_action_log_probs"),),
+    "teacher": (_ModelColumn("teacher_logprobs", "extras.teacher_logprobs"),),
+    "critic": (_ModelColumn("values", "values"),),
+}
+"""By model (a field of `pipeline.Models`), its outputs."""
+_ARGUMENTS = {"actor": "policy", "initial_model": "reference", "teacher": "teacher", "critic": "critic"}
+"""The constructor's arguments for the models."""
+_STAGES = {"policy": "policy", "reference": "reference", "teacher": "teacher", "critic": "values"}
+"""By model, its name in the metrics."""
+_INFO_ORDER = ("kl", "reward", "response_length", "total_length")
+"""The first keys of `info`."""
+_HOOKED = ("gae", "ppo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators over tokens that are a method of LightRFT's maker, and whitening."""
+_NOT_HOOKED = ("observations", "off_action_rewards")
+"""Options that LightRFT's methods do not have: with these, the estimator itself is called."""
+_SOURCES = {
+    "values": "give the maker a critic",
+    "teacher_logprobs": "give the maker a teacher",
+    "necs": "put them into each batch's extras['necs']",
+    "entropy": "set MakerConfig.entropy",
+    "old_logprobs": "give the maker an actor that computes them",
+}
+"""Where the inputs of estimators come from."""
+
+
+@dataclass(eq=False)
+class _Rollout:
+    """The samples of one call of `generate_samples`, which are annotated and scored together."""
+
+    samples: list[Samples]
+    records: Experiences | None = None
+    experiences: dict[int, Experience] = field(default_factory=dict)
+    """By index of the samples, what `make_experience` has computed and not yet returned."""
+
+
+class _ProgressEngine:
+    """The engine of `pipeline.generate`: shows progress, and keeps the samples that become records."""
+
+    def __init__(self, engine: BaseEngine, engine_prompts: Sequence[Prompt], bar: Progress) -> None:
+        self.engine, self.engine_prompts, self.bar = engine, engine_prompts, bar
+        self.samples: list[Sample] = []
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
+        order = [
+            (prompt, prompt.eid.replace(run=prompt.eid.run + run).rid)
+            for prompt in prompts
+            if prompt.eid is not None
+            for run in range(sampling.n)
+        ]
+        by_run: dict[str, Sample] = {}
+        for sample in self.engine.stream(self.engine_prompts, sampling):
+            by_run[sample.eid.rid] = sample
+            self.bar.advance()
+        self.samples = [by_run[rid] for _, rid in order]
+        if self.engine_prompts is not prompts:  # samples keep the text that their prompt came as
+            self.samples = [
+                sample.replace(prompt=prompt) for sample, (prompt, _) in zip(self.samples, order, strict=True)
+            ]
+        return self.samples
 
 
 class NaiveExperienceMaker:
-    """Makes experience: LightRFT's constructor and methods, for text and vision, padded and packed.
+    """LightRFT's maker of experience, for text and vision, padded and packed batches.
 
-    - `actor`: a `rollbook.models.Actor`, or any object with LightRFT's `generate(input_ids, attention_mask, **options)`
-      and `actor(sequences, num_actions, attention_mask)`. `critic`, `initial_model`: such modules, or `None`.
-    - `reward_model`: a module, a list of them (an empty one: rules only), or any `rollbook.rewards` source;
-      `remote_rm_url`: one URL, several, or a `.py` file with `reward_func`; `reward_fn`, `reward_fn_label_map`,
-      `reward_recipe`: LightRFT's, or a plain function of a response.
-    - `kl_controller`: a number or an object with a `value`; `None` where `config` has the `kl_coef`. `strategy`: its
-      `args` are read once; `None`: defaults.
-    - `config`: a `MakerConfig`, in place of `strategy.args`. `engine`: another engine to sample with, such as a server.
-      `processor`: of a vision-language model. `teacher`: a model whose log-probs distillation wants.
+    A subclass may override `tokenize_fn`, `generate_samples`, `make_experience`, `process_experiences`,
+    `get_cumulative_returns` (estimators that score rows, `reinforce`) and `get_advantages_and_returns` (`gae`, `ppo`):
+    `make_experience_list` calls them through `self`, the last two once per batch.
 
-    Methods of a subclass are used wherever a call needs them: `tokenize_fn`, `generate_samples`, `make_experience`,
-    `process_experiences`, `get_cumulative_returns` (estimators over rows, `reinforce`) and `get_advantages_and_returns`
-    (`gae`, `ppo`), the last two once per batch.
+    Args:
+        actor: A `rollbook.models.Actor`, or an object with LightRFT's `generate(input_ids, attention_mask, **options)`
+            and `actor(sequences, num_actions, attention_mask)`.
+        critic: A `rollbook.models.Critic`, an object that is called like an actor, or `None`.
+        reward_model: A module, a list of them (an empty one: rules only), or any reward of `rollbook.rewards`.
+        initial_model: The reference model, or `None`.
+        tokenizer: Reads prompts and responses.
+        prompt_max_len: Tokens of the longest prompt; longer ones are cut on the tokenizer's truncation side.
+        kl_controller: A number, an object with a `value`, or `None` if `config` has the `kl_coef`.
+        strategy: Its `args` are read once; `None`: defaults.
+        remote_rm_url: A URL, several, or a `.py` file with `reward_func`.
+        reward_fn: LightRFT's, or a function of a response.
+        reward_fn_label_map: LightRFT's.
+        reward_recipe: LightRFT's.
+        config: Settings instead of `strategy.args`.
+        engine: Another engine to sample with, such as a server.
+        processor: The processor of a vision-language model.
+        teacher: The teacher of distillation.
 
-    `metrics` has what the last call of `make_experience_list` measured: seconds, tokens and tokens per second of each
-    stage, counts of what was treated specially, and means over the rollout.
+    Attributes:
+        metrics: Of the last `make_experience_list`: seconds, tokens and tokens per second of each stage, counts of rows
+            with special treatment, means over the rollout.
+        rollouts_made: The number of rollouts so far, which is the batch part of ids. Set it when a run is resumed.
 
     >>> from rollbook.rollout import ScriptedEngine
     >>> engine = ScriptedEngine({"1+1=": [[4, 2], [5, 2]]})
@@ -85,22 +547,22 @@ class NaiveExperienceMaker:
     def __init__(
         self,
         actor: Any,
-        critic: Any,
-        reward_model: Any,
-        initial_model: Any,
+        critic: Callable[..., Any] | None,
+        reward_model: object,
+        initial_model: Callable[..., Any] | None,
         tokenizer: Any,
         prompt_max_len: int,
-        kl_controller: Any,
-        strategy: Any = None,
+        kl_controller: object,
+        strategy: object = None,
         remote_rm_url: str | Sequence[str] | None = None,
-        reward_fn: Any = None,
+        reward_fn: Callable[..., Any] | Mapping[str, Any] | None = None,
         reward_fn_label_map: Mapping[str, Any] | None = None,
         reward_recipe: Mapping[str, Any] | None = None,
         *,
         config: MakerConfig | None = None,
         engine: BaseEngine | None = None,
         processor: Any = None,
-        teacher: Any = None,
+        teacher: Callable[..., Any] | None = None,
     ) -> None:
         check_int("prompt_max_len", prompt_max_len, 1)
         self.actor, self.critic = actor, critic
@@ -112,11 +574,15 @@ class NaiveExperienceMaker:
         self.remote_rm_url = remote_rm_url
         self.reward_fn, self.reward_fn_label_map, self.reward_recipe = reward_fn, reward_fn_label_map, reward_recipe
         self.config = config if config is not None else MakerConfig.of(getattr(strategy, "args", None))
-        self._kl_coef()  # a mistake is better known now than after the rollout
+        self.algorithm = self.config.to_algorithm()
+        self._kl_coef()  # raises now rather than after the rollout
         self.advantage_estimator = self.config.advantage_estimator
-        self.passes = Passes(
-            actor, critic=critic, reference=initial_model, teacher=teacher, token_budget=self.config.token_budget
-        )
+        arguments = {"actor": actor, "initial_model": initial_model, "teacher": teacher, "critic": critic}
+        self.models = {
+            _ARGUMENTS[name]: _check_model(name, model)
+            for name, model in arguments.items()
+            if model is not None and not (name == "actor" and isinstance(model, BaseEngine))
+        }
         self.scorer = Scorer(
             reward_model,
             remote_rm_url=remote_rm_url,
@@ -125,23 +591,20 @@ class NaiveExperienceMaker:
             recipe=reward_recipe,
             tokenizer=tokenizer,
         )
-        self.engine = engine if engine is not None else self._own_engine()
-        running = self.config.reward_running_norm or self.config.reward_running_norm_minus_mean
-        self.reward_norm = RunningNorm(minus_mean=self.config.reward_running_norm_minus_mean) if running else None
+        self.engine = engine if engine is not None else self._actor_engine()
+        kind = self.algorithm.reward_norm
+        self.reward_norm = None if kind is None else RunningNorm(minus_mean=kind == "mean_std")
         self.metrics: dict[str, float] = {}
         self.rollouts_made = 0
-        """How many rollouts there have been: the batch part of their samples' ids. Set it when a run is resumed."""
-        self._stages = Stages()
+        self._step_metrics = StepMetrics()
         self._max_new_tokens: int | None = None
-        self._scored: estimation.Scored | None = None
-        self._samples: list[Samples] = []
-        self._rows: list[list[Record]] | None = None
-        """The records of `_samples` before anything was found out about them, on their way to `make_records`."""
+        self._rollout: _Rollout | None = None
+        self._row_scores: RowScores | None = None
 
     @property
     def run(self) -> RunInfo | None:
-        """What made the samples: engine, model, fingerprints of tokenizer and chat template, seed; `None` of an actor
-        that has LightRFT's `generate`, and says nothing of itself."""
+        """The engine, model, fingerprints of tokenizer and chat template, and seed of the samples; `None` for an actor
+        with LightRFT's `generate`, which does not report them."""
         return None if self.engine is None else dataclasses.replace(self.engine.run, seed=self.config.seed)
 
     @property
@@ -149,12 +612,22 @@ class NaiveExperienceMaker:
         """The coefficient of the KL penalty in the reward; 0 where the KL is left to the loss."""
         return 0.0 if self.config.use_kl_loss else max(self._kl_coef(), 0.0)
 
-    def set_reference(self, model: Any) -> None:
-        """Use `model` as the reference (`initial_model`) from here on."""
-        self.initial_model = self.passes.models["reference"] = model
+    @property
+    def device(self) -> torch.device:
+        """The device of batches: the policy's."""
+        policy = self.models.get("policy")
+        return device_of(policy) if isinstance(policy, torch.nn.Module) else torch.device("cpu")
 
-    def _own_engine(self) -> BaseEngine | None:
-        """The actor as an engine, if it is one or has one; else it is asked by LightRFT's `generate`."""
+    def set_reference(self, model: Callable[..., Any]) -> None:
+        """Use another reference model (`initial_model`) from now on.
+
+        Args:
+            model: The model.
+        """
+        self.initial_model = self.models["reference"] = model
+
+    def _actor_engine(self) -> BaseEngine | None:
+        """The actor as an engine, if it is one or has one; others are called by LightRFT's `generate`."""
         if isinstance(self.actor, BaseEngine):
             return self.actor
         if not isinstance(self.actor, Actor):
@@ -165,44 +638,58 @@ class NaiveExperienceMaker:
 
     # --- prompts ------------------------------------------------------------------------------------------------
 
-    def tokenize_fn(self, texts: Any, max_length: int, padding: bool = True, device: Any = None) -> Any:
-        """Token ids of texts, cut to `max_length` on the tokenizer's truncation side, without special tokens.
+    def tokenize_fn(
+        self, texts: str | list[str], max_length: int, padding: bool = True, device: torch.device | str | None = None
+    ) -> Any:
+        """Tokenize texts without special tokens, cut to `max_length` on the tokenizer's truncation side.
 
-        `padding=True`: a dict of tensors on `device`, padded on the tokenizer's side; `padding=False`: the tokenizer's
-        mapping of lists.
+        Args:
+            texts: The texts.
+            max_length: Tokens of the longest text.
+            padding: Whether to pad, on the tokenizer's side.
+            device: The device of padded tensors; `None`: the actor's.
+
+        Returns:
+            With `padding`, a dict of tensors (B, S); without, the tokenizer's mapping of lists.
         """
         if self.tokenizer is None:
             raise ValueError("tokenizer: got None, expected one, to read prompts with")
         options: dict[str, Any] = {"add_special_tokens": False, "max_length": max_length, "truncation": True}
         if not padding:
             return self.tokenizer(texts, **options)
-        batch = self.tokenizer(texts, return_tensors="pt", padding=True, **options)
-        home = device if device is not None else self.passes.device
-        return {name: value.to(home) for name, value in batch.items()}
+        tokenized = self.tokenizer(texts, return_tensors="pt", padding=True, **options)
+        target = device if device is not None else self.device
+        return {name: tensor.to(target) for name, tensor in tokenized.items()}
 
     @torch.no_grad()
     def generate_samples(self, all_prompts: Any, **generate_kwargs: Any) -> list[Samples]:
-        """Samples of each prompt, n of each after one another, in batches of `micro_rollout_batch_size`.
+        """Sample n responses to each prompt.
 
-        `all_labels`, `all_references`, `all_images`, `all_videos` have an entry for each prompt; other options are the
-        engine's. `gamma` and `lambd` are not, and are left out.
+        Args:
+            all_prompts: A prompt or a list of them.
+            generate_kwargs: `all_labels`, `all_references`, `all_images`, `all_videos`, with an entry for each prompt;
+                options of the engine. `gamma` and `lambd` are ignored.
+
+        Returns:
+            Batches of `micro_rollout_batch_size` samples; the n samples of a prompt follow one another.
         """
-        made = self._rollout(all_prompts, generate_kwargs, self.config.n_samples_per_prompt)
+        parts, records = self._generate(all_prompts, generate_kwargs, self.config.n_samples_per_prompt)
+        self._rollout = _Rollout(parts, records=records)
         self.rollouts_made += 1
-        return made
+        return list(parts)
 
-    def _read(self, all_prompts: Any, generate_kwargs: Mapping[str, Any]) -> tuple[list[Prompt], dict[str, Any]]:
-        """A call's prompts, each with its own columns, and the options of its sampling."""
+    def _read_prompts(
+        self, all_prompts: Any, generate_kwargs: Mapping[str, Any]
+    ) -> tuple[list[Prompt], dict[str, Any]]:
+        """A call's prompts, with their columns, and the options of its sampling."""
         options = dict(generate_kwargs)
-        for name in ("gamma", "lambd"):
+        for name in ("gamma", "lambd", "images_num", "videos_num"):
             options.pop(name, None)
         columns = {name: options.pop(f"all_{name}", None) for name in ("labels", "references", "images", "videos")}
-        for odd in ("images_num", "videos_num"):
-            options.pop(odd, None)  # each prompt comes with its own
         for name in options:
             if name.startswith("all_"):
                 raise ValueError(
-                    f"{name}: there is no such column{suggest(name, [f'all_{known}' for known in columns])}"
+                    f"{name}: there is no such column{suggest(name, [f'all_{column}' for column in columns])}"
                 )
         prompts = prompts_of(all_prompts, **columns)
         if not prompts:
@@ -210,17 +697,38 @@ class NaiveExperienceMaker:
         self.scorer.check(prompts)
         return prompts, options
 
-    def _rollout(self, all_prompts: Any, generate_kwargs: Mapping[str, Any], n: int) -> list[Samples]:
-        prompts, options = self._read(all_prompts, generate_kwargs)
+    def _generate(
+        self, all_prompts: Any, generate_kwargs: Mapping[str, Any], n: int
+    ) -> tuple[list[Samples], Experiences | None]:
+        """Samples in batches, and their records if an engine made them."""
+        prompts, options = self._read_prompts(all_prompts, generate_kwargs)
         self._max_new_tokens = options.get("max_new_tokens", options.get("max_tokens", self._max_new_tokens))
-        with self._stages("rollout") as stage:
-            engine = self.engine
-            if engine is None:
-                made = self._asked(prompts, options, n)
-            else:
-                made = self._sampled(engine, prompts, options, n)
-            stage["tokens"] = int(sum(float(one.response_length.sum()) for one in made))
-        return made
+        if self.engine is None:
+            with self._step_metrics.time("rollout") as stage:
+                parts = self._generate_by_actor(prompts, options, n)
+                stage["tokens"] = int(sum(float(part.response_length.sum()) for part in parts))
+            return parts, None
+        sampling = self._sampling(options, n)
+        self._max_new_tokens = sampling.max_tokens
+        prompts = [
+            prompt if prompt.eid is not None else prompt.replace(eid=EID(batch=self._batch_id(), task=i, suffix=""))
+            for i, prompt in enumerate(prompts)
+        ]
+        engine_prompts = self._tokenize_prompts(prompts) if self._overrides_tokenize_fn() else prompts
+        with self._bar("rollout", len(prompts) * sampling.n) as bar:
+            engine = _ProgressEngine(self.engine, engine_prompts, bar)
+            records = pipeline.generate(engine, prompts, sampling, metrics=self._step_metrics)  # type: ignore[arg-type]
+        pad = getattr(self.tokenizer, "pad_token_id", None) or 0
+        parts = []
+        for start, stop in self._cuts(len(records)):
+            part = samples_of(
+                engine.samples[start:stop],
+                pad_token_id=pad,
+                packed=self.config.packing_samples,
+                records=records[start:stop],
+            )
+            parts.append(part.to_device(self.device))
+        return parts, records
 
     def _batch_id(self) -> int | str:
         """The rollout's number; with several processes also this one's, since each has prompts of its own."""
@@ -228,55 +736,33 @@ class NaiveExperienceMaker:
         number: int | str = self.rollouts_made if ranks is SINGLE_PROCESS else f"{self.rollouts_made}.{ranks.rank}"
         return number if name is None else f"{name}-{number}"
 
-    def _sampling(self, options: Mapping[str, Any], n: int, **defaults: Any) -> Sampling:
-        """How this maker samples, as far as the options of a call do not say otherwise."""
-        defaults |= {"n": n, "seed": self.config.seed}
+    def _sampling(self, options: Mapping[str, Any], n: int) -> Sampling:
+        """The sampling options of a call, and the maker's where it gives none."""
+        defaults: dict[str, Any] = {
+            "max_prompt_tokens": self.prompt_max_len,
+            "prompt_overflow": getattr(self.tokenizer, "truncation_side", "right"),
+            "n": n,
+            "seed": self.config.seed,
+        }
         if self.config.use_fire:
-            defaults["first_temperature"] = _HOT
-        trained = self.passes.temperature
-        if trained is not None:
+            defaults["first_temperature"] = _FIRE_TEMPERATURE
+        trained = getattr(self.models.get("policy"), "temperature", None)
+        if isinstance(trained, float):
             defaults["temperature"] = trained
         sampling = maker_sampling(options, self.prompt_max_len, **defaults)
-        if trained is not None and sampling.temperature not in (0, trained):
+        if isinstance(trained, float) and sampling.temperature not in (0, trained):
             advise(
                 f"temperature: samples are drawn at {sampling.temperature:g} and the actor's log-probs are at "
                 f"{trained:g}; Actor(temperature={sampling.temperature:g}) makes them one"
             )
         return sampling
 
-    def _named(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Prompts with ids: their own, or their place in this rollout."""
-        return [
-            prompt if prompt.eid is not None else prompt.replace(eid=EID(batch=self._batch_id(), task=i, suffix=""))
-            for i, prompt in enumerate(prompts)
-        ]
+    def _overrides_tokenize_fn(self) -> bool:
+        """Whether `tokenize_fn` is replaced; engines tokenize prompts themselves, with their chat templates."""
+        return getattr(self.tokenize_fn, "__func__", None) is not NaiveExperienceMaker.tokenize_fn
 
-    def _sampled(self, engine: BaseEngine, prompts: list[Prompt], options: dict[str, Any], n: int) -> list[Samples]:
-        """By an engine of `rollbook.rollout`: with its own ids, log-probs and reasons."""
-        sampling = self._sampling(
-            options,
-            n,
-            max_prompt_tokens=self.prompt_max_len,
-            prompt_overflow=getattr(self.tokenizer, "truncation_side", "right"),
-        )
-        self._max_new_tokens = sampling.max_tokens
-        named = self._named(prompts)
-        asked = self._tokenized(named) if self._overrides("tokenize_fn") else named
-        order = [one.eid.replace(run=one.eid.run + k).rid for one in named for k in range(sampling.n) if one.eid]
-        found: dict[str, Sample] = {}
-        with self._bar("rollout", len(order)) as bar:
-            for sample in engine.stream(asked, sampling):
-                found[sample.eid.rid] = sample
-                bar.advance()
-        rollouts = [found[rid] for rid in order]
-        if asked is not named:  # samples keep the text that their prompt was given as
-            rollouts = [one.replace(prompt=named[i // sampling.n]) for i, one in enumerate(rollouts)]
-        if rollouts and all(one.failed for one in rollouts):
-            advise(f"rollout: all {len(rollouts)} samples failed; the first: {rollouts[0].error}")
-        return [self._collected(part) for part in _chunks(rollouts, self.config.micro_rollout_batch_size)]
-
-    def _tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Plain texts as the token ids that `tokenize_fn` gives them; chats and prompts with media as they are."""
+    def _tokenize_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Plain texts as the token ids of `tokenize_fn`; chats and prompts with media as they are."""
 
         def tokenized(prompt: Prompt) -> Prompt:
             if prompt.text is None or prompt.images or prompt.videos:
@@ -286,14 +772,8 @@ class NaiveExperienceMaker:
 
         return [tokenized(prompt) for prompt in prompts]
 
-    def _collected(self, rollouts: list[Sample]) -> Samples:
-        pad = getattr(self.tokenizer, "pad_token_id", None)
-        made = samples_of(rollouts, pad_token_id=pad or 0, packed=self.config.packing_samples)
-        return made.to_device(self.passes.device)
-
-    def _asked(self, prompts: list[Prompt], options: dict[str, Any], n: int) -> list[Samples]:
-        """By an actor with LightRFT's `generate`: sequences and masks are all it says."""
-        config = self.config
+    def _generate_by_actor(self, prompts: Sequence[Prompt], options: Mapping[str, Any], n: int) -> list[Samples]:
+        """Sample by an actor with LightRFT's `generate`, which returns sequences and masks alone."""
         for i, prompt in enumerate(prompts):
             if prompt.text is None or prompt.images or prompt.videos:
                 raise ValueError(
@@ -301,138 +781,223 @@ class NaiveExperienceMaker:
                     "generate; rollbook.models.Actor takes chats, token ids and media"
                 )
         if not callable(getattr(self.actor, "generate", None)):
-            got = "None" if self.actor is None else type(self.actor).__name__
-            raise ValueError(f"actor: got {got}, expected one with generate, or an engine beside it")
-        if config.use_fire:
+            kind = "None" if self.actor is None else type(self.actor).__name__
+            raise ValueError(f"actor: got {kind}, expected one with generate, or an engine beside it")
+        if self.config.use_fire:
             raise ValueError("use_fire: needs an engine of rollbook.rollout, such as that of rollbook.models.Actor")
-        repeated = [(i, run) for i in range(len(prompts)) for run in range(n)]
+        runs = [(i, run) for i in range(len(prompts)) for run in range(n)]
         if hasattr(self.actor, "eval"):
             self.actor.eval()
-        made = []
-        with self._bar("rollout", len(repeated)) as bar:
-            for part in _chunks(repeated, config.micro_rollout_batch_size):
-                texts = [prompts[i].text for i, _ in part]
-                inputs = self.tokenize_fn(texts, self.prompt_max_len, device=self.passes.device)
-                given = self.actor.generate(**inputs, **options)
-                if not isinstance(given, (tuple, list)) or len(given) != 3:
-                    got = f"{len(given)} results" if isinstance(given, (tuple, list)) else type(given).__name__
+        parts = []
+        with self._bar("rollout", len(runs)) as bar:
+            for start, stop in self._cuts(len(runs)):
+                rows = runs[start:stop]
+                texts = [str(prompts[i].text) for i, _ in rows]
+                inputs = self.tokenize_fn(texts, self.prompt_max_len, device=self.device)
+                answer = self.actor.generate(**inputs, **options)
+                if not isinstance(answer, (tuple, list)) or len(answer) != 3:
+                    kind = f"{len(answer)} results" if isinstance(answer, (tuple, list)) else type(answer).__name__
                     raise ValueError(
-                        f"actor.generate: got {got} back, expected (sequences, attention_mask, action_mask)"
+                        f"actor.generate: got {kind} back, expected (sequences, attention_mask, action_mask)"
                     )
-                sequences, attention_mask, action_mask = given
+                sequences, attention_mask, action_mask = answer
                 action_mask = action_mask != 0
-                samples = Samples(
-                    sequences=sequences,
-                    attention_mask=attention_mask,
-                    action_mask=action_mask,
-                    num_actions=action_mask.size(1),
-                    packed_seq_lens=None,
-                    response_length=action_mask.float().sum(dim=-1),
-                    total_length=attention_mask.float().sum(dim=-1),
-                    prompts=texts,
-                    labels=if_any([prompts[i].label for i, _ in part]),
-                    pad_len=None,
-                    references=if_any([prompts[i].reference for i, _ in part]),
-                    ids=[EID(batch=self._batch_id(), task=i, run=run) for i, run in part],
+                parts.append(
+                    Samples(
+                        sequences=sequences,
+                        attention_mask=attention_mask,
+                        action_mask=action_mask,
+                        num_actions=action_mask.size(1),
+                        packed_seq_lens=None,
+                        response_length=action_mask.float().sum(dim=-1),
+                        total_length=attention_mask.float().sum(dim=-1),
+                        prompts=texts,
+                        labels=if_any([prompts[i].label for i, _ in rows]),
+                        references=if_any([prompts[i].reference for i, _ in rows]),
+                        ids=[EID(batch=self._batch_id(), task=i, run=run) for i, run in rows],
+                    )
                 )
-                made.append(samples)
-                bar.advance(len(part))
-        return made
+                bar.advance(len(rows))
+        return parts
+
+    def _cuts(self, count: int) -> Iterator[tuple[int, int]]:
+        """The bounds of the batches of `micro_rollout_batch_size` rows."""
+        size = self.config.micro_rollout_batch_size or max(count, 1)
+        return ((start, min(start + size, count)) for start in range(0, count, size))
 
     # --- experience ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def make_experience(self, samples: Samples) -> Experience:
-        """Samples with everything the models and the reward source say of them; advantages come later.
+        """Run the models over samples and score them; advantages come later.
 
-        Gives `action_log_probs`, `base_action_log_probs`, `values` (B, A) where there are models for them, `kl` (B, A),
-        and `info`: `kl` (B,), the mean over actions, `reward` (B,), `response_length`, `total_length`, `num_actions`,
-        and `reward_metrics`, by name (B,), where the source has parts.
+        The rollout that the samples belong to is annotated and scored as a whole, on the first call for one of its
+        parts.
+
+        Args:
+            samples: What `generate_samples` returned, or any other samples.
+
+        Returns:
+            The batch: `action_log_probs`, `base_action_log_probs`, `values` (B, A) where there are models for them,
+            `kl` (B, A), and `info`: `kl` (B,), the mean over actions, `reward` (B,), `response_length`,
+            `total_length`, `num_actions`, and `reward_metrics`, by name (B,), if the reward has parts.
         """
-        return self._experiences([samples])[0]
+        rollout = self._rollout
+        places = [] if rollout is None else [i for i, part in enumerate(rollout.samples) if part is samples]
+        if rollout is None or not places:
+            return self._experiences([samples])[0][0]
+        if places[0] not in rollout.experiences:
+            experiences, rollout.records = self._experiences(rollout.samples)
+            rollout.experiences = dict(enumerate(experiences))
+        return rollout.experiences.pop(places[0])
 
-    def _experiences(
-        self, many: Sequence[Samples], records: Sequence[Sequence[Record]] | None = None
-    ) -> list[Experience]:
-        batch = self._padded_experience(many[0]) if len(many) == 1 else None
+    def _experiences(self, parts: Sequence[Samples]) -> tuple[list[Experience], Experiences | None]:
+        """The batches of samples, annotated and scored, and their records if an engine made them."""
+        records = None
+        batch = self._padded_experience(parts[0]) if len(parts) == 1 else None
         if batch is not None:
             batches = [batch]
         else:
-            known: Sequence[Any] = [None] * len(many) if records is None else records
-            batches = [batch_of(samples, rows) for samples, rows in zip(many, known, strict=True)]
-            self._pass(batches)
-        with self._stages("reward"), self._bar("reward", sum(map(len, batches))) as bar:
-            self.scorer.score(many, batches, bar)
-        for samples, batch in zip(many, batches, strict=True):
+            batches = [batch_of(samples) for samples in parts]
+            records = self._annotate(parts, batches)
+        if batch is not None and self.scorer.reads_tokens:
+            with self._step_metrics.time("reward"):
+                self.scorer.score_tokens(batch)
+        else:
+            with self._bar("reward", sum(map(len, batches))) as bar:
+                records = self.scorer.score(parts, batches, records, self._step_metrics)
+                bar.advance(bar.total)
+        for samples, batch in zip(parts, batches, strict=True):
             info = {**(batch.info or {}), "num_actions": samples.num_actions}
-            batch.info = {**{name: info[name] for name in _FIRST if name in info}, **info}
-        return batches
+            batch.info = {**{name: info[name] for name in _INFO_ORDER if name in info}, **info}
+        return batches, records
 
-    def _pass(self, batches: Sequence[Experience]) -> None:
-        """Have the models say what they have to say of every token, and measure the KL."""
-        with self._bar("log-probs", 1 if not self.passes.models else len(self.passes.models)) as bar:
-            results = self.passes.run(batches, entropy=self.config.wants_entropy, stages=self._stages, bar=bar)
-        self._measure_kl(*results)
+    def _annotate(self, parts: Sequence[Samples], batches: Sequence[Experience]) -> Experiences | None:
+        """Give each batch the outputs of all models and the KL; returns the records if an engine made the samples."""
+        rollout = RolloutBatches(batches)
+        mask = rollout.column("action_mask")
+        if mask is None:
+            raise ValueError("action_mask: got none, and no other response-axis field, expected one")
+        has_records = all(part.rollouts is not None for part in parts)
+        records: Experiences | None = None
+        if has_records or any(map(is_native, self.models.values())):
+            records = records_of_samples(parts, batches)
+        columns: dict[str, torch.Tensor] = {}
+
+        def put(name: str, values: torch.Tensor, lengths: list[int]) -> None:
+            columns[name] = _finite(name, values, lengths, *mask)
+            rollout.put_column(name, columns[name], mask[1])
+
+        with self._bar("log-probs", max(len(self.models), 1)) as bar:
+            for name, model in self.models.items():
+                outputs = _OUTPUTS[name] if name != "policy" or self.config.wants_entropy else _OUTPUTS[name][:1]
+                if records is not None and is_native(model):
+                    records = self._run_native(name, records, tuple(output.column for output in outputs))
+                    for output in outputs:
+                        rows = records.values(output.column)
+                        put(output.batch_field, torch.cat(rows), list(map(len, rows)))
+                else:
+                    put(outputs[0].batch_field, *self._call_batches(name, rollout, len(outputs) > 1))
+                bar.advance()
+        if "policy" not in self.models and (sampled := rollout.column("extras.logprobs")) is not None:
+            put("action_log_probs", *sampled)
+        self._add_kl(rollout, columns, *mask)
         self._resume_training()
+        return records if has_records else None
+
+    def _run_native(self, name: str, records: Experiences, columns: tuple[str, ...]) -> Experiences:
+        """Run a model of `rollbook.models` over all records."""
+        algorithm = _SinglePass(model_pass=Pass(name, columns[0], columns))
+        models = pipeline.Models(**{name: self.models[name]})
+        options: dict[str, Any] = {"token_budget": self.config.token_budget, "metrics": self._step_metrics}
+        return pipeline.annotate(records, algorithm, models, **options)
+
+    def _call_batches(self, name: str, rollout: RolloutBatches, entropy: bool) -> tuple[torch.Tensor, list[int]]:
+        """Call a model with LightRFT's arguments, batch by batch."""
+        if entropy:
+            raise ValueError(
+                "entropy: this actor does not give it, expected a rollbook.models.Actor, since entropies are asked for"
+            )
+        model = self.models[name]
+        if callable(getattr(model, "eval", None)):
+            model.eval()
+        with self._step_metrics.time(name) as stage:
+            answers = rollout.of_each(lambda batch: call_model(model, batch))
+            stage["tokens"] = rollout.token_count()
+        return answers
+
+    def _add_kl(
+        self, rollout: RolloutBatches, columns: Mapping[str, torch.Tensor], mask: torch.Tensor, lengths: list[int]
+    ) -> None:
+        """Add the KL of each token, 0 where the mask is False, and its mean over each row's actions."""
+        logprobs, ref_logprobs = columns.get("action_log_probs"), columns.get("base_action_log_probs")
+        if ref_logprobs is None and self.kl_coef > 0:
+            advise(f"kl_controller: got {self.kl_coef:g}, and no initial_model: there is no KL penalty")
+        counted = Rows(mask, lengths)
+        if logprobs is None or ref_logprobs is None:
+            kl = torch.zeros(len(mask))
+        else:
+            rows = Rows(logprobs, lengths), Rows(ref_logprobs, lengths)
+            kl = token_kl(*rows, counted, estimator=self.config.kl_estimator).values
+        rollout.put_column("kl", kl, lengths)
+        counts = Layout.of(counted).counts.numpy()
+        rollout.put_numbers("kl", mean_by_row(kl.double().numpy(), np.array(lengths, dtype=np.int64), counts))
+
+    def _resume_training(self) -> None:
+        for model in (self.actor, self.critic):
+            if _is_trained(model):
+                model.train()  # type: ignore[union-attr]
 
     def _padded_experience(self, samples: Samples) -> Experience | None:
-        """The batch after `_pass`, by the short path for padded tensors where it applies."""
+        """The annotated batch of plain matrices, by `padded_experience` where it applies."""
         if self.config.wants_entropy or KL[self.config.kl_estimator].function is not k1:
             return None
-        with self._bar("log-probs", len(self.passes.models)) as bar:
-            batch = padded_experience(samples, self.passes, self._stages, bar)
+        batch = padded_experience(samples, self.models, self._step_metrics)
         if batch is not None:
             self._resume_training()
         return batch
 
-    def _resume_training(self) -> None:
-        for model in (self.actor, self.critic):
-            if _trains(model):
-                model.train()
-
-    def _measure_kl(self, whole: RolloutBatches, columns: Mapping[str, torch.Tensor], lengths: list[int]) -> None:
-        """The KL of each token, 0 on what does not count, and its mean over each row's actions."""
-        mask, ours, base = map(columns.get, ("action_mask", "action_log_probs", "base_action_log_probs"))
-        if mask is None:
-            raise ValueError("action_mask: got none, and no other response-axis field, expected one")
-        if base is None and self.kl_coef > 0:
-            advise(f"kl_controller: got {self.kl_coef:g}, and no initial_model: there is no KL penalty")
-        layout = Layout((len(mask),), lengths, mask)
-        if ours is not None and base is not None:
-            kl = layout.masked(token_kl_values(self.config.kl_estimator, layout.masked(ours), layout.masked(base)))
-        else:
-            kl = torch.zeros(len(mask))
-        whole.put_column("kl", kl, lengths)
-        whole.put_numbers(
-            "kl", mean_by_row(kl.double().numpy(), np.array(lengths, dtype=np.int64), layout.counts.numpy())
-        )
+    # --- advantages ---------------------------------------------------------------------------------------------
 
     def process_experiences(
         self, experiences: Sequence[Experience], max_new_tokens: int | None = None
     ) -> tuple[list[Experience], list[torch.Tensor]]:
-        """Return the experiences, and for each the rewards (B,) that go on its rows' last actions: shaped, and compared
-        within groups if that is what the estimator does. A missing reward is NaN.
+        """Shape rewards, and compare them within groups if the estimator does so.
 
-        Groups are those of the rows' ids; rows without ids are grouped by place, `n_samples_per_prompt` after one
-        another. `max_new_tokens` is what an overlong buffer counts from: unless given, that of the last rollout.
-
-        A subclass may override this: `make_experience_list` goes on with the experiences and rewards it returns, which
+        Groups are those of the rows' ids; rows without ids are grouped by position, `n_samples_per_prompt` in a row. A
+        subclass may override this: `make_experience_list` continues with the experiences and rewards it returns, which
         may be fewer, smaller or in another order, and clips the rewards afterwards.
+
+        Args:
+            experiences: Batches with `info["reward"]`.
+            max_new_tokens: The longest response, for the overlong buffer; `None`: that of the last rollout.
+
+        Returns:
+            The experiences, and for each the rewards (B,) that go on its rows' last actions, NaN where one is missing.
         """
-        for i, one in enumerate(experiences):
-            if not isinstance(one, Experience):
-                raise ValueError(f"experiences[{i}]: got {type(one).__name__}, expected an Experience")
-        whole = RolloutBatches(experiences)
+        for i, experience in enumerate(experiences):
+            if not isinstance(experience, Experience):
+                raise ValueError(f"experiences[{i}]: got {type(experience).__name__}, expected an Experience")
         longest = max_new_tokens if max_new_tokens is not None else self._max_new_tokens
-        scored = self._scored = estimation.score(whole, self.config, self.reward_norm, longest)
-        rewards = whole.split(scored.rewards)
-        return list(experiences), [part.to(_home(one)) for part, one in zip(rewards, experiences, strict=True)]
+        scores = self._row_scores = score_rewards(experiences, self.config, self.reward_norm, longest)
+        rewards = [scores.rewards] if len(experiences) == 1 else RolloutBatches(experiences).split(scores.rewards)
+        devices = map(_reward_device, experiences)
+        return list(experiences), [part.to(device) for part, device in zip(rewards, devices, strict=True)]
 
     def get_advantages_and_returns(
         self, values: Any, rewards: Any, action_mask: Any, gamma: float, lambd: float
     ) -> tuple[Any, Any]:
-        """GAE: advantages and returns, (B, A), or lists of 1-D tensors for lists of them. Slots that do not count are
-        skipped by the recursion, and 0.
+        """Compute GAE. Slots that do not count are skipped by the recursion, and 0.
+
+        Args:
+            values: (B, A), or a list of 1-D tensors.
+            rewards: The rewards of tokens, in the same layout.
+            action_mask: Which slots count, in the same layout; `None`: all.
+            gamma: Discount.
+            lambd: GAE's lambda.
+
+        Returns:
+            Advantages and returns, in the same layout.
 
         >>> maker = NaiveExperienceMaker(None, None, None, None, None, 8, None)
         >>> advantages, returns = maker.get_advantages_and_returns(
@@ -440,89 +1005,301 @@ class NaiveExperienceMaker:
         >>> advantages, returns
         (tensor([[0.4367, 0.5650, 0.7000]]), tensor([[0.9367, 0.9650, 1.0000]]))
         """
-        found = gae(rewards, values, action_mask, gamma=gamma, lam=lambd)
+        estimate = gae(rewards, values, action_mask, gamma=gamma, lam=lambd)
         if isinstance(values, list) and not isinstance(values, Rows):
-            return list(found.advantages), list(found.returns)
-        return found.advantages, found.returns
+            return list(estimate.advantages), list(estimate.returns)
+        return estimate.advantages, estimate.returns
 
     def get_cumulative_returns(self, rewards: Any, action_mask: Any, gamma: float) -> Any:
-        """The return to go of each slot, (B, A), or a list of 1-D tensors for such a list.
+        """Compute the discounted return of each slot.
+
+        Args:
+            rewards: The rewards of tokens, (B, A), or a list of 1-D tensors.
+            action_mask: Which slots count, in the same layout; `None`: all.
+            gamma: Discount.
+
+        Returns:
+            The returns, in the same layout.
 
         >>> maker = NaiveExperienceMaker(None, None, None, None, None, 8, None)
         >>> maker.get_cumulative_returns(torch.tensor([[0.0, 0.0, 1.0]]), None, 0.5)
         tensor([[0.2500, 0.5000, 1.0000]])
         """
-        found = cumulative_returns(rewards, action_mask, gamma=gamma)
-        return list(found) if isinstance(rewards, list) and not isinstance(rewards, Rows) else found
+        returns = cumulative_returns(rewards, action_mask, gamma=gamma)
+        return list(returns) if isinstance(rewards, list) and not isinstance(rewards, Rows) else returns
 
     @torch.no_grad()
     def make_experience_list(self, all_prompts: Any, **generate_kwargs: Any) -> list[Experience]:
-        """Finished experience of all prompts: generate, score, compare within groups, estimate advantages.
+        """Make finished experience: generate, score, compare within groups, estimate advantages.
 
-        As `generate_samples` takes them: a prompt or a list of them, labels, references, media, and the engine's
-        options; `gamma` and `lambd` (1.0) are the estimator's. Batches have `micro_rollout_batch_size` samples, and
-        `info` gains `return` (B,), the sum of a row's token rewards, and the share that was clipped, where there is a
-        bound; `info["num_actions"]` and the field `kl` go.
+        Args:
+            all_prompts: As of `generate_samples`.
+            generate_kwargs: As of `generate_samples`; `gamma` and `lambd` are the estimator's.
+
+        Returns:
+            Batches of `micro_rollout_batch_size` samples. `info` has `return` (B,), the sum of a row's token rewards,
+            and the clipped fractions if there are bounds; `info["num_actions"]` and `kl` are removed.
         """
-        self._stages = Stages()
-        estimation.check(self.config, self.passes.models)
-        self.scorer.need()
+        self._step_metrics = StepMetrics()
+        self._check_models()
+        self.scorer.require()
         entry = ESTIMATORS[self.config.advantage_estimator]
         greedy = self._greedy_rewards(all_prompts, generate_kwargs) if entry.greedy_baseline else None
-        samples = self._samples = self.generate_samples(all_prompts, **generate_kwargs)
-        if not self._overrides("make_experience"):
-            # A record is dear beside the rest of a short sample: batches and `make_records` have the same.
-            self._rows = [[one.to_experience() for one in part.rollouts or ()] for part in samples]
-            experiences = self._experiences(samples, self._rows)
-        else:  # a subclass has its own, and may change samples in it
-            self._rows = None
-            experiences = [self.make_experience(part) for part in samples]
+        samples = self.generate_samples(all_prompts, **generate_kwargs)
+        if self._rollout is None or list(map(id, self._rollout.samples)) != list(map(id, samples)):
+            self._rollout = _Rollout(list(samples))  # a subclass returned other samples
+        experiences = [self.make_experience(part) for part in samples]
         if greedy is not None:
-            whole = RolloutBatches(experiences)
-            baselines = dict(enumerate(greedy.values())) if whole.ids() is None else greedy
-            groups = whole.groups(len(whole) // len(greedy))
-            whole.put_numbers("reward_baseline", torch.tensor([baselines[group] for group in groups]))
-        failed = sum(one.failed for part in samples for one in part.rollouts or ())
-        return self._estimated(experiences, failed, generate_kwargs)
+            rollout = RolloutBatches(experiences)
+            baselines = dict(enumerate(greedy.values())) if rollout.ids() is None else greedy
+            groups = rollout.groups(len(rollout) // len(greedy))
+            rollout.put_numbers("reward_baseline", torch.tensor([baselines[group] for group in groups]))
+        failed = sum(sample.failed for part in samples for sample in part.rollouts or ())
+        return self._finish(experiences, failed, generate_kwargs)
 
-    def _estimated(
+    def _check_models(self) -> None:
+        """Reject an estimator or a penalty whose model is missing, before anything is sampled."""
+        entry = ESTIMATORS[self.config.advantage_estimator]
+        for name, model in (("values", "critic"), ("teacher_logprobs", "teacher")):
+            if name in entry.inputs and model not in self.models:
+                shown = name if name == "values" else repr(name)
+                raise ValueError(f"{entry.name}: got no {shown}, which it needs; {_SOURCES[name]}")
+        coef = self.config.kl_coef
+        if coef is not None and coef > 0 and not self.config.use_kl_loss and "reference" not in self.models:
+            raise ValueError(
+                f"initial_model: got None, expected the reference model of the KL penalty (kl_coef is {coef:g})"
+            )
+
+    def _greedy_rewards(self, all_prompts: Any, generate_kwargs: Mapping[str, Any]) -> dict[Any, float]:
+        """ReMax's baselines by group id: the reward of each prompt's greedy response."""
+        parts, records = self._generate(all_prompts, {**generate_kwargs, "do_sample": False}, 1)
+        batches = [batch_of(samples) for samples in parts]
+        self.scorer.score(parts, batches, records, StepMetrics())
+        rollout = RolloutBatches(batches)
+        return dict(zip(rollout.groups(1), rollout.numbers("reward").tolist(), strict=True))
+
+    def _finish(
         self, experiences: list[Experience], failed: int, generate_kwargs: Mapping[str, Any]
     ) -> list[Experience]:
-        """Scored experience with its advantages, and `metrics` of the whole; `failed` samples have no reward."""
+        """Add advantages to scored experience, and set `metrics`."""
         gamma = generate_kwargs.get("gamma", self.config.gamma)
         lambd = generate_kwargs.get("lambd", self.config.lambd)
-        self._scored = None
+        self._row_scores = None
         rollout = RolloutBatches(experiences)
-        kept, rewards = self.process_experiences(experiences)
-        experiences = list(kept)
-        with self._stages("advantages"):
-            whole = RolloutBatches(experiences)
-            found = estimation.finish(
-                whole,
-                self._shaped(whole, list(rewards)),
-                self.config,
-                kl_coef=self._kl_coef(),
-                gamma=gamma,
-                lambd=lambd,
-                recursions=estimation.Recursions(
-                    self.get_cumulative_returns if self._overrides("get_cumulative_returns") else None,
-                    self.get_advantages_and_returns if self._overrides("get_advantages_and_returns") else None,
-                ),
-            )
+        processed, rewards = self.process_experiences(experiences)
+        experiences = list(processed)
+        with self._step_metrics.time("advantages"):
+            batches = RolloutBatches(experiences)
+            numbers = self._add_advantages(batches, _checked_rewards(batches, list(rewards)), gamma, lambd)
         for batch in experiences:
             batch.kl = None
-            batch.info = {name: value for name, value in (batch.info or {}).items() if name != "num_actions"}
-        self.metrics = self._summary(rollout, failed, found)
+            batch.info = {name: entry for name, entry in (batch.info or {}).items() if name != "num_actions"}
+        self.metrics = {**self._stage_metrics(), **numbers, **_rollout_metrics(rollout, failed)}
         if self.config.packing_samples:
             return [batch.pack() for batch in experiences]
         return experiences
 
-    def make_records(self, all_prompts: Any, **generate_kwargs: Any) -> Experiences:
-        """The same experience as records, a row for each sample: what bytes, Parquet and a book take.
+    def _add_advantages(
+        self, rollout: RolloutBatches, row_rewards: torch.Tensor, gamma: float, lambd: float
+    ) -> dict[str, float]:
+        """Give each batch `advantages`, `returns`, `info["return"]` and the fractions that were clipped.
 
-        Each has what the engine said of it (texts, messages, log-probs, versions, sampling options), `reward`,
+        Args:
+            rollout: What `process_experiences` returned.
+            row_rewards: [N] the rewards it returned.
+            gamma: Discount.
+            lambd: GAE's lambda.
+
+        Returns:
+            Metrics.
+        """
+        config, ranks = self.config, current_ranks()
+        entry = ESTIMATORS[config.advantage_estimator]
+        mask = rollout.rows("action_mask")
+        if mask is None:
+            raise ValueError("action_mask: got none, and no other response-axis field, expected one")
+        metrics = {} if self._row_scores is None else self._row_scores.metrics
+        bounds = self.algorithm.reward_clip if entry.clips_rewards else None
+        rewards, clip_metrics = clip_scores(row_rewards, bounds)
+        has_reward = ~rewards.isnan() if entry.takes_rewards else torch.ones(len(rollout), dtype=torch.bool)
+        if config.dynamic_sampling:
+            groups = rollout.groups(config.n_samples_per_prompt, ranks)
+            selection = zero_variance(rollout.numbers("reward"), groups, rollout.runs(), ranks=ranks)
+            mask = _mask_rows(mask, selection.keep.cpu())
+            rollout.put_numbers("filtered", ~selection.keep.cpu())
+            metrics |= selection.report.to_metrics("dynamic_sampling")
+        token_rewards, reward_metrics = self._token_rewards(rollout, rewards, mask, entry)
+        metrics |= reward_metrics | {"reward/missing_reward": float((~has_reward).sum())} | clip_metrics
+        options = self._estimator_options(entry, gamma, lambd, ranks)
+        if scores_rows(entry):
+            counted = _mask_rows(mask, has_reward)
+            estimate = self._score_advantages(rollout, token_rewards, counted, entry, options, gamma)
+        else:
+            estimate = self._token_advantages(rollout, rewards, token_rewards, mask, entry, options)
+            mask = estimate.mask if isinstance(estimate.mask, Rows) else mask
+            metrics |= estimate.report.to_metrics(entry.name)
+        is_whitened = bool(options.get("whiten", entry.options.get("whiten", False)))
+        normalize = None if is_whitened or entry.normalized else self.algorithm.normalize_advantages
+        advantages, _ = normalize_advantages(estimate.advantages, mask, has_reward, normalize=normalize, ranks=ranks)
+        if config.advantage_clip > 0:
+            clipped = clip_advantages(advantages, mask, config.advantage_clip)
+            advantages = clipped.advantages
+            rollout.put_numbers("advantage_clip_frac", clipped.fractions.cpu())
+            metrics["advantage/clip_fraction"] = clipped.fraction
+        if bounds is not None:
+            rollout.put_numbers("reward_clip_frac", ((rewards != row_rewards) & ~row_rewards.isnan()).float())
+        sums = [row.sum() for row in token_rewards]
+        rollout.put_numbers("return", torch.stack(sums) if sums else torch.zeros(0))
+        if config.dynamic_sampling or not scores_rows(entry):
+            rollout.put("action_mask", mask)
+        rollout.put("advantages", advantages)
+        rollout.put("returns", estimate.returns)
+        return metrics
+
+    def _token_rewards(
+        self, rollout: RolloutBatches, rewards: torch.Tensor, mask: Rows, entry: Estimator
+    ) -> tuple[Rows, dict[str, float]]:
+        """The rewards of tokens: each row's reward on its last action, minus the KL; and metrics.
+
+        Rows with token rewards (`extras["token_level_reward"]`) keep these if the estimator takes them; what shaping
+        added to the row's reward is on its last action.
+        """
+        coef = self.kl_coef
+        token_level = rollout.token_rewards() if entry.takes_token_rewards else None
+        scale = 1.0 if self.reward_norm is None else 1 / self.reward_norm.scale
+        if token_level is not None:
+            rewards = torch.where(token_level[1], rewards - scale * rollout.numbers("reward"), rewards)
+        # A list: a tensor with as many rows as tokens is ambiguous.
+        token_rewards, report = penalise(rewards.tolist(), rollout.rows("kl") if coef > 0 else None, mask, coef=coef)
+        if token_level is not None:
+            token_rewards = Rows(token_rewards.values + scale * token_level[0].values, mask.lengths)
+        return token_rewards, report.to_metrics("reward")
+
+    def _estimator_options(self, entry: Estimator, gamma: float, lambd: float, ranks: ProcessGroup) -> dict[str, Any]:
+        """The estimator's options: those of the settings, and the maker's where it takes them."""
+        options: dict[str, Any] = {"gamma": gamma, "lam": lambd, "ranks": ranks}
+        if scores_rows(entry):
+            options["whiten"] = False
+        elif self.algorithm.normalize_advantages == "mean_std":
+            options["whiten"] = True
+        options = {name: option for name, option in options.items() if name in entry.options}
+        return {**options, **self.config.estimator_options}
+
+    def _score_advantages(
+        self,
+        rollout: RolloutBatches,
+        token_rewards: Rows,
+        mask: Rows,
+        entry: Estimator,
+        options: Mapping[str, Any],
+        gamma: float,
+    ) -> Advantages:
+        """The returns of scores of rows, whose group baselines are subtracted already."""
+        if entry.function is not reinforce_plus_plus_baseline:
+            returns = self._returns(rollout, token_rewards, mask, gamma)
+            return Advantages(returns.apply(torch.clone), returns)
+        if any(name in options for name in _NOT_HOOKED):
+            return as_advantages(entry.name, entry.call({"token_rewards": token_rewards, "mask": mask}, options))
+        if gamma != 1:
+            advise(f"{entry.name}: gamma {gamma} is taken as 1, its only value")
+        returns = self._returns(rollout, token_rewards, mask, 1.0)
+        return Advantages(_whitened(returns.apply(torch.clone), mask, {**entry.options, **options}), returns)
+
+    def _token_advantages(
+        self,
+        rollout: RolloutBatches,
+        rewards: torch.Tensor,
+        token_rewards: Rows,
+        mask: Rows,
+        entry: Estimator,
+        options: Mapping[str, Any],
+    ) -> Advantages:
+        """The advantages of an estimator over tokens, by LightRFT's methods where they compute it."""
+        inputs = self._estimator_inputs(rollout, rewards, token_rewards, mask, entry)
+        if entry.name not in _HOOKED or any(name in options for name in _NOT_HOOKED):
+            return as_advantages(entry.name, entry.call(inputs, options))
+        options = {**entry.options, **options}
+        has_reward = ~rewards.isnan()
+        counted = _mask_rows(mask, has_reward)
+        report = place_rewards(inputs.get("rewards") or [0.0] * len(rollout), mask, token_rewards=token_rewards)[1]
+        if "values" in inputs:
+            advantages, returns = self._gae(rollout, inputs["values"], token_rewards, counted, options)
+            # The critic learns nothing from a row without a reward.
+            unknown, values = _mask_rows(mask, ~has_reward).values, inputs["values"].values
+            returns = returns.apply(lambda flat: torch.where(unknown, values.to(flat.dtype), flat))
+        else:
+            returns = self._returns(rollout, token_rewards, counted, options["gamma"])
+            advantages = returns.apply(torch.clone)
+        return Advantages(_whitened(advantages, counted, options), returns, report=report)
+
+    def _estimator_inputs(
+        self, rollout: RolloutBatches, rewards: torch.Tensor, token_rewards: Rows, mask: Rows, entry: Estimator
+    ) -> dict[str, Any]:
+        """The inputs that an estimator over tokens takes."""
+        columns = {
+            "values": "values",
+            "old_logprobs": "action_log_probs",
+            "teacher_logprobs": "extras.teacher_logprobs",
+            "entropy": "action_entropy",
+            "necs": "extras.necs",
+        }
+        inputs: dict[str, Any] = {"mask": mask}
+        inputs |= {name: rollout.rows(column) for name, column in columns.items() if name in entry.inputs}
+        inputs |= {name: rollout.entries(key) for name, key in INFO_KEYS.items() if name in entry.inputs}
+        if "token_rewards" in entry.inputs:
+            # Token rewards of rows without a reward are 0; `rewards` says which rows these are.
+            missing = rewards.isnan()
+            inputs["token_rewards"] = token_rewards
+            inputs["rewards"] = torch.where(missing, torch.nan, 0.0).tolist() if bool(missing.any()) else None
+        else:
+            inputs["rewards"] = rewards
+            if self.kl_coef > 0:
+                advise(f"{entry.name} takes no rewards of tokens: the KL penalty is left out")
+        if "groups" in entry.inputs:
+            inputs["groups"] = rollout.groups(self.config.n_samples_per_prompt, current_ranks())
+        inputs["runs"] = rollout.runs()
+        inputs["steps"] = [eid.step for eid in rollout.ids() or ()] or None
+        inputs = {name: column for name, column in inputs.items() if name in entry.inputs and column is not None}
+        required = [name for name, is_required in entry.inputs.items() if is_required]
+        for name in [*required, *(["baselines"] if entry.greedy_baseline else [])]:
+            if name not in inputs:
+                source = _SOURCES.get(name) or f"put them into the prompts' info[{INFO_KEYS.get(name, name)!r}]"
+                shown = name if name == "baselines" else repr(name)
+                raise ValueError(f"{entry.name}: got no {shown}, which it needs; {source}")
+        return inputs
+
+    def _returns(self, rollout: RolloutBatches, token_rewards: Rows, mask: Rows, gamma: float) -> Rows:
+        """`get_cumulative_returns` of each batch."""
+        batches = zip(rollout.laid_out(token_rewards), rollout.laid_out(mask), strict=True)
+        returns = [self.get_cumulative_returns(*arguments, gamma) for arguments in batches]
+        return rollout.gathered("get_cumulative_returns", returns)
+
+    def _gae(
+        self, rollout: RolloutBatches, values: Rows, token_rewards: Rows, mask: Rows, options: Mapping[str, Any]
+    ) -> tuple[Rows, Rows]:
+        """`get_advantages_and_returns` of each batch."""
+        columns = (rollout.laid_out(rows) for rows in (values, token_rewards, mask))
+        gamma, lam = options["gamma"], options["lam"]
+        pairs = [self.get_advantages_and_returns(v, r, m, gamma, lam) for v, r, m in zip(*columns, strict=True)]
+        advantages, returns = zip(*pairs, strict=True) if pairs else ((), ())
+        name = "get_advantages_and_returns"
+        return rollout.gathered(name, advantages), rollout.gathered(name, returns)
+
+    # --- records and metrics ------------------------------------------------------------------------------------
+
+    def make_records(self, all_prompts: Any, **generate_kwargs: Any) -> Experiences:
+        """Make the same experience as records, a row for each sample: what bytes, Parquet and a book take.
+
+        Each record has what the engine reported (texts, messages, log-probs, versions, sampling options), `reward`,
         `old_logprobs`, `advantages`, `returns`, the parts of its reward in `metrics`, and where they were computed
-        the reference's log-probs (`ref_logprobs`), the critic's `values` and each token's `entropy`.
+        `ref_logprobs`, `values` and `entropy`.
+
+        Args:
+            all_prompts: As of `make_experience_list`.
+            generate_kwargs: As of `make_experience_list`.
+
+        Returns:
+            The records that `process_experiences` did not filter out.
 
         >>> from rollbook.rollout import ScriptedEngine
         >>> maker = NaiveExperienceMaker(
@@ -536,96 +1313,269 @@ class NaiveExperienceMaker:
         """
         if self.engine is None:
             raise ValueError("engine: got None, expected one: an actor with LightRFT's generate keeps no records")
-        self._rows = None
-        whole = RolloutBatches(self.make_experience_list(all_prompts, **generate_kwargs))
-        made, self._rows = self._rows, None
-        rows = None if made is None else [row for part in made for row in part]
-        return records_of([one for part in self._samples for one in part.rollouts or ()], whole, rows)
-
-    def _overrides(self, method: str) -> bool:
-        """Whether a subclass, or an assignment to this object, replaces a method."""
-        return getattr(getattr(self, method), "__func__", None) is not getattr(NaiveExperienceMaker, method)
-
-    def _greedy_rewards(self, all_prompts: Any, generate_kwargs: Mapping[str, Any]) -> dict[Any, float]:
-        """ReMax's baseline of each group, by its id: the reward of its prompt's likeliest response."""
-        greedy = self._rollout(all_prompts, {**generate_kwargs, "do_sample": False}, 1)
-        batches = [batch_of(samples) for samples in greedy]
-        self.scorer.score(greedy, batches)
-        whole = RolloutBatches(batches)
-        return dict(zip(whole.groups(1), whole.numbers("reward").tolist(), strict=True))
-
-    def _shaped(self, whole: RolloutBatches, rewards: Sequence[Any]) -> estimation.Scored:
-        """What `process_experiences` returned, checked; `whole` are its experiences."""
-        parts = [torch.as_tensor(part, dtype=torch.float32).detach().cpu().reshape(-1) for part in rewards]
-        if [len(part) for part in parts] != whole.sizes:
-            raise ValueError(
-                f"process_experiences: got rewards of sizes {[len(part) for part in parts]}, expected {whole.sizes}, "
-                "one reward for each sample of each experience"
-            )
-        shaped = torch.cat(parts) if parts else torch.zeros(0)
-        if self._scored is None:
-            return estimation.Scored(shaped)
-        return dataclasses.replace(self._scored, rewards=shaped)
+        batches = RolloutBatches(self.make_experience_list(all_prompts, **generate_kwargs))
+        rollout, self._rollout = self._rollout, None
+        parts = [] if rollout is None else rollout.samples
+        samples = [sample for part in parts for sample in part.rollouts or ()]
+        if rollout is None or rollout.records is None:  # a subclass made the experience itself
+            rows = [sample.to_experience() for sample in samples]
+        else:
+            rows = rollout.records.rows()
+        for row, sample in zip(rows, samples, strict=True):
+            row.metrics.update({name: number for name, number in sample.metrics.items() if name not in row.metrics})
+        return finished_records(rows, batches)
 
     def _kl_coef(self) -> float:
-        given = getattr(self.kl_ctl, "value", self.kl_ctl)
-        if isinstance(given, torch.Tensor) and given.numel() == 1:
-            given = given.item()
-        finite = "None, a finite number, or an object with such a value"
-        coef = None if given is None else check_float("kl_controller", given, -1e30, 1e30, finite)
-        if coef is not None and self.config.kl_coef not in (None, coef):
-            raise ValueError(f"kl_controller: got {coef:g}, expected None, or config.kl_coef, {self.config.kl_coef:g}")
+        coef: Any = getattr(self.kl_ctl, "value", self.kl_ctl)
+        if isinstance(coef, torch.Tensor) and coef.numel() == 1:
+            coef = coef.item()
+        if coef is not None:
+            expected = "None, a finite number, or an object with such a value"
+            coef = check_float("kl_controller", coef, -1e30, 1e30, expected)
+            if self.config.kl_coef not in (None, coef):
+                raise ValueError(
+                    f"kl_controller: got {coef:g}, expected None, or config.kl_coef, {self.config.kl_coef:g}"
+                )
         return self.config.kl_coef or coef or 0.0
 
-    def _summary(self, whole: RolloutBatches, failed: int, found: Mapping[str, float]) -> dict[str, float]:
-        rewards = whole.numbers("reward")
-        known = rewards[~rewards.isnan()]
-        lengths = whole.numbers("response_length")
-        means = {
-            "rollout/samples": float(len(whole)),
-            "rollout/failed": float(failed),
-            "rollout/response_length": float(lengths.mean()),
-            "reward/mean": float(known.mean()) if len(known) else math.nan,
-            "reward/std": float(known.std(correction=0)) if len(known) else math.nan,
-            "reward/errors": float(sum(error is not None for error in whole.entries("reward_error") or ())),
-        }
-        if whole.entries("kl") is not None:
-            means["kl/mean"] = float(whole.numbers("kl").mean())
-        parts = [(batch.info or {}).get("reward_metrics") or {} for batch in whole.batches]
-        for name in dict.fromkeys(name for part in parts for name in part):
-            values = torch.cat([part[name].float().cpu() for part in parts if name in part])
-            values = values[~values.isnan()]
-            means[f"reward/{name}"] = float(values.mean()) if len(values) else math.nan
-        cut = whole.entries("prompt_truncated_from") or []
-        means["rollout/prompts_cut"] = sum(length is not None for length in cut) / len(whole)
-        ended = whole.entries("finish_reason")
-        if ended is not None:
-            means["rollout/truncated"] = sum(reason == "length" for reason in ended) / len(ended)
-        return {**self._stages.metrics(), **found, **means}
+    def _stage_metrics(self) -> dict[str, float]:
+        """The timings, with LightRFT's name of the critic's stage."""
+        metrics = self._step_metrics.values()
+        return {name.replace("critic/", "values/", 1): number for name, number in metrics.items()}
 
     def _bar(self, label: str, total: int) -> Progress:
         return Progress(label, total, show=self.config.progress)
 
 
-def _trains(model: Any) -> bool:
-    """Whether a model is to be trained after this, as LightRFT takes it: not one that is frozen."""
+def _check_model(name: str, model: Any) -> Any:
+    """Return the model of a constructor's argument, or raise `ValueError` if it cannot be called."""
+    if not callable(model):
+        raise ValueError(f"{name}: got {type(model).__name__} ({shortened(model)}), expected a model to call, or None")
+    if hasattr(type(model), "prepare_inputs_for_generation"):
+        wrapper = "rollbook.models.Critic" if name == "critic" else "rollbook.models.Actor"
+        raise ValueError(f"{name}: got {type(model).__name__}, a transformers model, expected {wrapper}(model)")
+    return model
+
+
+def _is_trained(model: Any) -> bool:
+    """Whether a model goes back to training mode afterwards, as in LightRFT: not one that is frozen."""
     if isinstance(model, torch.nn.Module):
         return any(parameter.requires_grad for parameter in model.parameters())
     return callable(getattr(model, "train", None))
 
 
-_FIRST = ("kl", "reward", "response_length", "total_length")
-"""What `info` begins with."""
-
-
-def _chunks(items: list[Any], size: int | None) -> list[list[Any]]:
-    step = size or max(len(items), 1)
-    return [items[i : i + step] for i in range(0, len(items), step)]
-
-
-def _home(batch: Experience) -> torch.device:
+def _reward_device(batch: Experience) -> torch.device:
     reward = (batch.info or {}).get("reward")
     return reward.device if isinstance(reward, torch.Tensor) else torch.device("cpu")
+
+
+def _checked_rewards(rollout: RolloutBatches, rewards: Sequence[Any]) -> torch.Tensor:
+    """[N] The rewards that `process_experiences` returned."""
+    parts = [torch.as_tensor(part, dtype=torch.float32).detach().cpu().reshape(-1) for part in rewards]
+    if [len(part) for part in parts] != rollout.sizes:
+        raise ValueError(
+            f"process_experiences: got rewards of sizes {[len(part) for part in parts]}, expected {rollout.sizes}, "
+            "one reward for each sample of each experience"
+        )
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def _mask_rows(mask: Rows, keep: torch.Tensor) -> Rows:
+    """A mask that is False on rows that are not kept."""
+    lengths = torch.tensor(mask.lengths, dtype=torch.int64)
+    return Rows(mask.values & torch.repeat_interleave(keep, lengths), mask.lengths)
+
+
+def _whitened(advantages: Rows, mask: Rows, options: Mapping[str, Any]) -> Rows:
+    """Advantages whitened and clipped by an estimator's options."""
+    if options.get("whiten"):
+        advantages = whiten(advantages, mask, **{name: options[name] for name in ("std", "eps", "ranks")})
+    if options.get("clip") is not None:
+        advantages = clip_advantages(advantages, mask, options["clip"]).advantages
+    return advantages
+
+
+def _finite(
+    name: str, values: torch.Tensor, value_lengths: list[int], mask: torch.Tensor, lengths: list[int]
+) -> torch.Tensor:
+    """A column as float32 on the CPU; non-finite numbers become 0 where the mask is False."""
+    if value_lengths != lengths:
+        raise ValueError(f"{name}: got rows of {value_lengths} slots, expected {lengths}")
+    values = values.detach().float().cpu()
+    if isfinite(values.sum()):  # then every number is, unless the sum overflows
+        return values
+    return torch.where(mask | values.isfinite(), values, 0.0)
+
+
+def _rollout_metrics(rollout: RolloutBatches, failed: int) -> dict[str, float]:
+    """Counts and means over a rollout."""
+    rewards = rollout.numbers("reward")
+    rewards = rewards[~rewards.isnan()]
+    metrics = {
+        "rollout/samples": float(len(rollout)),
+        "rollout/failed": float(failed),
+        "rollout/response_length": float(rollout.numbers("response_length").mean()),
+        "reward/mean": float(rewards.mean()) if len(rewards) else math.nan,
+        "reward/std": float(rewards.std(correction=0)) if len(rewards) else math.nan,
+        "reward/errors": float(sum(error is not None for error in rollout.entries("reward_error") or ())),
+    }
+    if rollout.entries("kl") is not None:
+        metrics["kl/mean"] = float(rollout.numbers("kl").mean())
+    parts = [(batch.info or {}).get("reward_metrics") or {} for batch in rollout.batches]
+    for name in dict.fromkeys(name for part in parts for name in part):
+        numbers = torch.cat([part[name].float().cpu() for part in parts if name in part])
+        numbers = numbers[~numbers.isnan()]
+        metrics[f"reward/{name}"] = float(numbers.mean()) if len(numbers) else math.nan
+    truncated_from = rollout.entries("prompt_truncated_from") or []
+    metrics["rollout/prompts_cut"] = sum(length is not None for length in truncated_from) / len(rollout)
+    finish_reasons = rollout.entries("finish_reason")
+    if finish_reasons is not None:
+        metrics["rollout/truncated"] = sum(reason == "length" for reason in finish_reasons) / len(finish_reasons)
+    return metrics
+
+
+# --- padded batches of plain callables --------------------------------------------------------------------------------
+
+
+def padded_experience(
+    samples: Samples, models: Mapping[str, Callable[..., Any]], metrics: StepMetrics
+) -> Experience | None:
+    """Call LightRFT's models for a padded batch and add the KL of the estimator k1, on matrices throughout.
+
+    Args:
+        samples: The samples.
+        models: By name, the models.
+        metrics: Collects timings.
+
+    Returns:
+        The batch, with `response_length`, `total_length` and the mean `kl` in `info`. `None` if the general path is
+        needed: samples of an engine, packed or on a device, a row without a prompt, an action that is not attended, no
+        policy or no reference, models of `rollbook.models`.
+    """
+    if type(samples) is not Samples:
+        return None
+    tokens, attention, actions = samples.sequences, samples.attention_mask, samples.action_mask
+    if samples.rollouts is not None or samples.packed_seq_lens is not None:
+        return None
+    if "policy" not in models or "reference" not in models or "teacher" in models:
+        return None
+    if any(map(is_native, models.values())) or not _are_matrices(tokens, attention, actions):
+        return None
+    attended = memory(attention)
+    attended = attended if attended.dtype == np.bool_ else attended.astype(np.bool_)
+    mask = memory(actions)
+    ends = _response_ends(attended, mask)
+    if ends is None:
+        return None
+    bits = _mask_bits(mask, ends)
+    columns: dict[str, torch.Tensor] = {}
+    count, shape = int(np.count_nonzero(attended)), actions.shape
+    for name, model in models.items():
+        with metrics.time(name) as stage:
+            if callable(getattr(model, "eval", None)):
+                model.eval()  # type: ignore[attr-defined]
+            answer = checked_answer(model, model(tokens, shape[1], attention), shape)
+            columns[name] = _response_slots(answer, mask, ends, bits)
+            stage["tokens"] = count
+    responses, totals = lengths_of_samples(samples)
+    kl, means = _k1(columns["policy"], columns["reference"], mask, ends, bits is not None)
+    batch = Experience(
+        tokens,
+        columns["policy"],
+        columns["reference"],
+        columns.get("critic"),
+        None,
+        None,
+        attention,
+        actions,
+        {"kl": means, "response_length": responses, "total_length": totals},
+        kl,
+        None,
+        samples.labels,
+        samples.references,
+    )
+    if samples.ids is not None:
+        batch.ids = list(samples.ids)
+    return batch
+
+
+def _are_matrices(tokens: torch.Tensor, attention: torch.Tensor, actions: torch.Tensor) -> bool:
+    """Whether all three are matrices on the CPU that fit together."""
+    for matrix in (tokens, attention, actions):
+        if type(matrix) is not torch.Tensor or not matrix.is_cpu or matrix.dim() != 2:
+            return False
+    rows, width = tokens.shape
+    fit = attention.shape == (rows, width) and actions.shape[0] == rows and actions.shape[1] <= width
+    return fit and rows > 0 and actions.dtype == torch.bool and attention.dtype in NUMPY
+
+
+def _response_ends(attended: NDArray[np.bool_], mask: NDArray[np.bool_]) -> list[int] | None:
+    """[B] How many response slots each row has up to its last attended token; `None` if a row has no prompt, or an
+    action that is not attended."""
+    count, width = attended.shape
+    slots = mask.shape[1]
+    begin = width - slots
+    # Searched and compared as text, which takes a fraction of numpy's time.
+    flags, actions, ends, is_equal = attended.tobytes(), mask.tobytes(), [], True
+    for row in range(count):
+        start = row * width
+        response, stop = start + begin, start + width
+        if flags.find(1, start, response) < 0:
+            return None
+        ends.append(max(flags.rfind(1, response, stop) - response + 1, 0))
+        is_equal = is_equal and flags[response:stop] == actions[row * slots : (row + 1) * slots]
+    return ends if is_equal or not (mask > attended[:, begin:]).any() else None
+
+
+_SMALL = 1 << 16
+"""Slots of a batch that is faster to mask as a whole than row by row."""
+
+
+def _mask_bits(mask: NDArray[np.bool_], ends: list[int]) -> NDArray[np.int32] | None:
+    """[B, A] The mask as bits of float32, if the batch is small and every slot up to a row's end counts."""
+    if mask.size > _SMALL or np.count_nonzero(mask) != sum(ends):
+        return None
+    return np.negative(mask.view(np.int8), dtype=np.int32)
+
+
+def _response_slots(
+    answer: torch.Tensor, mask: NDArray[np.bool_], ends: list[int], bits: NDArray[np.int32] | None
+) -> torch.Tensor:
+    """[B, A] A copy as float32, 0 after each row's end, and 0 for non-finite numbers where the mask is False."""
+    source = answer.detach().float().cpu().numpy()
+    if bits is not None:
+        return torch.from_numpy((source.view(np.int32) & bits).view(np.float32))
+    copied = empty(source.shape, torch.float32)
+    matrix, squares = copied.numpy(), 0.0
+    # Row by row: of a large batch most is padding, which is not read.
+    for target, row, end in zip(matrix, source, ends, strict=True):
+        part = row[:end]
+        target[:end] = part
+        target[end:] = 0
+        squares += float(part.dot(part))
+    if not isfinite(squares):  # some number is not finite, or the sum overflows
+        matrix[~(mask | np.isfinite(matrix))] = 0
+    return copied
+
+
+def _k1(
+    policy: torch.Tensor, reference: torch.Tensor, mask: NDArray[np.bool_], ends: list[int], small: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, A] The difference of log-probs, 0 where the mask is False, and [B] its mean over each row's actions."""
+    if small:
+        kl = policy - reference
+        return kl, kl.double().sum(-1).float() / torch.tensor([float(end or 1) for end in ends])
+    kl = empty(mask.shape, torch.float32)
+    matrix, counts, parts = kl.numpy(), np.array(ends), []
+    with np.errstate(invalid="ignore"):
+        for target, logprobs, ref_logprobs, end in zip(matrix, policy.numpy(), reference.numpy(), ends, strict=True):
+            parts.append(np.subtract(logprobs[:end], ref_logprobs[:end], out=target[:end]))
+            target[end:] = 0
+    lengths = counts
+    if np.count_nonzero(mask) != counts.sum():
+        matrix[~mask] = 0
+        counts = np.count_nonzero(mask, axis=1)
+    return kl, mean_by_row(np.concatenate(parts, dtype=np.float64), lengths, counts)
 
 
 __all__ = [

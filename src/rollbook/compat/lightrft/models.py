@@ -6,16 +6,33 @@ all of its tokens. Options that mean nothing here are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rollbook.algorithms.layout import as_column
+from rollbook.batch import Batch
+from rollbook.batch.columns import BatchColumns, Lengths
 from rollbook.batch.media import BY_TOKEN, placeholders
+from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, token_fields
+from rollbook.compat.lightrft.ragged_batch import (
+    action_starts,
+    checked,
+    divided,
+    media_inputs,
+    sheet_of_batch,
+    spans_of_rows,
+    widths,
+)
 from rollbook.core.checks import check_int, suggest
-from rollbook.core.rows import Spans
+from rollbook.core.fields import BATCH_MEDIA
+from rollbook.core.ragged import Ragged, offsets_of
+from rollbook.core.rows import Rows, Spans, concatenated
 from rollbook.core.sampling import ALIASES, Prompt, Sample, Sampling
 from rollbook.models.actor import Actor as NativeActor
+from rollbook.models.forward import TOKEN_BUDGET, run_micro_batches
 from rollbook.models.head import check_matrix
 from rollbook.rollout.transformers import TransformersEngine
 
@@ -37,12 +54,12 @@ _HARMLESS: dict[str, tuple[Any, ...] | None] = {
 }
 
 
-def _ids(given: Any, name: str) -> list[int]:
-    if given is None:
+def _ids(ids: Any, name: str) -> list[int]:
+    if ids is None:
         return []
-    if isinstance(given, torch.Tensor):
-        given = given.tolist()
-    return [check_int(name, one) for one in (given if isinstance(given, (list, tuple)) else [given])]
+    if isinstance(ids, torch.Tensor):
+        ids = ids.tolist()
+    return [check_int(name, token_id) for token_id in (ids if isinstance(ids, (list, tuple)) else [ids])]
 
 
 def process_sequences(
@@ -93,12 +110,12 @@ def laid_out(
 def end_to_end(samples: Sequence[Sample], slots: int = 0) -> tuple[torch.Tensor, Spans, int]:
     """(all tokens of samples, [total] int64; where each lies in a matrix in which prompts end and responses begin at
     the same column; that column). There are at least `slots` columns for responses."""
-    prompts = [len(one.prompt_ids) for one in samples]
-    responses = [len(one.response_ids) for one in samples]
+    prompts = [len(sample.prompt_ids) for sample in samples]
+    responses = [len(sample.response_ids) for sample in samples]
     begin, end = max(prompts, default=0), max(responses, default=0)
     lengths = [before + after for before, after in zip(prompts, responses, strict=True)]
     spans = Spans(lengths, [begin - before for before in prompts], begin + max(end, slots))
-    ids = [token for one in samples for token in (*one.prompt_ids, *one.response_ids)]
+    ids = [token for sample in samples for token in (*sample.prompt_ids, *sample.response_ids)]
     return torch.tensor(ids, dtype=torch.int64), spans, begin
 
 
@@ -107,19 +124,19 @@ MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_th
 
 
 def media_of_rows(
-    rows: Sequence[Sequence[int]], masks: Sequence[torch.Tensor], given: Mapping[str, torch.Tensor], config: Any
+    rows: Sequence[Sequence[int]], masks: Sequence[torch.Tensor], media: Mapping[str, torch.Tensor], config: Any
 ) -> list[dict[str, torch.Tensor]]:
     """For each prompt its own media, told by how many placeholders it has; nothing for one that has none.
 
     rows: each prompt's ids, placeholders expanded; masks: where they lie in rows of the given by-token entries.
     """
-    found: list[dict[str, torch.Tensor]] = [{} for _ in rows]
-    known = placeholders(config)
-    for what, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-        values, grid = given.get(pixels), given.get(f"{what}_grid_thw")
+    row_media: list[dict[str, torch.Tensor]] = [{} for _ in rows]
+    placeholder_ids = placeholders(config)
+    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        values, grid = media.get(pixels), media.get(f"{kind}_grid_thw")
         if values is None:
             continue
-        counts = [list(row).count(known[what]) if what in known else 0 for row in rows]
+        counts = [list(row).count(placeholder_ids[kind]) if kind in placeholder_ids else 0 for row in rows]
         if grid is None:
             count, patches = len(values), [1] * len(values)
             sizes = [sum(counts) // count] * count if count else []
@@ -128,27 +145,27 @@ def media_of_rows(
             merge = int(getattr(config.vision_config, "spatial_merge_size", 1)) ** 2
             sizes = [size // merge for size in patches]
         at = row_start = 0
-        for made, count in zip(found, counts, strict=True):
+        for tensors, count in zip(row_media, counts, strict=True):
             first, left = at, count
             while left > 0 and at < len(sizes):
                 left -= sizes[at]
                 at += 1
             if left:
-                raise ValueError(f"{pixels}: got {len(sizes)}, expected as many {what}s as the prompts' placeholders")
+                raise ValueError(f"{pixels}: got {len(sizes)}, expected as many {kind}s as the prompts' placeholders")
             if at > first:
                 rows_here = sum(patches[first:at])
-                made[pixels] = values[row_start : row_start + rows_here]
+                tensors[pixels] = values[row_start : row_start + rows_here]
                 row_start += rows_here
                 if grid is not None:
-                    made[f"{what}_grid_thw"] = grid[first:at]
+                    tensors[f"{kind}_grid_thw"] = grid[first:at]
         if at != len(sizes):
-            raise ValueError(f"{pixels}: got {len(sizes)}, expected {at}, as many {what}s as the prompts' placeholders")
+            raise ValueError(f"{pixels}: got {len(sizes)}, expected {at}, as many {kind}s as the prompts' placeholders")
     for name in BY_TOKEN:
-        if given.get(name) is not None:
-            for made, mask, kinds in zip(found, masks, given[name], strict=True):
-                if made:
-                    made[name] = kinds[mask.to(kinds.device)][None]
-    return found
+        if media.get(name) is not None:
+            for tensors, mask, kinds in zip(row_media, masks, media[name], strict=True):
+                if tensors:
+                    tensors[name] = kinds[mask.to(kinds.device)][None]
+    return row_media
 
 
 def sampling_of(options: dict[str, Any], prompt_width: int, suppress: tuple[int, ...]) -> Sampling:
@@ -166,32 +183,36 @@ def sampling_of(options: dict[str, Any], prompt_width: int, suppress: tuple[int,
         ...
     ValueError: generate: option 'top_kk' is not known; did you mean 'top_k'? (n, max_tokens, min_tokens, temperature, top_p, top_k, min_p, first_temperature, stop, stop_token_ids, include_stop, ignore_eos, seed, suppress, max_prompt_tokens, prompt_overflow, logprobs, extra, max_new_tokens, min_new_tokens, stop_strings, max_length, num_return_sequences, do_sample, eos_token_id, suppress_tokens)
     """  # noqa: E501
-    given = dict(options)
+    arguments = dict(options)
     for name, fine in _HARMLESS.items():
-        if name in given:
-            value = given.pop(name)
+        if name in arguments:
+            value = arguments.pop(name)
             if fine is not None and value not in fine:
                 raise ValueError(f"{name}: got {value!r}, expected {fine[0]!r} or nothing: there is no such thing here")
-    known = [*Sampling.__dataclass_fields__, *ALIASES]
-    known += ["max_length", "num_return_sequences", "do_sample", "eos_token_id", "suppress_tokens"]
-    for name in given:
-        if name not in known:
-            raise ValueError(f"generate: option {name!r} is not known{suggest(name, known)}")
-    given = {name: value for name, value in given.items() if value is not None}
-    if given.pop("do_sample", True) is False:
-        given["temperature"] = 0.0
-    if "max_length" in given:
-        room = check_int("max_length", given.pop("max_length"), prompt_width + 1) - prompt_width
-        given.setdefault("max_new_tokens", room)
-    if "num_return_sequences" in given:
-        given["n"] = given.pop("num_return_sequences")
-    if "eos_token_id" in given:
-        ends = _ids(given.pop("eos_token_id"), "eos_token_id")
-        given["stop_token_ids"] = [*ends, *_ids(given.get("stop_token_ids"), "stop_token_ids")]
-        given.setdefault("ignore_eos", True)  # these, and not the model's own
-    banned = [*suppress, *_ids(given.pop("suppress_tokens", None), "suppress_tokens"), *given.get("suppress", ())]
-    given["suppress"] = list(dict.fromkeys(banned))
-    return Sampling.of(given)
+    names = [*Sampling.__dataclass_fields__, *ALIASES]
+    names += ["max_length", "num_return_sequences", "do_sample", "eos_token_id", "suppress_tokens"]
+    for name in arguments:
+        if name not in names:
+            raise ValueError(f"generate: option {name!r} is not known{suggest(name, names)}")
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    if arguments.pop("do_sample", True) is False:
+        arguments["temperature"] = 0.0
+    if "max_length" in arguments:
+        room = check_int("max_length", arguments.pop("max_length"), prompt_width + 1) - prompt_width
+        arguments.setdefault("max_new_tokens", room)
+    if "num_return_sequences" in arguments:
+        arguments["n"] = arguments.pop("num_return_sequences")
+    if "eos_token_id" in arguments:
+        ends = _ids(arguments.pop("eos_token_id"), "eos_token_id")
+        arguments["stop_token_ids"] = [*ends, *_ids(arguments.get("stop_token_ids"), "stop_token_ids")]
+        arguments.setdefault("ignore_eos", True)  # these, and not the model's own
+    banned = [
+        *suppress,
+        *_ids(arguments.pop("suppress_tokens", None), "suppress_tokens"),
+        *arguments.get("suppress", ()),
+    ]
+    arguments["suppress"] = list(dict.fromkeys(banned))
+    return Sampling.of(arguments)
 
 
 class Actor(NativeActor):
@@ -234,3 +255,165 @@ class Actor(NativeActor):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Masks of generated rows; see `rollbook.compat.lightrft.models.process_sequences`."""
         return process_sequences(sequences, input_len, eos_token_id, pad_token_id)
+
+
+# --- models over LightRFT's batches ---------------------------------------------------------------------------------
+
+
+def is_native(model: object) -> bool:
+    """Return whether a model is one of `rollbook.models`, which run over whole rollouts."""
+    return hasattr(type(model), "token_stats") or hasattr(type(model), "token_values")
+
+
+def call_model(model: Callable[..., Any], batch: ExperienceBatch) -> torch.Tensor | Rows:
+    """Call a model with LightRFT's arguments: `model(sequences, num_actions, attention_mask)`.
+
+    Args:
+        model: Returns a tensor (B, A), or a tuple that begins with one; of a packed batch (1, slots).
+        batch: The batch, in either layout.
+
+    Returns:
+        (B, A), or `Rows` of a packed batch.
+    """
+    media = media_inputs(batch)
+    if batch.layout == "packed":
+        lengths = batch.cu_seqlens.diff().tolist()
+        numbers = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths))
+        tokens = batch.sequences.values.unsqueeze(0)
+        actions = batch.action_cu_seqlens.diff().tolist()
+        answer = model(tokens, actions, numbers.unsqueeze(0).to(tokens.device), packed_seq_lens=lengths, **media)
+    else:
+        answer = model(batch.sequences, int(batch.action_mask.shape[1]), batch.attention_mask, **media)
+    if batch.layout == "padded":
+        return checked_answer(model, answer, tuple(batch.action_mask.shape))
+    return Rows(checked_answer(model, answer, (1, len(batch.action_mask.values)))[0], batch.action_mask.lengths)
+
+
+def checked_answer(model: Callable[..., Any], answer: object, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor of a model's answer, or of the first part of it, if it has the shape."""
+    answer = answer[0] if isinstance(answer, tuple) else answer
+    if not isinstance(answer, torch.Tensor):
+        raise ValueError(f"{type(model).__name__}: got {type(answer).__name__} back, expected a tensor (B, A)")
+    if tuple(answer.shape) != shape:
+        raise ValueError(f"{type(model).__name__}: got shape {list(answer.shape)} back, expected {list(shape)}")
+    return answer
+
+
+def forward_batch(
+    model: Any,
+    batch: ExperienceBatch,
+    outputs: Sequence[str],
+    *,
+    token_budget: int = TOKEN_BUDGET,
+    device: Any = None,
+    stats: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """Compute per-token outputs of a model for every row of a batch, without gradients and without dropout.
+
+    Args:
+        model: An actor, its reference, or a critic.
+        batch: The batch; it stays as it is.
+        outputs: As of `rollbook.models.forward.forward`.
+        token_budget: Tokens of a micro-batch.
+        device: Where results go. `None`: where the batch is.
+        stats: A dict to be filled, as of `rollbook.models.forward.forward`.
+
+    Returns:
+        By name, (B, A) of a padded batch, `Rows` of a packed one.
+    """
+    rows = BatchRows.of(batch)
+    flat = run_micro_batches(
+        model,
+        rows.tokens.lengths,
+        rows.response_lengths,
+        lambda chosen, packed: rows.batch(chosen, packed, model.device),
+        outputs,
+        token_budget=token_budget,
+        stats=stats,
+    )
+    return {name: rows.lay_out(column, device) for name, column in flat.items()}
+
+
+def native_batch(batch: ExperienceBatch) -> Batch:
+    """What a model needs of an `ExperienceBatch`, as `Actor.token_stats` and `Critic.token_values` take it.
+
+    Args:
+        batch: A batch with at least one response-axis field.
+
+    Returns:
+        Tokens and media on the same memory, every response slot in the mask, in the same layout.
+    """
+    slimmed = slim(batch)
+    spans = None if batch.layout == "packed" else _spans(slimmed)
+    tokens, mask = slimmed.sequences, slimmed.action_mask
+    if batch.layout == "packed":
+        tokens = tokens if isinstance(tokens, Rows) else Rows(tokens)
+    attended = None if batch.layout == "packed" else slimmed.attention_mask
+    media = _model_names(divided(slimmed))
+    return Batch(tokens=tokens, action_mask=mask, attention_mask=attended, media=media, spans=spans)
+
+
+def _spans(slimmed: ExperienceBatch) -> tuple[Spans, Spans]:
+    width, slots = widths(checked(slimmed))
+    return spans_of_rows(slimmed.attention_mask, len(slimmed), width, slots, action_starts(slimmed, slots))
+
+
+def _model_names(media: dict[str, list[Any] | None]) -> dict[str, list[Any]]:
+    """Each sample's media by the model's names."""
+    names = {name: BATCH_MEDIA.get(name, name.removeprefix("media.")) for name in media}
+    return {names[name]: parts for name, parts in media.items() if parts is not None}
+
+
+@dataclass(eq=False)
+class BatchRows:
+    """A batch without padding: N rows of tokens, how many of them are responses, and their media."""
+
+    tokens: Ragged
+    response_lengths: Lengths
+    media: dict[str, list[Any]]
+    spans: Spans | None
+    """Where the responses lie in a padded batch; `None` of a packed one."""
+    device: Any
+
+    @classmethod
+    def of(cls, batch: ExperienceBatch) -> BatchRows:
+        """The rows of a batch."""
+        slimmed = slim(batch)
+        spans = _spans(slimmed)[1] if batch.layout == "padded" else None
+        sheet = sheet_of_batch(slimmed)
+        column = sheet.columns["sequences"]
+        device = column.device if isinstance(column, torch.Tensor) else torch.device("cpu")
+        flat = concatenated(column, sheet.tokens) if column is not None else torch.empty(0)
+        tokens = as_column(flat.long(), offsets_of(sheet.tokens))
+        return cls(tokens, sheet.responses, _model_names(sheet.media), spans, device)
+
+    def batch(self, rows: Lengths, packed: bool, device: Any) -> Batch:
+        """Some rows as a model takes them."""
+        tokens = self.tokens.take(rows)
+        media = {name: [parts[i] for i in rows.tolist()] for name, parts in self.media.items()}
+        columns = BatchColumns(tokens.lengths, self.response_lengths[rows], tokens, media=media)
+        return Batch.from_columns(columns, packed=packed, device=device)
+
+    def lay_out(self, flat: torch.Tensor, device: Any) -> Any:
+        """Results of all response slots, row after row, in the batch's layout."""
+        placed = flat.to(self.device if device is None else device)
+        return Rows(placed, self.response_lengths.tolist()) if self.spans is None else self.spans.pad(placed, 0)
+
+
+def slim(batch: ExperienceBatch) -> ExperienceBatch:
+    """The batch with what a model needs alone, sharing its memory."""
+    slots = next((column for _, column in token_fields(batch, "response") if column is not None), None)
+    if slots is None:
+        raise ValueError("batch: no response-axis field is there to say where the responses are")
+    if batch.layout == "packed":
+        lengths = [len(row) for row in slots]
+        device = batch.sequences[0].device if len(batch.sequences) else "cpu"
+        mask: Any = Rows(torch.ones(sum(lengths), dtype=torch.bool, device=device), lengths)
+    else:
+        mask = torch.ones(slots.shape[:2], dtype=torch.bool, device=slots.device)
+    counts = {name: batch.info[name] for name in ("image_num", "video_num") if batch.info and name in batch.info}
+    fields = {name: getattr(batch, name) for name in (*BATCH_MEDIA, "media", "sequences", "attention_mask")}
+    fields |= {"action_mask": mask, "action_starts": batch.action_starts, "info": counts or None}
+    origin = Origin(media_rows=dict(batch.origin.media_rows))
+    origin.absent = {name: rows for name, rows in batch.origin.absent.items() if name in BATCH_MEDIA}
+    return ExperienceBatch.of(fields, origin)

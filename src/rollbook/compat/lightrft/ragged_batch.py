@@ -21,6 +21,7 @@ from rollbook.batch.device import copy_columns, to
 from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, sample_positions, token_types
 from rollbook.compat.lightrft.batch import (
     ExperienceBatch,
+    InfoOrigin,
     Origin,
     check_info,
     info_arrays,
@@ -28,7 +29,6 @@ from rollbook.compat.lightrft.batch import (
     split_info,
     token_fields,
 )
-from rollbook.compat.lightrft.media import divided, joined, sample_list
 from rollbook.core.experience import own
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
 from rollbook.core.ids import EID
@@ -37,6 +37,136 @@ from rollbook.core.rows import NUMPY, Column, Rows, Spans, concatenated, memory
 
 if TYPE_CHECKING:
     from rollbook.core.media import Pool
+
+
+_COUNTED = (
+    ("pixel_values", "image_grid_thws", "image_num"),
+    ("pixel_values_videos", "video_grid_thws", "video_num"),
+)
+"""Fields of pixels and of grids, and the key of `info` that says how many images or videos each sample has."""
+_IN_BATCH = (*BATCH_MEDIA, "media")
+_NO_MEDIA = {name: None for pixels, grids, _ in _COUNTED for name in (grids, pixels)}
+
+
+def divided(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
+    """Each sample's media, by field (other inputs as `media.NAME`): views of the batch's tensors."""
+    if all(getattr(batch, name) is None for name in _IN_BATCH):
+        return dict(_NO_MEDIA)
+    count = len(batch)
+    result: dict[str, list[Any] | None] = {}
+    rows: dict[str, list[int]] = {}
+    for pixels, grids, number in _COUNTED:
+        shapes, data = getattr(batch, grids), getattr(batch, pixels)
+        media_rows = batch.origin.media_rows
+        counts = _counts(batch, number)
+        if isinstance(shapes, torch.Tensor):
+            if shapes.dim() != 2:
+                raise ValueError(f"{grids}: got shape {list(shapes.shape)}, expected two dimensions")
+            alike = [len(shapes) // count] * count if count and len(shapes) in (0, count) else []
+            rows[grids] = list(media_rows.get(grids) or counts or alike)
+            if not rows[grids] and count:
+                raise ValueError(
+                    f"{grids}: got {len(shapes)} rows for {count} samples, expected info[{number!r}] to say how many "
+                    "each sample has"
+                )
+        result[grids] = _divided(grids, shapes, rows.get(grids), count, batch.origin.absent.get(grids), empty=None)
+        if isinstance(data, torch.Tensor):
+            rows[pixels] = list(media_rows.get(pixels) or _pixel_rows(pixels, data, result[grids], counts, count))
+        result[pixels] = _divided(pixels, data, rows.get(pixels), count, batch.origin.absent.get(pixels), empty=0)
+    if not isinstance(batch.media, (dict, type(None))):
+        raise ValueError(f"media: got {type(batch.media).__name__}, expected a dict of lists")
+    for key, tensors in (batch.media or {}).items():
+        result[f"media.{key}"] = sample_list(f"media[{key!r}]", tensors, count)
+    return result
+
+
+def _counts(batch: ExperienceBatch, number: str) -> list[int] | None:
+    """How many images each sample has, if `info` says so."""
+    entry = (batch.info or {}).get(number)
+    if entry is None:
+        return None
+    counts = entry.tolist() if isinstance(entry, (torch.Tensor, np.ndarray)) else entry
+    good = isinstance(counts, (list, tuple)) and len(counts) == len(batch)
+    if not good or not all(isinstance(c, (int, float)) and float(c).is_integer() and c >= 0 for c in counts):
+        raise ValueError(f"info[{number!r}]: got {counts!r}, expected {len(batch)} whole numbers")
+    return [int(c) for c in counts]
+
+
+def _pixel_rows(name: str, data: torch.Tensor, grids: Any, counts: list[int] | None, count: int) -> list[int]:
+    if grids is not None:
+        return [0 if grid is None else int(grid.reshape(-1, grid.shape[-1]).prod(-1).sum()) for grid in grids]
+    if counts and sum(counts) and len(data) % sum(counts) == 0:
+        rows_per_image = len(data) // sum(counts)  # without grids every image has as many rows
+        return [rows_per_image * number for number in counts]
+    if count and len(data) % count == 0:
+        return [len(data) // count] * count
+    raise ValueError(f"{name}: got {len(data)} rows for {count} samples, expected grids that say how many each has")
+
+
+def _divided(name: str, value: Any, rows: list[int] | None, count: int, absent: Any, empty: int | None) -> Any:
+    """Each sample's part: `None` where it is absent, or where it is empty and that is what emptiness means."""
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor):
+        return sample_list(name, value, count)
+    if rows is None or len(rows) != count or sum(rows) != len(value):
+        raise ValueError(f"{name}: got {len(value)} rows, expected {sum(rows or ())}, those of {count} samples")
+    parts: list[Any] = list(torch.split(value, rows))
+    if absent is not None:
+        return [None if i in absent else part for i, part in enumerate(parts)]
+    return [None if empty is None and not len(part) else part for part in parts]
+
+
+def count_media(media: Mapping[str, Any], info: dict[Any, Any], origin: InfoOrigin) -> None:
+    """Put `image_num` and `video_num` [B] into the `info` of samples with grids.
+
+    Samples that did not have them are without them again after a split. What all samples have is left as it is.
+    """
+    for _, grids, number in _COUNTED:
+        parts = media.get(grids)
+        missing = range(len(parts or ())) if number not in info else origin.missing.get((number,), ())
+        if not parts or not missing or not all(isinstance(part, (torch.Tensor, type(None))) for part in parts):
+            continue
+        counts = [0 if part is None else len(part) if part.dim() > 1 else 1 for part in parts]
+        before = list(info[number]) if number in info else [None] * len(parts)
+        origin.missing[number,], origin.originals[number,] = frozenset(missing), (counts, before)
+        info[number] = torch.tensor(counts)
+
+
+def sample_list(name: str, value: Any, count: int) -> list[Any] | None:
+    """An entry for each sample, once there are as many."""
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        raise ValueError(f"{name}: got {type(value).__name__}, expected a list of {count}, an entry for each sample")
+    if len(value) != count:
+        raise ValueError(f"{name}: got {len(value)} entries, expected {count}, one for each sample")
+    return list(value)
+
+
+def joined(name: str, parts: list[Any] | None, origin: Origin) -> torch.Tensor | None:
+    """The samples' media in one tensor, with what is needed to divide it again."""
+    present = [part for part in parts or () if part is not None]
+    if not present or parts is None:
+        return None
+    for i, part in enumerate(parts):
+        if part is not None and not isinstance(part, torch.Tensor):
+            raise ValueError(f"items[{i}].{name}: got {type(part).__name__}, expected a tensor")
+    if "grid" in name:
+        parts = [part.unsqueeze(0) if part is not None and part.dim() == 1 else part for part in parts]
+        present = [part for part in parts if part is not None]
+    for i, part in enumerate(parts):
+        if part is not None and (
+            not part.dim() or part.shape[1:] != present[0].shape[1:] or part.dtype != present[0].dtype
+        ):
+            raise ValueError(
+                f"items[{i}].{name}: got {list(part.shape)} of {part.dtype}, expected (rows, "
+                f"{', '.join(map(str, present[0].shape[1:]))}) of {present[0].dtype}, as others have"
+            )
+    absent = frozenset(i for i, part in enumerate(parts) if part is None)
+    origin.absent[name] = absent
+    origin.media_rows[name] = tuple(0 if part is None else len(part) for part in parts)
+    return torch.cat(present)
 
 
 Lengths = NDArray[np.int64]
@@ -108,8 +238,8 @@ class RaggedBatch:
     @cached_property
     def large(self) -> frozenset[str]:
         """The item's fields that the columns are read by."""
-        held = (name for name, column in self.columns.items() if column is not None)
-        return frozenset("extras" if name.startswith("extras.") else name for name in held)
+        names = (name for name, column in self.columns.items() if column is not None)
+        return frozenset("extras" if name.startswith("extras.") else name for name in names)
 
     @cached_property
     def regular(self) -> bool:
@@ -125,7 +255,7 @@ class RaggedBatch:
             return False
         if not self.columns.keys() <= BATCH_FIELDS.keys():
             return False
-        masks = [name for name, one in BATCH_FIELDS.items() if one.absent]
+        masks = [name for name, batch_field in BATCH_FIELDS.items() if batch_field.absent]
         return all(self.columns.get(name) is not None for name in masks) and all(
             dtype is None or dtype in NUMPY for dtype, _ in self.kinds.values()
         )
@@ -133,8 +263,8 @@ class RaggedBatch:
     @cached_property
     def infos(self) -> tuple[list[Any], Any]:
         """[B] Each sample's `info`, and what is to be remembered of its numbers."""
-        found, kinds = split_info(self.info, len(self), self.origin.info)
-        infos: list[Any] = list(found)
+        split, kinds = split_info(self.info, len(self), self.origin.info)
+        infos: list[Any] = list(split)
         for i in self.origin.absent.get("info", ()):
             infos[i] = infos[i] or None
         return infos, kinds
@@ -188,8 +318,8 @@ class RaggedBatch:
             rows = {key: self.row(key, i) for key in self.columns if key.startswith("extras.")}
             return {key.removeprefix("extras."): row for key, row in rows.items() if row is not None} or None
         if name == "media":
-            found = {key: parts[i] for key, parts in self.media.items() if key.startswith("media.") and parts}
-            return {key.removeprefix("media."): one for key, one in found.items() if one is not None} or None
+            by_name = {key: parts[i] for key, parts in self.media.items() if key.startswith("media.") and parts}
+            return {key.removeprefix("media."): tensor for key, tensor in by_name.items() if tensor is not None} or None
         if name == "action_start":
             return 0
         if name == "implied":
@@ -258,12 +388,12 @@ class PaddedRaggedBatch(RaggedBatch):
     ) -> PaddedRaggedBatch:
         """The rows of padded fields, (B, width, ...), which `bare` has without padding: `spans` say where, as those of
         `spans_of_rows` do."""
-        tokens, responses = (np.full(len(bare), one.width, dtype=np.int64) for one in spans)
+        tokens, responses = (np.full(len(bare), axis_spans.width, dtype=np.int64) for axis_spans in spans)
         wide = cls(tokens, responses, origin, values, bare.info, bare.lists, bare.media, bare.device)
         wide.bare, wide.spans, wide.starts = bare, spans, starts
-        held = {name: value for name, value in values.items() if value is not None}
-        wide.versions = {name: _version(value) for name, value in held.items()}
-        wide.edges = {name: _edges(value) for name, value in held.items()}
+        columns = {name: value for name, value in values.items() if value is not None}
+        wide.versions = {name: _version(value) for name, value in columns.items()}
+        wide.edges = {name: _edges(value) for name, value in columns.items()}
         return wide
 
     def view(self, name: str, i: int) -> torch.Tensor | None:
@@ -347,7 +477,9 @@ def sheet_of_batch(batch: ExperienceBatch, in_one: bool = False) -> RaggedBatch:
 def unpadded(batch: ExperienceBatch, values: dict[str, Any], in_one: bool) -> tuple[RaggedBatch, tuple[Spans, Spans]]:
     """The sheet of a padded batch with the fields `values`, and where its tokens and response slots lie there."""
     width = int(values["sequences"].shape[1])
-    slots = next((int(one.shape[1]) for name, one in values.items() if one is not None and not on_tokens(name)), 0)
+    slots = next(
+        (int(column.shape[1]) for name, column in values.items() if column is not None and not on_tokens(name)), 0
+    )
     starts = action_starts(batch, slots)
     lying, acting = spans_of_rows(batch.attention_mask, len(batch), width, slots, starts, look_solid=True)
     sheet = whole_sheet(batch, lying.lengths, acting.lengths)
@@ -487,25 +619,25 @@ def _check_dims(where: str, value: torch.Tensor, dims: int, name: str) -> None:
 
 def widths(values: dict[str, Any]) -> tuple[int, int]:
     """How many columns the two axes of a padded batch have: S and A."""
-    found: dict[bool, tuple[str, int]] = {}
+    first_columns: dict[bool, tuple[str, int]] = {}
     for name, value in values.items():
         if value is not None:
-            first, width = found.setdefault(on_tokens(name), (name, value.shape[1]))
+            first, width = first_columns.setdefault(on_tokens(name), (name, value.shape[1]))
             if value.shape[1] != width:
                 raise ValueError(f"{name}: got {value.shape[1]} columns, expected {width}, as {first} has")
-    name, slots = found.get(False, ("", 0))
-    if slots > found[True][1]:
-        raise ValueError(f"{name}: got {slots} columns, expected at most {found[True][1]}, as sequences has")
-    return found[True][1], slots
+    name, slots = first_columns.get(False, ("", 0))
+    if slots > first_columns[True][1]:
+        raise ValueError(f"{name}: got {slots} columns, expected at most {first_columns[True][1]}, as sequences has")
+    return first_columns[True][1], slots
 
 
 def action_starts(batch: ExperienceBatch, slots: int) -> Lengths:
     """[B] The first slot that is a row's own, checked."""
-    given = batch.action_starts
+    slots_before = batch.action_starts
     count = len(batch)
-    if given is None:
+    if slots_before is None:
         return np.zeros(count, dtype=np.int64)
-    starts = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given)
+    starts = np.asarray(slots_before.cpu() if isinstance(slots_before, torch.Tensor) else slots_before)
     if starts.dtype.kind not in "iu" or starts.shape != (count,) or (starts < 0).any() or (starts > slots).any():
         raise ValueError(f"action_starts: got {starts.tolist()}, expected {count} whole numbers from 0 to {slots}")
     return starts.astype(np.int64)
@@ -564,11 +696,13 @@ def _any_attended(mask: torch.Tensor) -> torch.Tensor:
 def _packed_lengths(batch: ExperienceBatch, values: dict[str, Any]) -> tuple[Lengths, Lengths]:
     lengths = [np.full(len(batch), -1, dtype=np.int64) for _ in range(2)]
     for name, value in values.items():
-        known = lengths[on_tokens(name)]
+        row_lengths = lengths[on_tokens(name)]
         for i, row in enumerate(value or ()):
-            if known[i] >= 0 and len(row) != known[i]:
-                raise ValueError(f"{name}[{i}]: got {len(row)} entries, expected {known[i]}, as its other fields have")
-            known[i] = len(row)
+            if row_lengths[i] >= 0 and len(row) != row_lengths[i]:
+                raise ValueError(
+                    f"{name}[{i}]: got {len(row)} entries, expected {row_lengths[i]}, as its other fields have"
+                )
+            row_lengths[i] = len(row)
     tokens, responses = lengths[1], np.maximum(lengths[0], 0)
     for i in np.flatnonzero(responses > tokens).tolist():
         raise ValueError(f"sample {i}: got {responses[i]} response slots, expected at most its {tokens[i]} tokens")
@@ -662,13 +796,13 @@ def padded(sheet: RaggedBatch, pad_token_id: int = 0, layout: str = "left") -> E
         tokens = Spans(sheet.tokens, longest - prompts, longest + slots)
         responses = Spans(sheet.responses, np.zeros_like(sheet.responses), slots)
 
-    for name, one in BATCH_FIELDS.items():
+    for name, batch_field in BATCH_FIELDS.items():
         spans = tokens if on_tokens(name) else responses
-        if one.absent and sheet.columns.get(name) is None and not spans.full:
+        if batch_field.absent and sheet.columns.get(name) is None and not spans.full:
             # No mask says that everything counts; now padding must be told from that.
             sheet.origin.absent[name] = frozenset(range(len(sheet)))
             dtype = torch.int64 if on_tokens(name) else torch.bool
-            sheet.columns[name] = constant(one.absent, int(spans.lengths.sum()), dtype, sheet.device)
+            sheet.columns[name] = constant(batch_field.absent, int(spans.lengths.sum()), dtype, sheet.device)
 
     def matrix(name: str, column: Column) -> torch.Tensor:
         source = name.removeprefix("extras.")
@@ -687,26 +821,26 @@ def check_layout(layout: str) -> None:
 
 
 def _batch(sheet: RaggedBatch, lay_out: Callable[[str, Column], Any], starts: torch.Tensor | None) -> ExperienceBatch:
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     extras: dict[str, Any] = {}
     for name, column in sheet.columns.items():
         value = None if column is None else lay_out(name, column)
         if name.startswith("extras."):
             extras[name.removeprefix("extras.")] = value
         else:
-            given[name] = value
+            fields[name] = value
     origin = Origin(dict(sheet.origin.absent), dict(sheet.origin.dtypes), {}, sheet.origin.info)
     media: dict[str, Any] = {}
     for name, parts in sheet.media.items():
         if name.startswith("media."):
             media[name.removeprefix("media.")] = parts and [own(part, tensors=True) for part in parts]
         else:
-            given[name] = joined(name, parts, origin)
+            fields[name] = joined(name, parts, origin)
     if starts is not None:
         starts = starts.to(sheet.device)
-    given |= sheet.lists
-    given |= {"info": sheet.info, "media": media or None, "extras": extras or None}
-    return ExperienceBatch.of({**given, "action_starts": starts}, origin)
+    fields |= sheet.lists
+    fields |= {"info": sheet.info, "media": media or None, "extras": extras or None}
+    return ExperienceBatch.of({**fields, "action_starts": starts}, origin)
 
 
 def media_inputs(batch: ExperienceBatch, config: Any = None) -> dict[str, torch.Tensor]:
@@ -742,14 +876,14 @@ def media_inputs(batch: ExperienceBatch, config: Any = None) -> dict[str, torch.
 def _by_token(batch: ExperienceBatch, key: str, parts: list[Any], model: torch.Tensor) -> torch.Tensor:
     places = _places(batch)
     shape = batch.sequences.shape if batch.layout == "padded" else (1, sum(len(row) for row in batch.sequences))
-    made = model.new_zeros(shape)
+    matrix = model.new_zeros(shape)
     for i, ((row, start, length), part) in enumerate(zip(places, parts, strict=True)):
         if part is not None:
             entries = part.reshape(-1)
             if len(entries) > length:
                 raise ValueError(f"media[{key!r}][{i}]: got {len(entries)} entries, expected at most {length} tokens")
-            made[row, start : start + len(entries)] = entries
-    return made
+            matrix[row, start : start + len(entries)] = entries
+    return matrix
 
 
 def _places(batch: ExperienceBatch) -> list[tuple[int, int, int]]:
@@ -782,9 +916,9 @@ def rope_positions(batch: ExperienceBatch, get_rope_index: Callable[..., Any], c
     for i, place in enumerate(_places(batch)):
         row, start, length = place
         sample = {key: parts[i] for key, name in names.items() if (parts := media[name]) and parts[i] is not None}
-        found = sample_positions(_tokens(batch, i, place), sample, get_rope_index, config)
+        spatial = sample_positions(_tokens(batch, i, place), sample, get_rope_index, config)
         positions[0, row, start : start + length] = torch.arange(length, device=positions.device)
-        positions[1:, row, start : start + length] = found
+        positions[1:, row, start : start + length] = spatial
     return positions
 
 
@@ -794,10 +928,10 @@ def estimator_inputs(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
     inner = info.get("info") or {}
 
     def ids() -> list[EID]:
-        known = [eid for eid in batch.ids or () if eid is not None]
-        if len(known) != len(batch):
+        eids = [eid for eid in batch.ids or () if eid is not None]
+        if len(eids) != len(batch):
             raise ValueError("batch: got rows without ids, expected an id for each, to group by")
-        return [eid if isinstance(eid, EID) else EID.parse(eid) for eid in known]
+        return [eid if isinstance(eid, EID) else EID.parse(eid) for eid in eids]
 
     def whole(name: str, value: Any) -> Any:
         """A field that every row has, or none; rows that lack it read as padding, and are no data."""
@@ -808,13 +942,13 @@ def estimator_inputs(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
 
     def rewards() -> Any:
         """As `row_rewards` of the records."""
-        known, token_rewards = info.get("reward"), extras.get("token_level_reward")
-        known = [None] * len(batch) if known is None else known
-        if token_rewards is None or isinstance(known, torch.Tensor):
-            return known
+        row_rewards, token_rewards = info.get("reward"), extras.get("token_level_reward")
+        row_rewards = [None] * len(batch) if row_rewards is None else row_rewards
+        if token_rewards is None or isinstance(row_rewards, torch.Tensor):
+            return row_rewards
         absent = batch.origin.absent.get("extras.token_level_reward", ())
         sums = [None if i in absent else float(row.double().sum()) for i, row in enumerate(token_rewards)]
-        return [total if reward is None else reward for reward, total in zip(known, sums, strict=True)]
+        return [total if reward is None else reward for reward, total in zip(row_rewards, sums, strict=True)]
 
     makers: dict[str, Callable[[], Any]] = {
         "rewards": rewards,

@@ -31,7 +31,6 @@ from rollbook.compat.lightrft.batch import (
     peek,
     pick_info,
 )
-from rollbook.compat.lightrft.media import count_media
 from rollbook.compat.lightrft.ragged_batch import (
     SAMPLE_LISTS,
     Lengths,
@@ -41,6 +40,7 @@ from rollbook.compat.lightrft.ragged_batch import (
     check_layout,
     checked,
     constant,
+    count_media,
     edges,
     on_tokens,
     own_entry,
@@ -78,7 +78,8 @@ def sheet_of_items(items: Sequence[Any]) -> RaggedBatch:
     # Rows that nobody touched since their sheet was made are taken from its columns.
     sources = [state.get("_source") for state in states]
     first = sources[0]
-    single = first[0] if first is not None and all(one is not None and one[0] is first[0] for one in sources) else None
+    is_single = first is not None and all(source is not None and source[0] is first[0] for source in sources)
+    single = first[0] if is_single else None
     if single is not None and single.info_arrays is not None and not touched & {"info", "info_kinds"}:
         sheet.info = pick_info(single.info_arrays, np.array([row for _, row in sources]))
     else:
@@ -95,8 +96,8 @@ def sheet_of_items(items: Sequence[Any]) -> RaggedBatch:
             sheet.media[name] = _listed(values(name))
     if single is None or "media" in touched or any(name.startswith("media.") for name in single.media):
         media = values("media")
-        for key in dict.fromkeys(key for one in media for key in one or ()):
-            sheet.media[f"media.{key}"] = [(one or {}).get(key) for one in media]
+        for key in dict.fromkeys(key for source in media for key in source or ()):
+            sheet.media[f"media.{key}"] = [(source or {}).get(key) for source in media]
     if sheet.info is not None:
         count_media(sheet.media, sheet.info, sheet.origin.info)
     return sheet
@@ -130,21 +131,23 @@ def drawn(items: Sequence[Any], pad_token_id: int, packing_samples: bool = False
         return None
     sheets = {id(sheet): sheet for sheet, _ in sources}
     first = sources[0][0]
-    if type(pad_token_id) is not int or not all(one.plain and one.kinds == first.kinds for one in sheets.values()):
+    if type(pad_token_id) is not int or not all(
+        sheet.plain and sheet.kinds == first.kinds for sheet in sheets.values()
+    ):
         return None
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     origin = Origin()
     if len(sheets) == 1 and first.info_arrays is not None:
-        given["info"] = pick_info(first.info_arrays, np.array([i for _, i in sources]))
+        fields["info"] = pick_info(first.info_arrays, np.array([i for _, i in sources]))
     else:
         infos = [sheet.infos[0][i] for sheet, i in sources]
-        given["info"], origin.info = collate_info(infos, [sheet.value("info_kinds", i) for sheet, i in sources])
+        fields["info"], origin.info = collate_info(infos, [sheet.value("info_kinds", i) for sheet, i in sources])
     if any(sheet.listed for sheet in sheets.values()):
         for name, item_name in SAMPLE_LISTS.items():
-            given[name] = _listed([sheet.value(item_name, i) for sheet, i in sources])
+            fields[name] = _listed([sheet.value(item_name, i) for sheet, i in sources])
     if packing_samples:
-        given |= _drawn_rows(sources, single=len(sheets) == 1)
-        return ExperienceBatch.of(given, origin)
+        fields |= _drawn_rows(sources, single=len(sheets) == 1)
+        return ExperienceBatch.of(fields, origin)
     places = []
     for axis in (0, 1):
         bounds = [(sheet.bounds[axis][i], sheet.bounds[axis][i + 1]) for sheet, i in sources]
@@ -168,11 +171,11 @@ def drawn(items: Sequence[Any], pad_token_id: int, packing_samples: bool = False
         else:
             for (sheet, _), (into, out_of) in zip(sources, moves, strict=True):
                 flat[into] = sheet.arrays[name][out_of]
-        given[name] = matrix
+        fields[name] = matrix
     width = places[0][0]
     starts = [width - out_of.stop + out_of.start for _, out_of in places[0][1]]
-    given["action_starts"] = torch.from_numpy(np.array(starts)) if any(starts) else None
-    return ExperienceBatch.of(given, origin)
+    fields["action_starts"] = torch.from_numpy(np.array(starts)) if any(starts) else None
+    return ExperienceBatch.of(fields, origin)
 
 
 class _Apart(NamedTuple):
@@ -247,13 +250,13 @@ def batch_of_apart(items: Sequence[Any], pad_token_id: int, packing_samples: boo
     states = apart.states
     if packing_samples and not all(mask.size and mask[0] and mask[-1] for mask in apart.arrays["attention_mask"]):
         return None  # padding that is not to be packed
-    given: dict[str, Any] = {**_sample_lists(states)}
+    fields: dict[str, Any] = {**_sample_lists(states)}
     origin = Origin()
-    given["info"], origin.info = _collated(states)
+    fields["info"], origin.info = _collated(states)
     if packing_samples:
         for name, rows in apart.arrays.items():
-            given[name] = Rows(_joined(rows, apart.dtypes[name]), apart.lengths[on_tokens(name)])
-        return ExperienceBatch.of(given, origin)
+            fields[name] = Rows(_joined(rows, apart.dtypes[name]), apart.lengths[on_tokens(name)])
+        return ExperienceBatch.of(fields, origin)
     width = [max(lengths) for lengths in apart.lengths]
     ends = [
         [slice(end * size - n, end * size) for end, n in enumerate(lengths, 1)]
@@ -264,13 +267,13 @@ def batch_of_apart(items: Sequence[Any], pad_token_id: int, packing_samples: boo
         fill = pad_token_id if name == "sequences" else 0
         if fill:
             check_fill(fill, dtype)
-        given[name] = matrix = blank((len(states), width[axis]), dtype, fill)
+        fields[name] = matrix = blank((len(states), width[axis]), dtype, fill)
         flat = matrix.numpy().reshape(-1)
         for place, row in zip(ends[axis], rows, strict=True):
             flat[place] = row
     starts = [width[0] - n for n in apart.lengths[0]]
-    given["action_starts"] = torch.from_numpy(np.array(starts)) if any(starts) else None
-    return ExperienceBatch.of(given, origin)
+    fields["action_starts"] = torch.from_numpy(np.array(starts)) if any(starts) else None
+    return ExperienceBatch.of(fields, origin)
 
 
 def _joined(rows: list[NDArray[Any]], dtype: torch.dtype) -> torch.Tensor:
@@ -311,12 +314,12 @@ def _lying(states: list[dict[str, Any]], touched: set[str]) -> RaggedBatch | Non
     sources: list[Any] = [state.get("_source") for state in states]
     if "extras" in touched or None in sources:
         return None
-    sheets = {id(one): one for one, _ in sources}
+    sheets = {id(sheet): sheet for sheet, _ in sources}
     first = next(iter(sheets.values()))
-    if not all(one.regular and one.kinds == first.kinds for one in sheets.values()):
+    if not all(sheet.regular and sheet.kinds == first.kinds for sheet in sheets.values()):
         return None
-    starts = [[one.bounds[axis][i] for one, i in sources] for axis in (0, 1)]
-    stops = [[one.bounds[axis][i + 1] for one, i in sources] for axis in (0, 1)]
+    starts = [[sheet.bounds[axis][i] for sheet, i in sources] for axis in (0, 1)]
+    stops = [[sheet.bounds[axis][i + 1] for sheet, i in sources] for axis in (0, 1)]
     responses, tokens = (np.array(stops[axis]) - np.array(starts[axis]) for axis in (0, 1))
     sheet = RaggedBatch(tokens, responses, Origin())
     for name, (dtype, trailing) in first.kinds.items():
@@ -324,7 +327,7 @@ def _lying(states: list[dict[str, Any]], touched: set[str]) -> RaggedBatch | Non
             sheet.columns[name] = None
         elif name not in touched:
             axis = on_tokens(name)
-            arrays = repeat(first.arrays[name]) if len(sheets) == 1 else [one.arrays[name] for one, _ in sources]
+            arrays = repeat(first.arrays[name]) if len(sheets) == 1 else [sheet.arrays[name] for sheet, _ in sources]
             sheet.columns[name] = Segments(arrays, starts[axis], stops[axis], dtype, trailing)
         else:
             rows = [peek(state, name) for state in states]
@@ -344,16 +347,16 @@ def _gathered(states: list[dict[str, Any]]) -> RaggedBatch:
     else:
         rows = {name: [state.get(name) for state in states] for name in BATCH_FIELDS}
     extras = [peek(state, "extras") for state in states]
-    for name in dict.fromkeys(name for one in extras for name in one or ()):
-        rows[f"extras.{name}"] = [(one or {}).get(name) for one in extras]
+    for name in dict.fromkeys(name for entries in extras for name in entries or ()):
+        rows[f"extras.{name}"] = [(entries or {}).get(name) for entries in extras]
     for i, row in enumerate(rows["sequences"]):
         if row is None:
             raise ValueError(f"items[{i}].sequences: got None, expected token ids")
-    known: list[list[int] | None] = [None, None]
-    for name, found in rows.items():
+    lengths: list[list[int] | None] = [None, None]
+    for name, column in rows.items():
         axis = on_tokens(name)
-        known[axis] = _measured(name, found, known[axis])
-    tokens, responses = (np.array(known[axis] or [-1] * len(states), dtype=np.int64) for axis in (1, 0))
+        lengths[axis] = _measured(name, column, lengths[axis])
+    tokens, responses = (np.array(lengths[axis] or [-1] * len(states), dtype=np.int64) for axis in (1, 0))
     sheet = RaggedBatch(tokens, np.maximum(responses, 0), Origin())
     over = np.flatnonzero(sheet.responses > sheet.tokens)
     if over.size:
@@ -361,8 +364,8 @@ def _gathered(states: list[dict[str, Any]]) -> RaggedBatch:
         raise ValueError(f"items[{i}]: got {sheet.responses[i]} response slots, expected at most {sheet.tokens[i]}")
     device = rows["sequences"][0].device if states else "cpu"
     sheet.device = device
-    for name, found in rows.items():
-        sheet.columns[name] = column_of(name, found, sheet)
+    for name, column in rows.items():
+        sheet.columns[name] = column_of(name, column, sheet)
     for i, state in enumerate(states):
         for name in peek(state, "implied"):
             sheet.origin.absent[name] = sheet.origin.absent.get(name, frozenset()) | {i}
@@ -407,26 +410,26 @@ def whole_sheets(items: Sequence[BufferItem], *names: str) -> list[RaggedBatch] 
     return sheets
 
 
-def _measured(name: str, rows: list[Any], known: list[int] | None) -> list[int] | None:
+def _measured(name: str, rows: list[Any], axis_lengths: list[int] | None) -> list[int] | None:
     """The rows' lengths (-1 where nothing is known yet), held to those that other fields of the axis have."""
     try:
         if set(map(torch.Tensor.dim, rows)) == {1}:
             lengths = list(map(torch.Tensor.numel, rows))
-            if known is None or lengths == known:
+            if axis_lengths is None or lengths == axis_lengths:
                 return lengths
     except TypeError:
         pass  # some are absent, or no tensors
-    known = known or [-1] * len(rows)
+    lengths = axis_lengths or [-1] * len(rows)
     for i, row in enumerate(rows):
         if row is None:
             continue
         _check_row(name, i, row)
-        if known[i] >= 0 and known[i] != len(row):
+        if lengths[i] >= 0 and lengths[i] != len(row):
             raise ValueError(
-                f"items[{i}].{name}: got {len(row)} entries, expected {known[i]}, as its other fields have"
+                f"items[{i}].{name}: got {len(row)} entries, expected {lengths[i]}, as its other fields have"
             )
-        known[i] = len(row)
-    return known
+        lengths[i] = len(row)
+    return lengths
 
 
 def _check_row(name: str, i: int, row: Any) -> None:
@@ -476,17 +479,17 @@ def column_of(name: str, rows: list[Any], sheet: RaggedBatch) -> Column | None:
 
 def without_padding(items: Sequence[Any]) -> list[BufferItem]:
     """New items: what is attended of the tokens, and the response slots that speak of it."""
-    given, bare = list(items), list[BufferItem]()
-    for i, item in enumerate(given):
+    listed, bare = list(items), list[BufferItem]()
+    for i, item in enumerate(listed):
         new = _already_bare(i, item)
         if new is None:
             break
         bare.append(new)
     else:
         return bare
-    if not bare and (narrowed := _narrowed_apart(given)) is not None:
+    if not bare and (narrowed := _narrowed_apart(listed)) is not None:
         return narrowed
-    sheet = _narrowed(sheet_of_items(given), [peek(item.__dict__, "action_start") for item in given])
+    sheet = _narrowed(sheet_of_items(listed), [peek(item.__dict__, "action_start") for item in listed])
     sheet.keep_media(SHARED)
     return [BufferItem.of(sheet, i) for i in range(len(sheet))]
 
@@ -565,7 +568,7 @@ def _already_bare(i: int, item: Any) -> BufferItem | None:
     for name in state.keys() - {"_source"}:
         value = state[name]
         if name == "media":
-            new.media = value and {key: SHARED.keep(one) for key, one in value.items()}
+            new.media = value and {key: SHARED.keep(tensor) for key, tensor in value.items()}
         else:
             setattr(new, name, SHARED.keep(value) if name in _MEDIA else own_entry(name, value))
     return new
@@ -671,52 +674,52 @@ def padded_items_of_batch(batch: ExperienceBatch, pool: Pool) -> list[BufferItem
 
 def sheet_of_experiences(experiences: Any) -> RaggedBatch:
     """The sheet of records, from their columns."""
-    many = mask_unpredicted(as_experiences(experiences))
-    count = len(many)
-    tokens, responses = token_counts(many)
+    records = mask_unpredicted(as_experiences(experiences))
+    count = len(records)
+    tokens, responses = token_counts(records)
     sheet = RaggedBatch(tokens, responses, Origin(), long_tokens=True)
     used = set()
     for batch_field in BATCH_FIELDS.values():
         sources = [name for name in (*batch_field.sources, batch_field.name) if name in FIELDS]
-        source = next((name for name in sources if _everywhere(many, name)), sources[-1] if sources else None)
+        source = next((name for name in sources if _everywhere(records, name)), sources[-1] if sources else None)
         if source is not None:
-            sheet.columns[batch_field.name] = _record_column(many, source, batch_field.name, sheet)
+            sheet.columns[batch_field.name] = _record_column(records, source, batch_field.name, sheet)
             used.add(source)
         else:
             sheet.columns[batch_field.name] = None
-    for name, one in FIELDS.items():
-        if one.kind == "tensor" and one.axis == "response" and name not in used:
-            column = _record_column(many, name, f"extras.{name}", sheet)
+    for name, record_field in FIELDS.items():
+        if record_field.kind == "tensor" and record_field.axis == "response" and name not in used:
+            column = _record_column(records, name, f"extras.{name}", sheet)
             if column is not None:
                 sheet.columns[f"extras.{name}"] = column
     if not count:
         sheet.columns["sequences"] = torch.empty(0, dtype=getattr(torch, FIELDS["tokens"].dtype))
     sheet.columns["attention_mask"] = constant(1, int(tokens.sum()), torch.int64)
-    sheet.info, sheet.origin.info = _record_info(many, sheet)
-    sheet.lists["ids"] = list(many.eids()) if count else []
-    media = many.values("multi_modal_inputs")
+    sheet.info, sheet.origin.info = _record_info(records, sheet)
+    sheet.lists["ids"] = list(records.eids()) if count else []
+    media = records.values("multi_modal_inputs")
     keys = {key: name for name, key in BATCH_MEDIA.items()}
-    for key in dict.fromkeys(key for one in media for key in one or ()):
-        sheet.media[keys.get(key, f"media.{key}")] = [(one or {}).get(key) for one in media]
+    for key in dict.fromkeys(key for record_field in media for key in record_field or ()):
+        sheet.media[keys.get(key, f"media.{key}")] = [(record_field or {}).get(key) for record_field in media]
     count_media(sheet.media, sheet.info, sheet.origin.info)
     return sheet
 
 
-def _everywhere(many: Experiences, name: str) -> bool:
-    column = many.column(name)
+def _everywhere(records: Experiences, name: str) -> bool:
+    column = records.column(name)
     if isinstance(column, Ragged) and column.valid is None:
         return True
-    return all(value is not None for value in many.values(name))
+    return all(value is not None for value in records.values(name))
 
 
-def _record_column(many: Experiences, source: str, name: str, sheet: RaggedBatch) -> Column | None:
+def _record_column(records: Experiences, source: str, name: str, sheet: RaggedBatch) -> Column | None:
     """A record field's column as it lies, or put together again where rows are absent or of several types."""
-    column = many.column(source)
+    column = records.column(source)
     if isinstance(column, Ragged) and column.valid is None and column.codes is None:
         if not np.array_equal(column.lengths, sheet.lengths(name)):
-            _raise_length(many, source, column.lengths, sheet.lengths(name))
+            _raise_length(records, source, column.lengths, sheet.lengths(name))
         return column
-    values = many.values(source)
+    values = records.values(source)
     if all(value is None for value in values):
         return None
     lengths = sheet.lengths(name)
@@ -724,19 +727,19 @@ def _record_column(many: Experiences, source: str, name: str, sheet: RaggedBatch
         if isinstance(value, int):
             values[i] = torch.full((int(lengths[i]),), value, dtype=getattr(torch, FIELDS[source].dtype))
         elif value is not None and (value.dim() != 1 + FIELDS[source].trailing or len(value) != lengths[i]):
-            _raise_length(many, source, [len(v) if v is not None and v.dim() else 0 for v in values], lengths)
+            _raise_length(records, source, [len(v) if v is not None and v.dim() else 0 for v in values], lengths)
     if name == "sequences":
         values = [value.long() for value in values]
     return column_of(name, values, sheet)
 
 
-def _raise_length(many: Experiences, name: str, got: Any, expected: Lengths) -> None:
-    i = next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)
-    raise ValueError(f"record {i} ({many.eids()[i]}): {name}: got {got[i]} entries, expected {expected[i]}")
+def _raise_length(records: Experiences, name: str, lengths: Any, expected: Lengths) -> None:
+    i = next(i for i, (a, b) in enumerate(zip(lengths, expected, strict=True)) if a != b)
+    raise ValueError(f"record {i} ({records.eids()[i]}): {name}: got {lengths[i]} entries, expected {expected[i]}")
 
 
-def _record_info(many: Experiences, sheet: RaggedBatch) -> tuple[dict[Any, Any], InfoOrigin]:
-    rewards = [{} if reward is None else {"reward": reward} for reward in many.values("reward")]
+def _record_info(records: Experiences, sheet: RaggedBatch) -> tuple[dict[Any, Any], InfoOrigin]:
+    rewards = [{} if reward is None else {"reward": reward} for reward in records.values("reward")]
     info, origin = collate_info(rewards)
     mask = sheet.columns["action_mask"]
     if mask is None:
@@ -749,15 +752,15 @@ def _record_info(many: Experiences, sheet: RaggedBatch) -> tuple[dict[Any, Any],
             counts[some] = np.add.reduceat(ones.view(np.uint8), offsets_of(sheet.responses)[:-1][some], dtype=np.int64)
     info["response_length"] = torch.from_numpy(counts.astype(np.float32))
     info["total_length"] = torch.from_numpy(sheet.tokens.astype(np.float32))
-    for name, one in FIELDS.items():
-        if one.kind == "json" and one.always:
-            values = many.values(name)
+    for name, record_field in FIELDS.items():
+        if record_field.kind == "json" and record_field.always:
+            values = records.values(name)
             if any(values):
-                held, inner = collate_info(values)
-                info[name] = held
+                collated, inner = collate_info(values)
+                info[name] = collated
                 origin.missing |= {(name, *path): rows for path, rows in inner.missing.items()}
-                origin.given |= {(name, *path): pair for path, pair in inner.given.items()}
-    info |= custom_columns(many)
+                origin.originals |= {(name, *path): pair for path, pair in inner.originals.items()}
+    info |= custom_columns(records)
     return info, origin
 
 
@@ -870,23 +873,23 @@ def make_experience_batch(
     >>> batch.sequences.tolist(), batch.action_log_probs.tolist(), batch.info
     ([[9, 7, 8], [4, 5, 6]], [[0.0, -1.0], [-2.0, -3.0]], {'reward': tensor([1., 0.])})
     """
-    given = list(items)
-    if not given:
+    listed = list(items)
+    if not listed:
         raise ValueError("items: got none, expected at least one")
     check_layout(layout)
     if packing_samples or layout == "left":
-        batch = drawn(given, pad_token_id, packing_samples)
+        batch = drawn(listed, pad_token_id, packing_samples)
         if batch is None:
-            batch = batch_of_apart(given, pad_token_id, packing_samples)
+            batch = batch_of_apart(listed, pad_token_id, packing_samples)
         if batch is not None:
             return batch
     if packing_samples or layout != "left":
-        given = list(padding_removed(given))
-    sheet = sheet_of_items(given)
+        listed = list(padding_removed(listed))
+    sheet = sheet_of_items(listed)
     if packing_samples:
         return packed(sheet)
     batch = padded(sheet, pad_token_id, layout)
-    starts = [peek(item.__dict__, "action_start") for item in given]
+    starts = [peek(item.__dict__, "action_start") for item in listed]
     if any(starts):
         # Items that were split with their padding still have it.
         batch.action_starts = torch.tensor(starts) + (0 if batch.action_starts is None else batch.action_starts)

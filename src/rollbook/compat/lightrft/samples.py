@@ -1,4 +1,4 @@
-"""An engine's samples as LightRFT's `Samples`, as a batch to fill in, and as records.
+"""LightRFT's `Samples`, batches of a rollout, and the records that they are made from.
 
 Invariant: tokens are those the engine sampled, none added, none left out; in a padded batch prompts end and responses
 begin at the same column, and slot j of a row speaks of its response's token j.
@@ -6,18 +6,24 @@ begin at the same column, and slot j of a row speaks of its response's token j.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from rollbook.algorithms.inputs import group_id, run_id
 from rollbook.compat.lightrft.batch import ExperienceBatch, Samples, from_experiences
-from rollbook.compat.lightrft.estimation import RolloutBatches
 from rollbook.compat.lightrft.models import end_to_end, sampling_of
-from rollbook.compat.lightrft.ragged_batch import predicted_mask
+from rollbook.compat.lightrft.ragged_batch import action_starts, predicted_mask, spans_of_rows
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
+from rollbook.core.ids import EID
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.ragged import offsets_of
 from rollbook.core.rows import NUMPY, Rows, Spans, memory
 from rollbook.core.sampling import Prompt, Sample, Sampling, as_media
@@ -31,74 +37,83 @@ def prompts_of(
     images: Sequence[Any] | None = None,
     videos: Sequence[Any] | None = None,
 ) -> list[Prompt]:
-    """Prompts, each with its own label, reference and media, whatever the others have. A bare string is one prompt.
+    """Make prompts, each with its own label, reference and media. A bare string is one prompt.
 
-    >>> made = prompts_of(["a", "b"], labels=["x", None], images=[None, ["one.png", "two.png"]])
-    >>> [(prompt.text, prompt.label, prompt.images) for prompt in made]
+    >>> prompts = prompts_of(["a", "b"], labels=["x", None], images=[None, ["one.png", "two.png"]])
+    >>> [(prompt.text, prompt.label, prompt.images) for prompt in prompts]
     [('a', 'x', ()), ('b', None, ('one.png', 'two.png'))]
     """
     if all_prompts is None:
         raise ValueError("all_prompts: got None, expected prompts")
-    given = [all_prompts] if isinstance(all_prompts, (str, Prompt)) else list(all_prompts)
-    if given and isinstance(given[0], Mapping) and "role" in given[0]:
-        given = [given]
-    made = [Prompt.of(one) for one in given]
+    listed = [all_prompts] if isinstance(all_prompts, (str, Prompt)) else list(all_prompts)
+    if listed and isinstance(listed[0], Mapping) and "role" in listed[0]:
+        listed = [listed]
+    prompts = [Prompt.of(prompt) for prompt in listed]
     columns = {"label": labels, "reference": references, "images": images, "videos": videos}
     for name, column in columns.items():
         if column is None:
             continue
-        if isinstance(column, str) or len(column) != len(made):
+        if isinstance(column, str) or len(column) != len(prompts):
             plural = name if name.endswith("s") else f"{name}s"
-            got = repr(column) if isinstance(column, str) else f"{len(column)} entries"
-            raise ValueError(f"all_{plural}: got {got}, expected {len(made)}, one for each prompt")
-        for i, value in enumerate(column):
+            shown = repr(column) if isinstance(column, str) else f"{len(column)} entries"
+            raise ValueError(f"all_{plural}: got {shown}, expected {len(prompts)}, one for each prompt")
+        for i, entry in enumerate(column):
             if name in ("images", "videos"):
-                value = as_media(f"all_{name}[{i}]", value)
-            if value is not None and value != ():
-                made[i] = made[i].replace(**{name: value})
-    return made
+                entry = as_media(f"all_{name}[{i}]", entry)
+            if entry is not None and entry != ():
+                prompts[i] = prompts[i].replace(**{name: entry})
+    return prompts
 
 
-_WORDS = {"include_stop_str_in_output": "include_stop"}
-_NOTHING = ("pad_token_id", "skip_special_tokens", "spaces_between_special_tokens")
-"""What LightRFT's callers say of decoding and padding: tokens are kept as they are, and padded by the tokenizer."""
+_RENAMED = {"include_stop_str_in_output": "include_stop"}
+_IGNORED = ("pad_token_id", "skip_special_tokens", "spaces_between_special_tokens")
+"""Options of decoding and padding: tokens stay as they are, and are padded by the tokenizer."""
 
 
 def maker_sampling(options: Mapping[str, Any], prompt_max_len: int, **defaults: Any) -> Sampling:
-    """`Sampling` from what LightRFT's callers give their maker; see `rollbook.compat.lightrft.models.sampling_of`.
+    """Make `Sampling` from the options of LightRFT's maker; see `rollbook.compat.lightrft.models.sampling_of`.
 
-    >>> given = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "include_stop_str_in_output": False}
-    >>> made = maker_sampling(given, 16, n=4)
-    >>> made.n, made.temperature, made.include_stop
+    >>> options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "include_stop_str_in_output": False}
+    >>> sampling = maker_sampling(options, 16, n=4)
+    >>> sampling.n, sampling.temperature, sampling.include_stop
     (4, 0.0, False)
     """
-    given = {**defaults, **{_WORDS.get(name, name): value for name, value in options.items() if name not in _NOTHING}}
-    return sampling_of(given, prompt_max_len, ())
+    renamed = {_RENAMED.get(name, name): option for name, option in options.items() if name not in _IGNORED}
+    return sampling_of({**defaults, **renamed}, prompt_max_len, ())
 
 
-def samples_of(rollouts: Sequence[Sample], *, pad_token_id: int = 0, packed: bool = False) -> Samples:
-    """An engine's samples as one `Samples`, padded or packed.
+def samples_of(
+    rollouts: Sequence[Sample], *, pad_token_id: int = 0, packed: bool = False, records: Experiences | None = None
+) -> Samples:
+    """Convert an engine's samples to one `Samples`, padded or packed.
+
+    Args:
+        rollouts: The engine's samples.
+        pad_token_id: Fills a padded matrix.
+        packed: Whether to pack.
+        records: The records of the samples; `None`: they are made.
 
     >>> from rollbook.rollout import ScriptedEngine
     >>> engine = ScriptedEngine([[20, 2], [21, 21, 2]])
-    >>> made = samples_of(engine.generate([[57, 58], [57, 58]]), packed=True)
-    >>> made.sequences.tolist(), made.attention_mask.tolist(), made.num_actions.tolist()
+    >>> samples = samples_of(engine.generate([[57, 58], [57, 58]]), packed=True)
+    >>> samples.sequences.tolist(), samples.attention_mask.tolist(), samples.num_actions.tolist()
     ([[57, 58, 20, 2, 57, 58, 21, 21, 2]], [[1, 1, 1, 1, 2, 2, 2, 2, 2]], [2, 3])
     """
     if not rollouts:
         raise ValueError("rollouts: got none, expected at least one sample")
-    # A slot at least: models and losses want a response axis, if only of padding.
+    # At least one slot: models and losses need a response axis, if only of padding.
     tokens, spans, begin = end_to_end(rollouts, slots=1)
-    lengths, responses = torch.from_numpy(spans.lengths), [len(one.response_ids) for one in rollouts]
-    actions = [0 if one.failed else length for one, length in zip(rollouts, responses, strict=True)]
+    lengths, responses = torch.from_numpy(spans.lengths), [len(sample.response_ids) for sample in rollouts]
+    actions = [0 if sample.failed else length for sample, length in zip(rollouts, responses, strict=True)]
     shared: dict[str, Any] = {
         "response_length": torch.tensor(actions, dtype=torch.float32),
         "total_length": lengths.float(),
-        "prompts": [_shown(one) for one in rollouts],
-        "labels": if_any([one.prompt.label for one in rollouts]),
-        "references": if_any([one.prompt.reference for one in rollouts]),
+        "prompts": [_prompt_text(sample) for sample in rollouts],
+        "labels": if_any([sample.prompt.label for sample in rollouts]),
+        "references": if_any([sample.prompt.reference for sample in rollouts]),
         "pad_len": None,
         "rollouts": list(rollouts),
+        "records": Experiences([sample.to_experience() for sample in rollouts]) if records is None else records,
     }
     if packed:
         numbers = torch.repeat_interleave(torch.arange(1, len(rollouts) + 1), lengths)
@@ -121,53 +136,34 @@ def samples_of(rollouts: Sequence[Sample], *, pad_token_id: int = 0, packed: boo
     )
 
 
-def _shown(one: Sample) -> Any:
+def _prompt_text(sample: Sample) -> Any:
     """A prompt as its user wrote it, or as it reads."""
-    prompt = one.prompt
+    prompt = sample.prompt
     if prompt.text is not None:
         return prompt.text
-    if one.prompt_text is not None:
-        return one.prompt_text
+    if sample.prompt_text is not None:
+        return sample.prompt_text
     return prompt.messages if prompt.messages is not None else list(prompt.token_ids or ())
 
 
-def if_any(values: list[Any]) -> list[Any] | None:
-    """A column of `Samples`, unless there is nothing in it."""
-    return None if all(value is None for value in values) else values
+def if_any(entries: list[Any]) -> list[Any] | None:
+    """A column of `Samples`, or `None` if it has no entry."""
+    return None if all(entry is None for entry in entries) else entries
 
 
-def batch_of(samples: Samples, records: Sequence[Experience] | None = None) -> ExperienceBatch:
-    """The batch of `Samples` with nothing computed yet: tokens, masks, labels, and of an engine's samples also ids,
-    media, the engine's log-probs and policy versions (in `extras`), and why each response ended. `records`: those of
-    the engine's samples, if somebody has made them."""
+def batch_of(samples: Samples) -> ExperienceBatch:
+    """Make the batch of samples before any model or reward: tokens, masks, labels.
+
+    Samples of an engine also have ids, media, finish reasons, and in `extras` the engine's log-probs and policy
+    versions.
+    """
     if not isinstance(samples, Samples):
         raise ValueError(f"samples: got {type(samples).__name__}, expected Samples")
     if samples.sequences is None or samples.sequences.dim() != 2:
         raise ValueError("samples.sequences: got no matrix, expected (B, S), or (1, tokens) packed")
     info: dict[str, Any] = dict(zip(("response_length", "total_length"), lengths_of_samples(samples), strict=True))
-    shared: dict[str, Any] = {"labels": samples.labels, "references": samples.references}
-    packs = samples.packed_seq_lens is not None
-    if packs:
-        lengths = torch.as_tensor(samples.packed_seq_lens).tolist()
-        actions = torch.as_tensor(samples.num_actions).reshape(-1).tolist()
-        if len(actions) != len(lengths):
-            raise ValueError(f"samples.num_actions: got {len(actions)} entries, expected {len(lengths)}, one a sample")
-        _check_lengths(lengths, actions, samples.sequences.shape[1])
-        mask = torch.ones(sum(actions), dtype=torch.bool, device=samples.sequences.device)
-        if samples.rollouts is not None:
-            for one, (start, stop) in zip(samples.rollouts, pairwise(offsets_of(actions).tolist()), strict=True):
-                mask[start:stop] = not one.failed
-        sequences: Any = Rows(samples.sequences[0], lengths)
-        action_mask: Any = Rows(mask, actions)
-        attention: Any = sequences.apply(torch.ones_like)
-    else:
-        sequences, attention, action_mask = samples.sequences, samples.attention_mask, samples.action_mask
-        if action_mask is None:
-            raise ValueError("samples.action_mask: got None, expected (B, A); or packed_seq_lens, if they are packed")
-        action_mask = action_mask if action_mask.dtype == torch.bool else action_mask != 0
-        if attention is not None:
-            attention = _attended(attention, action_mask)
-        actions = [] if samples.rollouts is None else [len(one.response_ids) for one in samples.rollouts]
+    is_packed = samples.packed_seq_lens is not None
+    sequences, attention, action_mask = _packed_fields(samples) if is_packed else _padded_fields(samples)
     if samples.rollouts is None:
         batch = ExperienceBatch(
             sequences=sequences,
@@ -179,35 +175,70 @@ def batch_of(samples: Samples, records: Sequence[Experience] | None = None) -> E
             attention_mask=attention,
             action_mask=action_mask,
             info=info,
+            labels=samples.labels,
+            references=samples.references,
             ids=None if samples.ids is None else list(samples.ids),
-            **shared,
         )
         batch.action_mask = predicted_mask(batch)
         return batch
+    records = samples.records
     if records is None:
-        records = [one.to_experience() for one in samples.rollouts]
-    batch = from_experiences(records, packing_samples=packs, layout="prompt_left_response_right")
-    # Of samples whose prompt's ids an engine did not say, the first token stays: their records have it masked where
-    # they are trained on (`rollbook.batch.columns.mask_unpredicted`).
+        records = Experiences([sample.to_experience() for sample in samples.rollouts])
+    batch = from_experiences(records, packing_samples=is_packed, layout="prompt_left_response_right")
+    # Where an engine did not report the prompt's ids, the first token stays in the mask here; it is masked where the
+    # records are trained on (`rollbook.batch.columns.mask_unpredicted`).
     batch.sequences, batch.attention_mask, batch.action_mask = sequences, attention, action_mask
-    batch.extras = _extras(batch, samples, actions, packs)
+    batch.extras = _engine_columns(batch, samples, is_packed)
     batch.action_log_probs = None
-    batch.info = info | {"finish_reason": [one.finish_reason for one in samples.rollouts]}
-    if any(one.failed for one in samples.rollouts):
-        batch.info["error"] = [one.error for one in samples.rollouts]
-    pictured = any(one.prompt.images for one in samples.rollouts)
-    own = (*_OWN, "images") if pictured else _OWN
-    for key in dict.fromkeys(key for record in records for key in record.info if key not in own):
-        batch.info.setdefault("info", {})[key] = [record.info.get(key) for record in records]
+    batch.info = info | {"finish_reason": [sample.finish_reason for sample in samples.rollouts]}
+    if any(sample.failed for sample in samples.rollouts):
+        batch.info["error"] = [sample.error for sample in samples.rollouts]
+    has_images = any(sample.prompt.images for sample in samples.rollouts)
+    elsewhere = (*_BATCH_KEYS, "images") if has_images else _BATCH_KEYS
+    infos = records.values("info")
+    for key in dict.fromkeys(key for entries in infos for key in entries if key not in elsewhere):
+        batch.info.setdefault("info", {})[key] = [entries.get(key) for entries in infos]
     batch.labels, batch.references = samples.labels, samples.references
-    if pictured:
-        batch.raw_images = [list(one.prompt.images) or None for one in samples.rollouts]
+    if has_images:
+        batch.raw_images = [list(sample.prompt.images) or None for sample in samples.rollouts]
     return batch.to_device(samples.sequences.device)
 
 
+_BATCH_KEYS = ("label", "reference", "error")
+"""Keys of a record's `info` that a batch has fields for."""
+
+
+def _packed_fields(samples: Samples) -> tuple[Rows, Rows, Rows]:
+    """Tokens, attention mask and action mask of packed samples."""
+    lengths = torch.as_tensor(samples.packed_seq_lens).tolist()
+    actions = torch.as_tensor(samples.num_actions).reshape(-1).tolist()
+    if len(actions) != len(lengths):
+        raise ValueError(f"samples.num_actions: got {len(actions)} entries, expected {len(lengths)}, one a sample")
+    total = samples.sequences.shape[1]
+    if sum(lengths) != total:
+        raise ValueError(f"samples.packed_seq_lens: got a sum of {sum(lengths)}, expected {total}, all tokens")
+    for i, (length, count) in enumerate(zip(lengths, actions, strict=True)):
+        if count > length:
+            raise ValueError(f"samples.num_actions[{i}]: got {count}, expected at most the sample's {length} tokens")
+    mask = torch.ones(sum(actions), dtype=torch.bool, device=samples.sequences.device)
+    if samples.rollouts is not None:
+        for sample, (start, stop) in zip(samples.rollouts, pairwise(offsets_of(actions).tolist()), strict=True):
+            mask[start:stop] = not sample.failed
+    sequences = Rows(samples.sequences[0], lengths)
+    return sequences, sequences.apply(torch.ones_like), Rows(mask, actions)
+
+
+def _padded_fields(samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Tokens, attention mask and action mask of padded samples."""
+    attention, action_mask = samples.attention_mask, samples.action_mask
+    if action_mask is None:
+        raise ValueError("samples.action_mask: got None, expected (B, A); or packed_seq_lens, if they are packed")
+    action_mask = action_mask if action_mask.dtype == torch.bool else action_mask != 0
+    return samples.sequences, None if attention is None else _attended(attention, action_mask), action_mask
+
+
 def _attended(attention: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
-    """The attention mask, with every action attended: it was sampled, and lies in its row, but some masks leave the
-    last one out."""
+    """The attention mask with every action attended: some masks leave the last one out."""
     begin = attention.shape[1] - action_mask.shape[1]
     if attention.device.type == "cpu" and attention.dtype in NUMPY:
         unattended = memory(attention)[:, begin:] == 0  # in a tenth of torch's time
@@ -219,45 +250,62 @@ def _attended(attention: torch.Tensor, action_mask: torch.Tensor) -> torch.Tenso
 
 
 def lengths_of_samples(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B] each: how many actions and how many tokens, as float32; counted, where nobody did."""
+    """[B] each: the actions and the tokens of samples, as float32; counted where samples do not have them."""
     responses, totals = samples.response_length, samples.total_length
-    home = samples.sequences.device
+    device = samples.sequences.device
     if responses is None:
-        packed, mask = samples.packed_seq_lens is not None, samples.action_mask
-        counted = [0] * len(samples.sequences) if mask is None else (mask != 0).sum(-1)
-        responses = samples.num_actions if packed else counted
+        is_packed, mask = samples.packed_seq_lens is not None, samples.action_mask
+        counts = [0] * len(samples.sequences) if mask is None else (mask != 0).sum(-1)
+        responses = samples.num_actions if is_packed else counts
     if totals is None and samples.packed_seq_lens is not None:
         totals = samples.packed_seq_lens
     elif totals is None:
         tokens, mask = samples.sequences, samples.attention_mask
         totals = torch.full((len(tokens),), tokens.shape[1]) if mask is None else mask.sum(-1)
-    first, second = torch.as_tensor(responses), torch.as_tensor(totals)
-    return first.float().to(home), second.float().to(home)
+    return torch.as_tensor(responses).float().to(device), torch.as_tensor(totals).float().to(device)
 
 
-_OWN = ("label", "reference", "error")
-"""What a sample's record keeps in `info`, and a batch has a place of its own for."""
-
-
-def _check_lengths(lengths: list[int], actions: list[int], total: int) -> None:
-    if sum(lengths) != total:
-        raise ValueError(f"samples.packed_seq_lens: got a sum of {sum(lengths)}, expected {total}, all tokens")
-    for i, (length, count) in enumerate(zip(lengths, actions, strict=True)):
-        if count > length:
-            raise ValueError(f"samples.num_actions[{i}]: got {count}, expected at most the sample's {length} tokens")
-
-
-def _extras(batch: ExperienceBatch, samples: Samples, actions: list[int], packs: bool) -> dict[str, Any] | None:
-    """What the engine said of each token, laid out as the batch is: log-probs it sampled with, versions, experts."""
+def _engine_columns(batch: ExperienceBatch, samples: Samples, is_packed: bool) -> dict[str, Any] | None:
+    """The engine's columns in the batch's layout: log-probs it sampled with, versions, experts."""
     extras = dict(batch.extras or {})
     if batch.action_log_probs is not None:
         extras["logprobs"] = batch.action_log_probs
-    if not packs:
+    if not is_packed:
         slots = int(samples.num_actions)  # type: ignore[arg-type]
-        for name, value in extras.items():
-            if value.shape[1] < slots:  # nobody answered: there is a slot for nothing
-                extras[name] = value.new_zeros((len(actions), slots, *value.shape[2:]))
+        for name, matrix in extras.items():
+            if matrix.shape[1] < slots:  # no response at all: the only slot is padding
+                extras[name] = matrix.new_zeros((len(samples.sequences), slots, *matrix.shape[2:]))
     return extras or None
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def records_of_samples(parts: Sequence[Samples], batches: Sequence[ExperienceBatch]) -> Experiences:
+    """Return the records of samples: those they were made from, else bare ones of the batches' tokens."""
+    records = []
+    for i, (samples, batch) in enumerate(zip(parts, batches, strict=True)):
+        if samples.rollouts is not None:
+            rows = samples.records
+            records.append(Experiences([s.to_experience() for s in samples.rollouts]) if rows is None else rows)
+            continue
+        packed = batch.pack()
+        columns = zip(packed.sequences, packed.action_mask, strict=True)
+        records.append(
+            Experiences(
+                [
+                    Experience(
+                        eid=EID(batch=i, task=row),
+                        tokens=tokens.cpu(),
+                        prompt_length=len(tokens) - len(mask),
+                        action_mask=mask.cpu(),
+                        experience_type="multi_turn",
+                    )
+                    for row, (tokens, mask) in enumerate(columns)
+                ]
+            )
+        )
+    return records[0] if len(records) == 1 else Experiences.concat(records)
 
 
 _FIELDS = {
@@ -268,81 +316,342 @@ _FIELDS = {
     "advantages": "advantages",
     "returns": "returns",
 }
-"""A record's fields, and those of a batch that they come from."""
+"""A record's fields, and the batch's fields that they come from."""
 
 
-def records_of(
-    rollouts: Sequence[Sample], whole: RolloutBatches, made: Sequence[Experience] | None = None
-) -> Experiences:
-    """The records of those of an engine's samples that `whole` still has, in its order. `made`: the samples' records as
-    `to_experience` gives them, if somebody has made them already; what was found out is put into these.
+def finished_records(rows: Sequence[Experience], rollout: RolloutBatches) -> Experiences:
+    """Give records the masks, rewards, log-probs, values and advantages of their rows in batches.
 
-    >>> from rollbook.compat.lightrft.samples import batch_of, samples_of
-    >>> from rollbook.rollout import ScriptedEngine
-    >>> rollouts = ScriptedEngine([[7, 2]]).generate([[5], [6]])
-    >>> batch = batch_of(samples_of(rollouts))
-    >>> batch.info["reward"], batch.advantages = torch.tensor([1.0, 0.0]), torch.ones(2, 2)
-    >>> [(row.reward, row.advantages.tolist()) for row in records_of(rollouts, RolloutBatches([batch]))]
-    [(1.0, [1.0, 1.0]), (0.0, [1.0, 1.0])]
-    """
-    return finished([one.to_experience() for one in rollouts] if made is None else made, whole)
+    Args:
+        rows: Records of a rollout.
+        rollout: Batches with a row for each record, matched by id. A record without a row (filtered out) is left out.
+            Rows without ids are matched by position.
 
-
-def finished(rows: Sequence[Experience], whole: RolloutBatches) -> Experiences:
-    """Records with what was found out about them: masks, rewards, log-probs, values, advantages.
-
-    `whole` has a row for each record, matched by id: a record without a row (filtered out) is left out, and the result
-    is in the order of `whole`. Rows without ids are matched by place.
+    Returns:
+        The records, in the order of the batches.
 
     >>> from rollbook.compat.lightrft.batch import from_experiences
     >>> record = Experience(tokens=[5, 7, 2], prompt_length=1)
     >>> batch = from_experiences([record])
     >>> batch.info["reward"], batch.values = torch.tensor([1.0]), torch.ones(1, 2)
-    >>> finished([record], RolloutBatches([batch]))[0].values.tolist()
+    >>> finished_records([record], RolloutBatches([batch]))[0].values.tolist()
     [1.0, 1.0]
     """
-    rows = _matched(rows, whole)
+    rows = _match_rows(rows, rollout)
     if not rows:
         return Experiences([])
-    masks = whole.rows("action_mask")
-    rows = [_masked(row, None if masks is None else masks[i]) for i, row in enumerate(rows)]
-    for row, error in zip(rows, whole.entries("reward_error") or (), strict=False):
-        if error is not None:
-            row.info["reward_error"] = error
-    for row, parts in zip(rows, whole.entries("reward_parts") or (), strict=False):
-        if parts is not None:
-            row.info["reward_parts"] = parts
-    at = 0
-    for batch, size in zip(whole.batches, whole.sizes, strict=True):
-        for name, values in ((batch.info or {}).get("reward_metrics") or {}).items():
-            for row, value in zip(rows[at : at + size], values.tolist(), strict=True):
-                row.metrics[name] = value
-        at += size
-    found: dict[str, list[Any]] = {"reward": whole.numbers("reward").tolist()}
-    for name, field in _FIELDS.items():
-        column = whole.rows(field)
+    masks = rollout.rows("action_mask")
+    rows = [_with_mask(row, None if masks is None else masks[i]) for i, row in enumerate(rows)]
+    columns: dict[str, list[Any]] = {"reward": rollout.numbers("reward").tolist()}
+    for name, batch_field in _FIELDS.items():
+        column = rollout.rows(batch_field)
         if column is not None:
-            found[name] = [values.clone() for values in column]
-    return Experiences(rows).assign(**found)
+            columns[name] = [row.clone() for row in column]
+    return Experiences(rows).assign(**columns)
 
 
-def _matched(records: Sequence[Experience], whole: RolloutBatches) -> list[Experience]:
+def _match_rows(records: Sequence[Experience], rollout: RolloutBatches) -> list[Experience]:
     """[N] The record of each row."""
-    ids = whole.ids()
+    ids = rollout.ids()
     by_uid = {record.eid.uid: record for record in records}
     uids = [] if ids is None else [eid.uid for eid in ids]
     if ids is not None and by_uid.keys() >= set(uids) and len(by_uid) == len(records):
         return [by_uid[uid] for uid in uids]
-    if len(records) != len(whole):
+    if len(records) != len(rollout):
         raise ValueError(
-            f"experiences: got {len(whole)} rows, expected {len(records)}, one for each sample, or rows with the "
+            f"experiences: got {len(rollout)} rows, expected {len(records)}, one for each sample, or rows with the "
             "samples' ids"
         )
     return list(records)
 
 
-def _masked(row: Experience, mask: torch.Tensor | None) -> Experience:
-    """A record with another mask, where the estimator or a filter left tokens out."""
+def _with_mask(row: Experience, mask: torch.Tensor | None) -> Experience:
+    """A record with the mask of its row, where the estimator or a filter narrowed it."""
     if mask is None or (row.action_mask is not None and torch.equal(row.action_mask, mask.cpu())):
         return row
     return row.replace(action_mask=mask.cpu())
+
+
+# --- batches of a rollout ------------------------------------------------------------------------------------------
+
+
+class RolloutBatches:
+    """Several batches, row by row.
+
+    >>> def batch(rewards):
+    ...     ones = torch.ones(len(rewards), 2)
+    ...     return ExperienceBatch(ones.long(), ones, *[None] * 4, ones.long(), ones.bool(),
+    ...                            {"reward": torch.tensor(rewards)})
+    >>> rollout = RolloutBatches([batch([1.0, 0.0]), batch([2.0])])
+    >>> rollout.numbers("reward").tolist(), rollout.groups(per_group=3).tolist(), len(rollout.rows("action_log_probs"))
+    ([1.0, 0.0, 2.0], [0, 0, 0], 3)
+    >>> rollout.put("advantages", Rows(torch.arange(6.0), [2, 2, 2]))
+    >>> rollout.batches[1].advantages
+    tensor([[4., 5.]])
+    """
+
+    def __init__(self, batches: Sequence[ExperienceBatch]) -> None:
+        self.batches = list(batches)
+        self.sizes = [_count(batch) for batch in self.batches]
+
+    @cached_property
+    def _spans(self) -> list[Spans | None]:
+        return [_response_spans(batch) for batch in self.batches]
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    # --- per token ----------------------------------------------------------------------------------------------
+
+    def rows(self, name: str) -> Rows | None:
+        """A response-axis field of all rows, on the CPU, `None` if some batch lacks it. An `action_mask` that is not
+        there is all True."""
+        column = self.column(name)
+        return None if column is None else Rows(*column)
+
+    def column(self, name: str) -> tuple[torch.Tensor, list[int]] | None:
+        """`rows` as values end to end and lengths, which takes less time than a tensor for each row."""
+        parts = []
+        for batch, spans in zip(self.batches, self._spans, strict=True):
+            value = _field(batch, name)
+            if value is None and name == "action_mask":
+                value = _all_true(batch)
+            if value is None:
+                return None
+            parts.append(_cut(value, spans))
+        if not parts:
+            return torch.zeros(0, dtype=torch.bool if name == "action_mask" else torch.float32), []
+        return _end_to_end(parts)
+
+    def token_rewards(self) -> tuple[Rows, torch.Tensor] | None:
+        """The token rewards of all rows, on the CPU, 0 on rows without any, and [N] bool: which rows have them; `None`
+        if no row has."""
+        name = "extras.token_level_reward"
+        if all(_field(batch, name) is None for batch in self.batches):
+            return None
+        parts, lengths, has = [], list[int](), []
+        for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
+            value = _field(batch, name)
+            values, batch_lengths = _cut(_all_true(batch) if value is None else value, spans)
+            parts.append(torch.zeros(len(values)) if value is None else values.float())
+            lengths += batch_lengths
+            absent = range(size) if value is None else batch.origin.absent.get(name, ())
+            has += [row not in absent for row in range(size)]
+        return Rows(torch.cat(parts), lengths), torch.tensor(has)
+
+    def of_each(self, compute: Callable[[ExperienceBatch], Any]) -> tuple[torch.Tensor, list[int]]:
+        """What a function computes of each batch, (B, A), or `Rows` of a packed one, as a `column`."""
+        parts = zip(self.batches, self._spans, strict=True)
+        return _end_to_end([_cut(compute(batch), spans) for batch, spans in parts])
+
+    def token_count(self) -> int:
+        """How many tokens are attended."""
+        total = 0
+        for batch in self.batches:
+            mask = batch.attention_mask
+            if batch.layout == "packed":
+                total += len(batch.sequences.values)
+            elif mask is None:
+                total += batch.sequences.numel()
+            else:
+                by_numpy = mask.is_cpu and mask.dtype in NUMPY  # in a fraction of torch's time
+                total += int((memory(mask) if by_numpy else mask).sum())
+        return total
+
+    def put(self, name: str, rows: Rows) -> None:
+        """Give each batch its rows of a response-axis field (`extras.NAME` for one that a batch has no name for)."""
+        self.put_column(name, rows.values, rows.lengths)
+
+    def put_column(self, name: str, values: torch.Tensor, lengths: list[int]) -> None:
+        """`put` of values end to end."""
+        for batch, value in zip(self.batches, self._laid_out(values, lengths), strict=True):
+            _set_field(batch, name, value)
+
+    def laid_out(self, rows: Rows) -> list[Any]:
+        """A response-axis column as each batch has its own fields: (B, A), 0 on padding, or `Rows` of a packed one."""
+        return self._laid_out(rows.values, rows.lengths)
+
+    def _laid_out(self, values: torch.Tensor, lengths: list[int]) -> list[Any]:
+        parts: list[Any] = []
+        start = row = 0
+        for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
+            stop = start + sum(lengths[row : row + size])
+            part = values[start:stop].to(batch_device(batch))
+            parts.append(Rows(part, lengths[row : row + size]) if spans is None else spans.pad(part, 0))
+            start, row = stop, row + size
+        return parts
+
+    def gathered(self, name: str, parts: Sequence[Any]) -> Rows:
+        """The inverse of `laid_out`, for what a function `name` returned for each batch."""
+        columns = []
+        for i, (part, spans, size) in enumerate(zip(parts, self._spans, self.sizes, strict=True)):
+            if spans is None:
+                if not isinstance(part, list) or len(part) != size:
+                    raise ValueError(f"{name}: got {_described(part)} for batch {i}, expected {size} 1-D tensors")
+            elif not isinstance(part, torch.Tensor) or part.shape != (size, spans.width):
+                raise ValueError(f"{name}: got {_described(part)} for batch {i}, expected [{size}, {spans.width}]")
+            columns.append(_cut(part, spans))
+        return Rows(*_end_to_end(columns))
+
+    # --- per row ------------------------------------------------------------------------------------------------
+
+    def numbers(self, key: str) -> torch.Tensor:
+        """[N] An entry of `info`, one number for each row, float32, on the CPU; `None` is NaN."""
+        parts = []
+        for i, batch in enumerate(self.batches):
+            value = (batch.info or {}).get(key)
+            if value is None:
+                raise ValueError(f"experiences[{i}].info[{key!r}]: got none, expected a number for each sample")
+            if isinstance(value, list):
+                value = [math.nan if number is None else number for number in value]
+            part = torch.as_tensor(value, dtype=torch.float32).detach().cpu().reshape(-1)
+            if len(part) != self.sizes[i]:
+                raise ValueError(
+                    f"experiences[{i}].info[{key!r}]: got {len(part)} numbers, expected {self.sizes[i]}, one a sample"
+                )
+            parts.append(part)
+        return parts[0].clone() if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(0)
+
+    def put_numbers(self, key: str, values: torch.Tensor) -> None:
+        """Give each batch its rows' numbers in `info`."""
+        for batch, part in zip(self.batches, self.split(values), strict=True):
+            batch.info = {**(batch.info or {}), key: part.to(batch_device(batch))}
+
+    def split(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """[N] numbers cut as the rows are."""
+        if len(self.sizes) == 1:
+            return [values]
+        return list(torch.split(values, self.sizes)) if self.sizes else []
+
+    def entries(self, key: str) -> list[Any] | None:
+        """[N] What `info` holds for each row, `None` if no batch has it."""
+        entries: list[Any] = []
+        for batch, size in zip(self.batches, self.sizes, strict=True):
+            info = batch.info or {}
+            column = info.get(key, (info.get("info") or {}).get(key))
+            if isinstance(column, torch.Tensor):
+                column = column.tolist()
+            entries += [None] * size if column is None else list(column)
+        return if_any(entries)
+
+    def ids(self) -> list[EID] | None:
+        """[N] The rows' ids, `None` unless every row has one."""
+        if any(size and not batch.ids for batch, size in zip(self.batches, self.sizes, strict=True)):
+            return None
+        ids = [eid for batch in self.batches for eid in batch.ids or ()]
+        return None if any(eid is None for eid in ids) else ids  # type: ignore[return-value]
+
+    def groups(self, per_group: int, ranks: ProcessGroup = SINGLE_PROCESS) -> Sequence[Any] | NDArray[np.int64]:
+        """[N] Which task each row is of: by id; rows without ids by place, `per_group` after one another, in each
+        process apart."""
+        ids = self.ids()
+        if ids is not None:
+            return [group_id(eid) for eid in ids]
+        if len(self) % per_group:
+            raise ValueError(
+                f"experiences: got {len(self)} samples without ids, expected a multiple of n_samples_per_prompt "
+                f"({per_group}), to group them by place"
+            )
+        places = np.arange(len(self) // per_group).repeat(per_group)
+        return places if ranks is SINGLE_PROCESS else [f"process {ranks.rank}, group {place}" for place in places]
+
+    def runs(self) -> list[Any] | None:
+        """[N] Which run each row is of; `None` without ids, where each row is one."""
+        ids = self.ids()
+        return None if ids is None else [run_id(eid) for eid in ids]
+
+
+def mean_by_row(values: NDArray[np.float64], lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> torch.Tensor:
+    """Compute each row's mean over the slots that count.
+
+    Args:
+        values: (total,) rows end to end, 0 where nothing counts.
+        lengths: [B] slots of each row.
+        counts: [B] how many of them count.
+
+    Returns:
+        [B] float32, 0 for a row in which nothing counts.
+
+    >>> mean_by_row(np.array([1.0, 0.0, 3.0]), np.array([2, 0, 1]), np.array([1, 0, 1]))
+    tensor([1., 0., 3.])
+    """
+    filled = lengths > 0  # reduceat has no empty segments
+    sums = np.zeros(len(lengths), dtype=np.float32)
+    if len(values):
+        sums[filled] = np.add.reduceat(values, (lengths.cumsum() - lengths)[filled])
+    return torch.from_numpy(sums / np.maximum(counts, 1).astype(np.float32))
+
+
+def _described(value: Any) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _cut(value: Any, spans: Spans | None) -> tuple[torch.Tensor, list[int]]:
+    """A response-axis field of one batch without padding, on the CPU: its rows end to end, and their lengths."""
+    if spans is not None:
+        return spans.unpad(value.detach().cpu()), spans.lengths.tolist()
+    rows = value if isinstance(value, Rows) else Rows(value)
+    return rows.values.detach().to("cpu", copy=True), rows.lengths
+
+
+def _end_to_end(columns: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[int]]:
+    if len(columns) == 1:
+        return columns[0]
+    values = [values for values, _ in columns]
+    return torch.cat(values) if values else torch.zeros(0), [n for _, lengths in columns for n in lengths]
+
+
+def _count(batch: ExperienceBatch) -> int:
+    """How many rows a batch has; one that is only looked at for its rewards need not have tokens."""
+    if batch.sequences is not None:
+        return len(batch)
+    return len((batch.info or {}).get("reward", ()))
+
+
+def _response_spans(batch: ExperienceBatch) -> Spans | None:
+    """Where a padded batch's response slots lie; `None` for a packed one."""
+    if batch.layout == "packed":
+        return None
+    width = int(batch.sequences.shape[1]) if batch.sequences is not None else 0
+    columns = [column for column in (_field(batch, name) for name in _RESPONSE_FIELDS) if column is not None]
+    if not columns:
+        raise ValueError("experience: got no response-axis field, expected action_mask or action_log_probs")
+    slots = int(columns[0].shape[1])
+    return spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))[1]
+
+
+_RESPONSE_FIELDS = ("action_mask", "action_log_probs", "values", "kl", "advantages", "returns", "base_action_log_probs")
+
+
+def _all_true(batch: ExperienceBatch) -> Any:
+    for name in _RESPONSE_FIELDS:
+        value = _field(batch, name)
+        if isinstance(value, torch.Tensor):
+            return torch.ones(value.shape[:2], dtype=torch.bool, device=value.device)
+        if value is not None:
+            rows = value if isinstance(value, Rows) else Rows(value)
+            return rows.apply(lambda values: torch.ones(len(values), dtype=torch.bool, device=values.device))
+    return None
+
+
+def _field(batch: ExperienceBatch, name: str) -> Any:
+    if name.startswith("extras."):
+        return (batch.extras or {}).get(name.removeprefix("extras."))
+    return getattr(batch, name)
+
+
+def _set_field(batch: ExperienceBatch, name: str, value: Any) -> None:
+    if name.startswith("extras."):
+        batch.extras = {**(batch.extras or {}), name.removeprefix("extras."): value}
+    else:
+        setattr(batch, name, value)
+
+
+def batch_device(batch: ExperienceBatch) -> torch.device:
+    """Where a batch's tokens are."""
+    sequences = batch.sequences
+    if isinstance(sequences, torch.Tensor):
+        return sequences.device
+    if isinstance(sequences, Rows):
+        return sequences.values.device
+    return sequences[0].device if len(sequences) else torch.device("cpu")

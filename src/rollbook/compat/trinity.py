@@ -1,4 +1,4 @@
-"""Trinity-RFT's functions over several records: padded tensors, groups, and HF datasets.
+"""Names of Trinity-RFT's `trinity.common.experience`: the record, padded tensors, groups, and HF datasets.
 
 Invariant: a list of rows and `Experiences` give the same result; a maximum that is too small raises an error that names
 the record, and nothing is truncated.
@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from rollbook.core.experience import dtype_name, implied_mask, result_dtype
+from rollbook.core.experience import CustomField, Experience, dtype_name, implied_mask, result_dtype
+from rollbook.core.experience import split_preference_pairs as split_dpo_experience_to_single_turn
 from rollbook.core.experiences import Experiences, as_experiences, id_part
 from rollbook.core.fields import FIELDS, Field
+from rollbook.core.ids import EID
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Spans, segments
 from rollbook.io.hf import dataset_from_table, from_hf, to_hf
 
-if TYPE_CHECKING:
-    from rollbook.core.experience import Experience
-
-    Records = Sequence[Experience] | Experiences
+Records: TypeAlias = Sequence[Experience] | Experiences
 
 
 def _shapes(experiences: Records, max_prompt: int | None, max_response: int) -> tuple[Any, Any]:
@@ -322,6 +321,10 @@ def from_hf_datasets(dataset: Any) -> list[Experience]:
 
 
 __all__ = [
+    "EID",
+    "CustomField",
+    "Experience",
+    "Experiences",
     "from_hf_datasets",
     "gather_action_masks",
     "gather_attention_masks",
@@ -329,5 +332,6 @@ __all__ = [
     "gather_response_attrs",
     "gather_token_ids",
     "group_by",
+    "split_dpo_experience_to_single_turn",
     "to_hf_datasets",
 ]
