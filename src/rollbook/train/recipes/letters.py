@@ -114,7 +114,7 @@ def taught(
     from rollbook.train.sft_warmup import WarmupConfig, warm_up
 
     made, words = model(seed, hidden)
-    pace: dict[str, Any] = {} if until is not None else {"schedule": "linear", "floor": 0.03, "steps": steps}
+    pace: dict[str, Any] = {} if until is not None else {"schedule": "linear", "min_lr_ratio": 0.03, "steps": steps}
     warm_up(
         Actor(made, tokenizer=words),
         Prompts(rows(count, length, seed, skip), seed=seed),
