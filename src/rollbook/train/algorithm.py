@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rollbook.algorithms.registry import UnknownNameError
@@ -204,67 +205,67 @@ class AlgorithmConfig:
 
         return Sampling(**{"n": self.group_size, **options})
 
-    # --- what it needs ------------------------------------------------------------------------------------------------
+    # --- derived from the registries ----------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def estimator_entry(self) -> Estimator | None:
-        """The registry's entry of the estimator."""
+        """Registry entry of the estimator, or `None`."""
         from rollbook.algorithms import ESTIMATORS
 
         return None if self.estimator is None else ESTIMATORS[self.estimator]
 
-    @property
+    @cached_property
     def loss_entry(self) -> LossEntry:
-        """The registry's entry of the loss."""
+        """Registry entry of the loss."""
         from rollbook.algorithms import LOSSES
 
         return LOSSES[self.loss]
 
-    @property
+    @cached_property
     def data(self) -> Literal["rollouts", "answers", "pairs", "mixed"]:
-        """What it is trained on: its rollouts, given answers, pairs of answers, or rollouts mixed with an expert's
-        records."""
+        """Training data: rollouts, given answers, pairs of answers, or rollouts mixed with expert records."""
         kind = self.loss_entry.data
         if kind in ("pairs", "mixed"):
             return kind
         return "answers" if self.estimator is None else "rollouts"
 
-    @property
+    @cached_property
     def pairs(self) -> bool:
-        """Whether it is trained on pairs of answers."""
+        """Whether the training data are pairs of answers."""
         return self.data == "pairs"
 
-    @property
+    @cached_property
     def mixed(self) -> bool:
-        """Whether it is trained on an expert's records beside its own rollouts."""
+        """Whether expert records are mixed with the rollouts."""
         return self.data == "mixed"
 
-    @property
+    @cached_property
     def needs_rollouts(self) -> bool:
-        """Whether it is trained on its own rollouts."""
+        """Whether the policy is trained on its own rollouts."""
         return self.data in ("rollouts", "mixed")
 
-    @property
+    @cached_property
     def needs_critic(self) -> bool:
-        """Whether there must be a critic."""
-        return "values" in self._estimator_inputs
+        """Whether a critic is required."""
+        return self.estimator_entry is not None and "values" in self.estimator_entry.inputs
 
-    @property
+    @cached_property
     def needs_reference(self) -> bool:
-        """Whether there must be a reference model."""
+        """Whether a reference model is required."""
         return self.kl_coef != 0 or self.loss_entry.needs_reference(self.loss_options)
 
-    @property
+    @cached_property
     def needs_teacher(self) -> bool:
-        """Whether there must be a teacher."""
-        return "teacher_logprobs" in self._estimator_inputs
+        """Whether a teacher is required."""
+        return self.estimator_entry is not None and "teacher_logprobs" in self.estimator_entry.inputs
 
-    @property
+    @cached_property
     def needs_entropy(self) -> bool:
-        """Whether the entropies of the policy before the update decide anything."""
-        return self.high_entropy_ratio > 0 or self._estimator_inputs.get("entropy", False)
+        """Whether the entropies of the policy before the update are required."""
+        entry = self.estimator_entry
+        return self.high_entropy_ratio > 0 or (entry is not None and entry.inputs.get("entropy", False))
 
-    @property
+    @cached_property
     def takes_rewards(self) -> bool:
         """Whether advantages are estimated from rewards.
 
@@ -273,16 +274,16 @@ class AlgorithmConfig:
         """
         return self.estimator_entry is not None and self.estimator_entry.takes_rewards
 
-    @property
+    @cached_property
     def takes_token_rewards(self) -> bool:
         """Whether advantages are estimated from token rewards, where records have them."""
         return self.estimator_entry is not None and self.estimator_entry.takes_token_rewards
 
-    @property
+    @cached_property
     def passes(self) -> tuple[Pass, ...]:
-        """The model passes that records need before advantages are estimated.
+        """Model passes that records need before advantages are estimated.
 
-        >>> [one.model for one in AlgorithmConfig.preset("ppo").passes]
+        >>> [model_pass.model for model_pass in AlgorithmConfig.preset("ppo").passes]
         ['policy', 'reference', 'critic']
         """
         needed = {
@@ -294,9 +295,40 @@ class AlgorithmConfig:
         }
         return tuple(_PASSES[column] for column, is_needed in needed.items() if is_needed)
 
-    @property
-    def _estimator_inputs(self) -> Mapping[str, bool]:
-        return {} if self.estimator_entry is None else self.estimator_entry.inputs
+    @cached_property
+    def loss_inputs(self) -> frozenset[str]:
+        """Inputs of the policy loss, by column name.
+
+        >>> sorted(AlgorithmConfig.preset("grpo").loss_inputs)
+        ['action_mask', 'advantages', 'new_logprobs', 'old_logprobs']
+        """
+        return frozenset("action_mask" if name == "mask" else name for name in self.loss_entry.inputs)
+
+    @cached_property
+    def loss_columns(self) -> tuple[str, ...]:
+        """Columns of a batch that an update reads, those of the critic included.
+
+        >>> AlgorithmConfig.preset("grpo", kl_coef=0.0).loss_columns
+        ('tokens', 'action_mask', 'old_logprobs', 'advantages', 'loss_weights')
+        """
+        from rollbook.batch.columns import TOKEN_COLUMNS
+
+        columns = {"tokens", "action_mask", "loss_weights", *self.loss_inputs}
+        if self.kl_coef and self.kl_in == "loss":
+            columns |= {"old_logprobs", "ref_logprobs"}
+        if self.needs_critic:
+            columns |= {"values", "returns"}
+        return tuple(name for name in ("tokens", "action_mask", *TOKEN_COLUMNS) if name in columns)
+
+    @cached_property
+    def aggregation_mode(self) -> str:
+        """How the loss aggregates tokens.
+
+        >>> AlgorithmConfig.preset("gspo").aggregation_mode, AlgorithmConfig.preset("dr_grpo").aggregation_mode
+        ('seq-mean-token-mean', 'seq-mean-token-sum-norm')
+        """
+        mode = self.loss_options.get("mode", self.loss_entry.options.get("mode"))
+        return "token-mean" if mode is None else str(mode)
 
 
 _PASSES = {

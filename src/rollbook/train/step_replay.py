@@ -384,7 +384,7 @@ class Rebuilt:
         expert = builders.expert_of(self.config) if self.replay.expert_share else None
         if expert is not None:
             self.expert = stack.enter_context(expert)
-        self._experts: list[str] = []
+        self._expert_uids: list[str] = []
         self.on_gpu = "peak_memory_gib" in self.metrics.get(step, {}) or config.device.startswith("cuda")
         self.exact = config.model.precision == "float32" and not self.on_gpu
         """Whether the run was trained as it is replayed."""
@@ -409,8 +409,10 @@ class Rebuilt:
 
     def beside(self, own: Experiences, step: int, algorithm: AlgorithmConfig) -> tuple[Experiences, list[bool] | None]:
         """A step's own records and the expert's that were beside them, and which are the expert's."""
-        given = self.replay.experts(self.expert, len(own), seed=self.config.seed, step=step, known=self._experts)
-        both = own if given is None else Experiences([*own, *given])
+        both = own
+        if self.replay.expert_share:
+            seed, uids = self.config.seed, self._expert_uids
+            both = Experiences([*own, *self.replay.experts(self.expert, len(own), seed=seed, step=step, uids=uids)])
         return both, [i >= len(own) for i in range(len(both))] if algorithm.mixed else None
 
     @staticmethod
