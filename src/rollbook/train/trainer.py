@@ -626,21 +626,21 @@ class Trainer:
             raise ValueError("checkpoints: missing; pass CheckpointConfig(folder) to the trainer")
         folder = self.checkpoints.folder
         checkpoint.mend(folder)
-        found = checkpoint.saved(folder)
-        if found and found[-1].step > self.done:
+        saved = checkpoint.saved(folder)
+        if saved and saved[-1].step > self.done:
             raise ValueError(
-                f"checkpoints.folder: got {folder}, which has a checkpoint of step {found[-1].step}, and this is step "
+                f"checkpoints.folder: got {folder}, which has a checkpoint of step {saved[-1].step}, and this is step "
                 f"{self.done}, expected another folder, or resume() first"
             )
         name = checkpoint.name_of(self.done)
         # What a folder speaks of is there until another one is in its place; what none speaks of was left by a death.
-        held = {one.told()["book"] for one in found if one.step == self.done}
-        name = f"{name}+" if name in held else name
+        replaced = {entry.trainer_state()["book"] for entry in saved if entry.step == self.done}
+        name = f"{name}+" if name in replaced else name
         if any(point.name == name for point in self.book.checkpoints()):
             forget_checkpoint(self.book, name)
         self.book.checkpoint(name)
         hit("book's checkpoint")
-        told: dict[str, Any] = {
+        trainer_state: dict[str, Any] = {
             "seed": self.seed,
             "algorithm": self.algorithm.name,
             "book": name,
@@ -652,23 +652,23 @@ class Trainer:
         state: dict[str, Any] = {"learner": self.learner.state_dict()}
         if self.reward_norm is not None:
             state["reward_norm"] = self.reward_norm.state_dict()
-        made = checkpoint.save(
+        written = checkpoint.save(
             folder,
             self.done,
             actor=self.actor,
             critic=self.models.critic,
             state=state,
-            told=told,
+            trainer_state=trainer_state,
         )
         checkpoint.prune(folder, self.checkpoints.keep_last)
         hit("before forgetting")
-        there = {checkpoint.name_of(one.step) for one in checkpoint.saved(folder)}
+        there = {checkpoint.name_of(entry.step) for entry in checkpoint.saved(folder)}
         for point in self.book.checkpoints():
             # Also what a process would have forgotten that was killed before it came to this.
-            own = point.name.removesuffix("+")
-            if checkpoint.is_name(own) and (own not in there or point.name in held):
+            base_name = point.name.removesuffix("+")
+            if checkpoint.is_name(base_name) and (base_name not in there or point.name in replaced):
                 forget_checkpoint(self.book, point.name)
-        return made.path
+        return written.path
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint in the folder, the book rewound to it; whether there was one.
@@ -681,29 +681,29 @@ class Trainer:
             return False
         folder = self.checkpoints.folder
         checkpoint.mend(folder)
-        found = checkpoint.saved(folder)
-        if not found:
+        saved = checkpoint.saved(folder)
+        if not saved:
             return False
-        last = found[-1]
-        told, state = last.told(), checkpoint.load_state(last)
-        if told["seed"] != self.seed:
-            raise ValueError(f"seed: got {self.seed}, and the run at {folder} has {told['seed']}")
-        if told["book"] not in [point.name for point in self.book.checkpoints()]:
+        last = saved[-1]
+        trainer_state, state = last.trainer_state(), checkpoint.load_state(last)
+        if trainer_state["seed"] != self.seed:
+            raise ValueError(f"seed: got {self.seed}, and the run at {folder} has {trainer_state['seed']}")
+        if trainer_state["book"] not in [point.name for point in self.book.checkpoints()]:
             raise ValueError(
-                f"book: {self.book.url} has no checkpoint {told['book']!r}, which {last.path} goes with, expected the "
-                "book of that run"
+                f"book: {self.book.url} has no checkpoint {trainer_state['book']!r}, which {last.path} goes with, "
+                "expected the book of that run"
             )
         if self.prompts is not None:
-            self.prompts.load_state_dict(told["prompts"])
+            self.prompts.load_state_dict(trainer_state["prompts"])
         checkpoint.load_weights(self.actor, last.model)
         if self.models.critic is not None and last.critic is not None:
             checkpoint.load_weights(self.models.critic, last.critic)
-        if self._own_reference and isinstance(self.models.reference, torch.nn.Module) and found[0].step == 0:
-            checkpoint.load_weights(self.models.reference, found[0].model)
+        if self._own_reference and isinstance(self.models.reference, torch.nn.Module) and saved[0].step == 0:
+            checkpoint.load_weights(self.models.reference, saved[0].model)
         self.learner.load_state_dict(state["learner"])
         if self.reward_norm is not None and "reward_norm" in state:
             self.reward_norm.load_state_dict(state["reward_norm"])
-        self.book.rewind(told["book"], later="keep" if self.prompts is None else "drop")
+        self.book.rewind(trainer_state["book"], later="keep" if self.prompts is None else "drop")
         self.done = last.step
         self._announce()
         self.resumed_from = last.step
