@@ -83,7 +83,7 @@ class Lineage:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         kept = {}
         for one in checkpoint.saved(folder):
-            cursor = {name: value for name, value in one.told().items() if name != "book"}
+            cursor = {name: value for name, value in one.trainer_state().items() if name != "book"}
             kept[one.step] = {"weights": weights(one), "state": checkpoint.load_state(one), "told": cursor}
         found = examine(folder / "book").findings
         findings = [(each.check, each.severity, each.count, each.steps, each.uids) for each in found]

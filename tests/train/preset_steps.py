@@ -300,7 +300,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo, packed": {**GRPO, "kl_coef": 0.1, "batch": {"packed": True, "token_budget": 24}},
     "grpo, padded": {**GRPO, "kl_coef": 0.1, "batch": {"packed": False, "token_budget": 24}},
     "grpo, packed rollouts": {**GRPO, "kl_coef": 0.1},
-    "grpo, zero advantages dropped": {**GRPO, "reward": reward_rare, "batch": {"drop_zero": True, "keep_groups": True}},
+    "grpo, zero advantages dropped": {
+        **GRPO, "reward": reward_rare, "batch": {"drop_zero_advantages": True, "keep_groups": True}
+    },
     # Other estimators and losses.
     "remax": {**GRPO, "estimator": "remax"},
     "reinforce++ with a baseline": {**GRPO, "estimator": "reinforce_plus_plus_baseline"},

@@ -88,7 +88,7 @@ def values(kind: Kind) -> st.SearchStrategy[Any]:
         case Number():
             low = kind.low if kind.low is not None else kind.above
             high = kind.high if kind.high is not None else kind.below
-            if kind.whole:
+            if kind.integer:
                 return st.integers(None if low is None else int(low), None if high is None else int(high))
             drawn = st.floats(low, high, allow_nan=False, allow_infinity=False)
             return drawn.filter(lambda x: x not in (kind.above, kind.below)).map(

@@ -129,10 +129,10 @@ def gradients(monkeypatch: pytest.MonkeyPatch, optimizer: Any) -> list[dict[str,
     seen: list[dict[str, torch.Tensor]] = []
     update = optimizer.update
 
-    def watched(step: int) -> float:
+    def watched(step: int, *norm: float) -> float:
         pairs = zip(optimizer.names, optimizer.weights, strict=True)
         seen.append({name.removeprefix("model."): one.grad.clone() for name, one in pairs})
-        return float(update(step))
+        return float(update(step, *norm))
 
     monkeypatch.setattr(optimizer, "update", watched)
     return seen

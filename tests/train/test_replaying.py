@@ -97,7 +97,7 @@ def copy(make: Make, tmp_path: Path) -> Path:
 
 def by_name(found: ReplayResult) -> dict[str, str]:
     """Verdicts by what they are of."""
-    return {check.what: check.verdict for check in found.checks}
+    return {check.quantity: check.verdict for check in found.checks}
 
 
 def untouched(found: ReplayResult, *missing: str) -> None:
@@ -500,7 +500,7 @@ def test_the_command_says_it_and_ends_with_its_status(copy: Path, capsys: pytest
     assert main(["replay", "--trust", str(copy), "--step", "4", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["agrees"], told["changed"]) == (4, False, None)
-    assert {one["what"] for one in told["checks"] if one["verdict"] == "differs"} == {
+    assert {one["quantity"] for one in told["checks"] if one["verdict"] == "differs"} == {
         "rewards",
         "advantages",
         "returns",

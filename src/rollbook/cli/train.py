@@ -102,7 +102,7 @@ def replay(options: argparse.Namespace) -> int:
     source = f"{outcome.records:,} records, from {outcome.checkpoint}"
     print(styled(f"{printable(str(outcome.folder))}, step {outcome.step}", "bold") + f": {source}")
     rows = [
-        [printable(check.what), *map(_shown, (check.recorded, check.recomputed, check.difference)), check.verdict]
+        [printable(check.quantity), *map(_shown, (check.recorded, check.recomputed, check.difference)), check.verdict]
         for check in outcome.checks
     ]
     print()
@@ -112,7 +112,7 @@ def replay(options: argparse.Namespace) -> int:
     count = Counter(check.verdict for check in outcome.checks)
     beside = [f"{count[name]} {name}" for name in ("differs by rounding", "not compared") if count[name]]
     more = f" ({', '.join(beside)})".replace("differs ", "") if beside else ""
-    notes = [f"{check.what}: {check.note}" for check in outcome.checks if check.note] + outcome.notes
+    notes = [f"{check.quantity}: {check.note}" for check in outcome.checks if check.note] + outcome.notes
     print()
     for text in notes:
         print(f"- {printable(text)}")

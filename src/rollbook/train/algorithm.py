@@ -1,7 +1,7 @@
-"""`AlgorithmConfig`: an estimator, a loss and their settings; the presets; and what a step needs for them.
+"""`AlgorithmConfig`: an advantage estimator, a loss and their settings; and the presets.
 
-Invariant: an algorithm is plain data. Every name in it is in a registry, every option one that the named function
-takes, and both are checked on construction: a misspelled option fails before the first rollout.
+Invariant: an algorithm is plain data. Every name is in a registry and every option is accepted by the named function;
+both are checked on construction, so that a misspelled option fails before the first rollout.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rollbook.algorithms.registry import UnknownNameError
@@ -26,7 +27,7 @@ PRESET_NAMES = [
     *("sft", "dpo", "on_policy_distill", "mix"),
 ]
 _OWN = ("whole", "weights", "norm")
-"""Options of losses that the learner gives."""
+"""Options of losses that the learner supplies."""
 
 
 class Pass(NamedTuple):
@@ -42,7 +43,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """How records become a gradient: the only source of algorithm settings.
+    """Settings of a training algorithm: advantage estimator, loss, KL divergence, group size, filters.
 
     >>> AlgorithmConfig.preset("grpo", kl_coef=0.0, loss_options={"clip_high": 0.28}).needs_reference
     False
@@ -56,56 +57,56 @@ class AlgorithmConfig:
     """
 
     name: str = "own"
-    """What it is called in logs; a preset's own name, or any."""
+    """Name in logs: that of the preset, or any."""
     estimator: str | None = "grpo"
-    """Who says how good each token was: a name in `rollbook.algorithms.ESTIMATORS`; none where the loss asks nobody."""
+    """Advantage estimator (a key of `rollbook.algorithms.ESTIMATORS`); null if the loss uses no advantages."""
     estimator_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the estimator, by name."""
+    """Keyword arguments of the estimator."""
     loss: str = "ppo"
-    """The loss of the policy: a name in `rollbook.algorithms.LOSSES`."""
+    """Policy loss (a key of `rollbook.algorithms.LOSSES`)."""
     loss_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the loss, by name; `mode` says how tokens become one number."""
+    """Keyword arguments of the loss; `mode` is the aggregation over tokens."""
     kl_estimator: str = "k2"
-    """Which estimate of the divergence from the reference: a name in `rollbook.algorithms.KL`."""
+    """Estimator of the KL divergence from the reference (a key of `rollbook.algorithms.KL`)."""
     kl_coef: float = 0.0
-    """What the divergence is multiplied by; 0: there is no reference."""
+    """Coefficient of the KL divergence; 0: no reference model."""
     kl_in: str = "loss"
-    """Where the divergence goes: `loss`, or `reward`, token by token, before the estimator."""
+    """Where the KL divergence is added: to the `loss`, or to the `reward` of each token."""
     entropy_coef: float = 0.0
-    """The weight of the entropy bonus in the loss."""
+    """Coefficient of the entropy bonus in the loss."""
     gamma: float = 1.0
-    """The discount of estimators over time."""
+    """Discount factor of estimators over time."""
     lam: float = 1.0
-    """GAE's lambda."""
+    """Lambda of GAE."""
     group_size: int = 8
-    """How many responses to each prompt."""
+    """Number of responses per prompt."""
     advantage_clip: float = 0.0
-    """Advantages are held within plus and minus this; 0: they are not."""
+    """Clip advantages to plus and minus this value; 0: no clipping."""
     normalize_advantages: str | None = None
     """Normalize advantages over all samples of a step: subtract the `mean`, or also divide by the standard deviation
-    (`mean_std`); `None`: neither. Estimators that normalize themselves are left alone."""
+    (`mean_std`); null: neither. Estimators that normalize themselves are left alone."""
     reward_clip: tuple[float, float] | None = None
-    """Bounds (low, high) of rewards; estimators that score rows clip their scores instead. `None`: no bounds."""
+    """Bounds (low, high) of rewards; estimators that score rows clip their scores instead. null: no bounds."""
     reward_norm: str | None = None
     """Divide rewards by the standard deviation of all rewards so far (`std`), or subtract their mean first
-    (`mean_std`); `None`: neither."""
+    (`mean_std`); null: neither."""
     drop_constant_groups: bool = False
-    """Whether groups whose rewards are all equal are dropped from the step, and the ledger says so."""
+    """Drop groups whose rewards are all equal; the ledger records them as dropped."""
     refill: int = 0
-    """How many more rounds of prompts are sampled to make up for groups that were dropped."""
+    """Maximum number of further rounds of prompts that replace dropped groups."""
     overlong_buffer: int = 0
-    """DAPO's soft penalty over the last so many tokens before the longest response; 0: none."""
+    """Length of DAPO's soft overlong penalty: the last N tokens before the maximum response length; 0: none."""
     overlong_penalty: float = 1.0
-    """The penalty at the very end of that buffer."""
+    """Penalty at the end of that buffer."""
     high_entropy_ratio: float = 0.0
-    """Train on this share of each response's tokens, those of highest entropy; 0: on all."""
+    """Train only on this share of the tokens of a response, those with the highest entropy; 0: all tokens."""
     value_clip: float | None = 0.2
-    """How far a value may move from its old one before the critic's loss is clipped; none: never."""
+    """Clipping range of the critic's values around the old ones; null: no clipping."""
     critic_warmup: int = 0
-    """How many steps the critic learns alone."""
+    """Number of steps at the beginning that train only the critic."""
     correction: Mapping[str, Any] | None = None
-    """Importance weights from the engine's log-probs to the trainer's own: options of
-    `rollbook.algorithms.corrections.importance_weights`; none: the two are taken to be one policy."""
+    """Importance correction between the log-probs of the engine and of the trainer: options of
+    `rollbook.algorithms.corrections.importance_weights`; null: none."""
 
     def __post_init__(self) -> None:
         from rollbook.algorithms import ESTIMATORS, KL, LOSSES
@@ -117,21 +118,21 @@ class AlgorithmConfig:
         put(self, "loss", losses.name)
         if losses.role != "policy" or "new_logprobs" not in losses.inputs:
             raise ValueError(f"algorithm.loss: got {self.loss!r}, expected the loss of a policy")
-        known = [name for name in losses.options if name not in _OWN]
-        put(self, "loss_options", _options("loss_options", self.loss_options, losses.name, known))
+        loss_options = [name for name in losses.options if name not in _OWN]
+        put(self, "loss_options", _options("loss_options", self.loss_options, losses.name, loss_options))
         if self.estimator is not None:
             entry = _named("estimator", self.estimator, ESTIMATORS)
             put(self, "estimator", entry.name)
-            own = [name for name in entry.options if name != "ranks"]
-            put(self, "estimator_options", _options("estimator_options", self.estimator_options, entry.name, own))
+            accepted = [name for name in entry.options if name != "ranks"]
+            put(self, "estimator_options", _options("estimator_options", self.estimator_options, entry.name, accepted))
         elif self.estimator_options:
             raise ValueError(f"algorithm.estimator_options: got {dict(self.estimator_options)}, and no estimator")
         if self.estimator is None and "advantages" in losses.inputs:
             raise ValueError(f"algorithm.estimator: got none, and the loss {self.loss!r} needs advantages")
         if self.correction is not None:
             entry = Entry("importance_weights", importance_weights, (), "")
-            own = [name for name in entry.options if name not in ("ranks", "current")]
-            put(self, "correction", _options("correction", self.correction, entry.name, own))
+            accepted = [name for name in entry.options if name not in ("ranks", "current")]
+            put(self, "correction", _options("correction", self.correction, entry.name, accepted))
         _named("kl_estimator", self.kl_estimator, KL)
         check_choice("algorithm.kl_in", self.kl_in, ("loss", "reward"))
         least = 0 if self.kl_in == "reward" else -1e9
@@ -167,7 +168,7 @@ class AlgorithmConfig:
             )
 
     @classmethod
-    def preset(cls, given: AlgorithmConfig | str, **changes: Any) -> AlgorithmConfig:
+    def preset(cls, algorithm: AlgorithmConfig | str, **changes: Any) -> AlgorithmConfig:
         """Return a preset, or another algorithm, with changes.
 
         Args:
@@ -175,96 +176,100 @@ class AlgorithmConfig:
             changes: Fields with other values. `loss_options` and `estimator_options` are merged with those of `given`,
                 unless another loss or estimator is named.
         """
-        if isinstance(given, str):
-            if given not in PRESET_NAMES:
-                raise UnknownNameError(f"algorithm: got {given!r}, expected a preset{suggest(given, PRESET_NAMES)}")
-            given = presets()[given]
-        if not isinstance(given, AlgorithmConfig):
-            raise ValueError(f"algorithm: got {type(given).__name__}, expected an AlgorithmConfig or a preset's name")
-        known = [one.name for one in dataclasses.fields(cls)]
+        if isinstance(algorithm, str):
+            if algorithm not in PRESET_NAMES:
+                raise UnknownNameError(
+                    f"algorithm: got {algorithm!r}, expected a preset{suggest(algorithm, PRESET_NAMES)}"
+                )
+            algorithm = presets()[algorithm]
+        if not isinstance(algorithm, AlgorithmConfig):
+            raise ValueError(
+                f"algorithm: got {type(algorithm).__name__}, expected an AlgorithmConfig or a preset's name"
+            )
+        field_names = [spec.name for spec in dataclasses.fields(cls)]
         for name in changes:
-            if name not in known:
-                raise ValueError(f"algorithm: {name!r} is not known{suggest(name, known)}")
+            if name not in field_names:
+                raise ValueError(f"algorithm: {name!r} is not known{suggest(name, field_names)}")
         for whose in ("loss", "estimator"):
             options = f"{whose}_options"
-            if changes.get(whose, getattr(given, whose)) != getattr(given, whose):
+            if changes.get(whose, getattr(algorithm, whose)) != getattr(algorithm, whose):
                 changes.setdefault(options, {})
             elif isinstance(changes.get(options), Mapping):
-                changes[options] = {**getattr(given, options), **changes[options]}
-        return dataclasses.replace(given, **changes)
+                changes[options] = {**getattr(algorithm, options), **changes[options]}
+        return dataclasses.replace(algorithm, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        found = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()}
+        """Return all fields as plain values."""
+        fields = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
 
     def sampling(self, **options: Any) -> Sampling:
-        """Return sampling options for this algorithm: `n` responses per prompt, and `options`."""
+        """Return sampling options with `n=group_size`, and `options`."""
         from rollbook.core.sampling import Sampling
 
         return Sampling(**{"n": self.group_size, **options})
 
-    # --- what it needs ------------------------------------------------------------------------------------------------
+    # --- derived from the registries ----------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def estimator_entry(self) -> Estimator | None:
-        """The registry's entry of the estimator."""
+        """Registry entry of the estimator, or `None`."""
         from rollbook.algorithms import ESTIMATORS
 
         return None if self.estimator is None else ESTIMATORS[self.estimator]
 
-    @property
+    @cached_property
     def loss_entry(self) -> LossEntry:
-        """The registry's entry of the loss."""
+        """Registry entry of the loss."""
         from rollbook.algorithms import LOSSES
 
         return LOSSES[self.loss]
 
-    @property
+    @cached_property
     def data(self) -> Literal["rollouts", "answers", "pairs", "mixed"]:
-        """What it is trained on: its rollouts, given answers, pairs of answers, or rollouts mixed with an expert's
-        records."""
+        """Training data: rollouts, given answers, pairs of answers, or rollouts mixed with expert records."""
         kind = self.loss_entry.data
         if kind in ("pairs", "mixed"):
             return kind
         return "answers" if self.estimator is None else "rollouts"
 
-    @property
+    @cached_property
     def pairs(self) -> bool:
-        """Whether it is trained on pairs of answers."""
+        """Whether the training data are pairs of answers."""
         return self.data == "pairs"
 
-    @property
+    @cached_property
     def mixed(self) -> bool:
-        """Whether it is trained on an expert's records beside its own rollouts."""
+        """Whether expert records are mixed with the rollouts."""
         return self.data == "mixed"
 
-    @property
+    @cached_property
     def needs_rollouts(self) -> bool:
-        """Whether it is trained on its own rollouts."""
+        """Whether the policy is trained on its own rollouts."""
         return self.data in ("rollouts", "mixed")
 
-    @property
+    @cached_property
     def needs_critic(self) -> bool:
-        """Whether there must be a critic."""
-        return "values" in self._estimator_inputs
+        """Whether a critic is required."""
+        return self.estimator_entry is not None and "values" in self.estimator_entry.inputs
 
-    @property
+    @cached_property
     def needs_reference(self) -> bool:
-        """Whether there must be a reference model."""
+        """Whether a reference model is required."""
         return self.kl_coef != 0 or self.loss_entry.needs_reference(self.loss_options)
 
-    @property
+    @cached_property
     def needs_teacher(self) -> bool:
-        """Whether there must be a teacher."""
-        return "teacher_logprobs" in self._estimator_inputs
+        """Whether a teacher is required."""
+        return self.estimator_entry is not None and "teacher_logprobs" in self.estimator_entry.inputs
 
-    @property
+    @cached_property
     def needs_entropy(self) -> bool:
-        """Whether the entropies of the policy before the update decide anything."""
-        return self.high_entropy_ratio > 0 or self._estimator_inputs.get("entropy", False)
+        """Whether the entropies of the policy before the update are required."""
+        entry = self.estimator_entry
+        return self.high_entropy_ratio > 0 or (entry is not None and entry.inputs.get("entropy", False))
 
-    @property
+    @cached_property
     def takes_rewards(self) -> bool:
         """Whether advantages are estimated from rewards.
 
@@ -273,16 +278,16 @@ class AlgorithmConfig:
         """
         return self.estimator_entry is not None and self.estimator_entry.takes_rewards
 
-    @property
+    @cached_property
     def takes_token_rewards(self) -> bool:
         """Whether advantages are estimated from token rewards, where records have them."""
         return self.estimator_entry is not None and self.estimator_entry.takes_token_rewards
 
-    @property
+    @cached_property
     def passes(self) -> tuple[Pass, ...]:
-        """The model passes that records need before advantages are estimated.
+        """Model passes that records need before advantages are estimated.
 
-        >>> [one.model for one in AlgorithmConfig.preset("ppo").passes]
+        >>> [model_pass.model for model_pass in AlgorithmConfig.preset("ppo").passes]
         ['policy', 'reference', 'critic']
         """
         needed = {
@@ -294,9 +299,40 @@ class AlgorithmConfig:
         }
         return tuple(_PASSES[column] for column, is_needed in needed.items() if is_needed)
 
-    @property
-    def _estimator_inputs(self) -> Mapping[str, bool]:
-        return {} if self.estimator_entry is None else self.estimator_entry.inputs
+    @cached_property
+    def loss_inputs(self) -> frozenset[str]:
+        """Inputs of the policy loss, by column name.
+
+        >>> sorted(AlgorithmConfig.preset("grpo").loss_inputs)
+        ['action_mask', 'advantages', 'new_logprobs', 'old_logprobs']
+        """
+        return frozenset("action_mask" if name == "mask" else name for name in self.loss_entry.inputs)
+
+    @cached_property
+    def loss_columns(self) -> tuple[str, ...]:
+        """Columns of a batch that an update reads, those of the critic included.
+
+        >>> AlgorithmConfig.preset("grpo", kl_coef=0.0).loss_columns
+        ('tokens', 'action_mask', 'old_logprobs', 'advantages', 'loss_weights')
+        """
+        from rollbook.batch.columns import TOKEN_COLUMNS
+
+        columns = {"tokens", "action_mask", "loss_weights", *self.loss_inputs}
+        if self.kl_coef and self.kl_in == "loss":
+            columns |= {"old_logprobs", "ref_logprobs"}
+        if self.needs_critic:
+            columns |= {"values", "returns"}
+        return tuple(name for name in ("tokens", "action_mask", *TOKEN_COLUMNS) if name in columns)
+
+    @cached_property
+    def aggregation_mode(self) -> str:
+        """How the loss aggregates tokens.
+
+        >>> AlgorithmConfig.preset("gspo").aggregation_mode, AlgorithmConfig.preset("dr_grpo").aggregation_mode
+        ('seq-mean-token-mean', 'seq-mean-token-sum-norm')
+        """
+        mode = self.loss_options.get("mode", self.loss_entry.options.get("mode"))
+        return "token-mean" if mode is None else str(mode)
 
 
 _PASSES = {
@@ -308,28 +344,28 @@ _PASSES = {
 }
 
 
-def _bounds(given: Any) -> tuple[float, float]:
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise ValueError(f"algorithm.reward_clip: got {given!r}, expected (low, high)")
-    low = check_float("algorithm.reward_clip", given[0])
-    return low, check_float("algorithm.reward_clip", given[1], low, what=f"an upper bound of at least {low:g}")
+def _bounds(bounds: Any) -> tuple[float, float]:
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        raise ValueError(f"algorithm.reward_clip: got {bounds!r}, expected (low, high)")
+    low = check_float("algorithm.reward_clip", bounds[0])
+    return low, check_float("algorithm.reward_clip", bounds[1], low, what=f"an upper bound of at least {low:g}")
 
 
-def _named(what: str, name: Any, registry: Mapping[str, Any]) -> Any:
+def _named(field_name: str, name: Any, registry: Mapping[str, Any]) -> Any:
     if not isinstance(name, str) or name not in registry:
         raise UnknownNameError(
-            f"algorithm.{what}: got {name!r}, expected one of its names{suggest(str(name), registry)}"
+            f"algorithm.{field_name}: got {name!r}, expected one of its names{suggest(str(name), registry)}"
         )
     return registry[name]
 
 
-def _options(what: str, given: Any, whose: str, known: list[str]) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"algorithm.{what}: got {given!r}, expected options by name")
-    for name in given:
-        if name not in known:
-            raise ValueError(f"algorithm.{what}: {name!r} is no option of {whose}{suggest(name, known)}")
-    return dict(given)
+def _options(field_name: str, options: Any, whose: str, accepted: list[str]) -> dict[str, Any]:
+    if not isinstance(options, Mapping):
+        raise ValueError(f"algorithm.{field_name}: got {options!r}, expected options by name")
+    for name in options:
+        if name not in accepted:
+            raise ValueError(f"algorithm.{field_name}: {name!r} is no option of {whose}{suggest(name, accepted)}")
+    return dict(options)
 
 
 _KL = {"kl_estimator": "k2", "kl_coef": 0.001}
@@ -344,7 +380,7 @@ def presets() -> dict[str, AlgorithmConfig]:
     True
     """
     group: dict[str, Any] = {"estimator": "grpo", **_KL}
-    given: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "ppo": {"estimator": "ppo", "group_size": 1, **_KL},
         "grpo": group,
         "dr_grpo": {"estimator": "dr_grpo", "loss_options": {"mode": "seq-mean-token-sum-norm"}},
@@ -367,7 +403,7 @@ def presets() -> dict[str, AlgorithmConfig]:
         "on_policy_distill": {"estimator": "on_policy_distill", "group_size": 1},
         "mix": {"estimator": "grpo", "loss": "mix"},
     }
-    return {name: AlgorithmConfig(name=name, **parts) for name, parts in given.items()}
+    return {name: AlgorithmConfig(name=name, **parts) for name, parts in settings.items()}
 
 
 def __getattr__(name: str) -> Any:

@@ -41,81 +41,81 @@ from rollbook.train.user_code import resolve
 
 def actor_of(config: Config, device: torch.device) -> Actor:
     """The policy, with the weights that the run begins with."""
-    made = _model("model", config.model, config, device, trainable=True)
+    actor = _model("model", config.model, config, device, trainable=True)
     if config.model.gradient_checkpointing:
-        made.gradient_checkpointing_enable()
-    engine = TransformersEngine(made)
+        actor.gradient_checkpointing_enable()
+    engine = TransformersEngine(actor)
     engine.max_batch_rows, engine.max_batch_tokens = config.engine.max_batch_rows, config.engine.max_batch_tokens
-    return made
+    return actor
 
 
-def _model(name: str, given: Model | Teacher, config: Config, device: torch.device, *, trainable: bool) -> Actor:
-    own = config.model
-    dtype = torch.bfloat16 if own.precision == "bfloat16" else torch.float32
+def _model(name: str, source: Model | Teacher, config: Config, device: torch.device, *, trainable: bool) -> Actor:
+    policy = config.model
+    dtype = torch.bfloat16 if policy.precision == "bfloat16" else torch.float32
     options: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
-        "attn_implementation": own.attention,
+        "attn_implementation": policy.attention,
         "temperature": config.sampling.temperature,
-        "suppress": own.suppress,
+        "suppress": policy.suppress,
         "trainable": trainable,
     }
-    if isinstance(given, Model):
+    if isinstance(source, Model):
         transformers = transformers_module()
-        if given.tokenizer is not None:
-            with loading(f"{name}.tokenizer", given.tokenizer):
+        if source.tokenizer is not None:
+            with loading(f"{name}.tokenizer", source.tokenizer):
                 options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(
-                    given.tokenizer, trust_remote_code=False
+                    source.tokenizer, trust_remote_code=False
                 )
-        if given.processor is not None:
-            with loading(f"{name}.processor", given.processor):
+        if source.processor is not None:
+            with loading(f"{name}.processor", source.processor):
                 options["processor"] = transformers.AutoProcessor.from_pretrained(
-                    given.processor, trust_remote_code=False
+                    source.processor, trust_remote_code=False
                 )
-        if given.lora is not None:
-            options["lora"] = dict(given.lora)
-    if given.path is not None:
-        with loading(f"{name}.path", given.path):
-            return Actor(given.path, **options)
-    if given.config is not None:
+        if source.lora is not None:
+            options["lora"] = dict(source.lora)
+    if source.path is not None:
+        with loading(f"{name}.path", source.path):
+            return Actor(source.path, **options)
+    if source.config is not None:
         torch.manual_seed(config.seed)
-        with loading(f"{name}.config", given.config):
-            return Actor(transformers_module().AutoConfig.for_model(**given.config), **options)
-    if given.builder is None:
+        with loading(f"{name}.config", source.config):
+            return Actor(transformers_module().AutoConfig.for_model(**source.config), **options)
+    if source.builder is None:
         raise ConfigError(name, "got none, expected one of path, config, builder")
-    made = called(f"{name}.builder", given.builder, given.options, config.seed)
-    if isinstance(made, Actor):
-        return _as_asked(made, own, config, trainable).to(device)
-    model, tokenizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    built = called(f"{name}.builder", source.builder, source.options, config.seed)
+    if isinstance(built, Actor):
+        return _as_asked(built, policy, config, trainable).to(device)
+    model, tokenizer = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, torch.nn.Module):
-        got = type(made).__name__
+        kind = type(built).__name__
         raise ConfigError(
-            f"{name}.builder", f"{given.builder} gave {got}, expected an Actor, or a model and its tokenizer"
+            f"{name}.builder", f"{source.builder} gave {kind}, expected an Actor, or a model and its tokenizer"
         )
     if tokenizer is not None:
         # A processor has the tokenizer of its texts.
-        whole = hasattr(tokenizer, "image_processor")
-        options.setdefault("processor" if whole else "tokenizer", tokenizer)
-    with loading(f"{name}.builder", given.builder):
+        is_processor = hasattr(tokenizer, "image_processor")
+        options.setdefault("processor" if is_processor else "tokenizer", tokenizer)
+    with loading(f"{name}.builder", source.builder):
         return Actor(model, **options)
 
 
-def _as_asked(made: Actor, own: Model, config: Config, trainable: bool) -> Actor:
+def _as_asked(actor: Actor, source: Model, config: Config, trainable: bool) -> Actor:
     """An actor that a function of the user's returned, at the temperature that is sampled at. What else an actor is
     made with cannot be put into one, and is refused rather than ignored."""
     if not trainable:
-        made.trainable = False
-        made.requires_grad_(False).eval()
+        actor.trainable = False
+        actor.requires_grad_(False).eval()
     else:
-        for one in ("lora", "attention", "suppress", "tokenizer", "processor"):
-            if getattr(own, one):
+        for key in ("lora", "attention", "suppress", "tokenizer", "processor"):
+            if getattr(source, key):
                 raise ConfigError(
-                    f"model.{one}",
-                    f"got {getattr(own, one)!r}, and {own.builder} returns an Actor, which has its own, expected it "
-                    "there, or a model and its tokenizer",
+                    f"model.{key}",
+                    f"got {getattr(source, key)!r}, but {source.builder} returns an Actor; set it there, or return a "
+                    "model and its tokenizer",
                 )
-    made.temperature = config.sampling.temperature
-    return made
+    actor.temperature = config.sampling.temperature
+    return actor
 
 
 _OF_ACTOR = {"attn_implementation": "attention", "suppress": "suppress", "lora": "lora"}
@@ -130,21 +130,23 @@ def loading(key: str, source: Any) -> Iterator[None]:
     except ConfigError:
         raise
     except (ImportError, OSError, ValueError) as error:
-        said = " ".join(str(error).split())
-        if "trust_remote_code" in said:
+        message = " ".join(str(error).split())
+        if "trust_remote_code" in message:
             raise ConfigError(
                 key, f"got {source!r}, which needs code from its repository, and that is not run; a builder can load it"
             ) from error
         for name, mine in _OF_ACTOR.items():
-            if said.startswith((f"{name}:", f"{name}[")):
-                raise ConfigError(f"model.{mine}", said.partition(": ")[2]) from error
-            if f"`{name}=" in said or (mine == "attention" and "ttention" in said and isinstance(error, ImportError)):
-                raise ConfigError(f"model.{mine}", said) from error
-        if "arget modules" in said:  # peft's words
-            raise ConfigError("model.lora.target_modules", said) from error
+            if message.startswith((f"{name}:", f"{name}[")):
+                raise ConfigError(f"model.{mine}", message.partition(": ")[2]) from error
+            if f"`{name}=" in message or (
+                mine == "attention" and "ttention" in message and isinstance(error, ImportError)
+            ):
+                raise ConfigError(f"model.{mine}", message) from error
+        if "arget modules" in message:  # peft's words
+            raise ConfigError("model.lora.target_modules", message) from error
         if isinstance(source, str) and not Path(source).exists() and isinstance(error, (OSError, ValueError)):
-            said = f"got {source!r}, which is no folder here, and nothing that the hub gives: {said}"
-        raise ConfigError(key, said) from error
+            message = f"got {source!r}, which is no folder here, and nothing that the hub gives: {message}"
+        raise ConfigError(key, message) from error
 
 
 def called(name: str, target: str, options: Mapping[str, Any], seed: int) -> Any:
@@ -153,24 +155,24 @@ def called(name: str, target: str, options: Mapping[str, Any], seed: int) -> Any
     if not callable(function):
         raise ConfigError(name, f"got {target!r}, which is a {type(function).__name__}, expected a function")
     takes = inspect.signature(function).parameters
-    given = {"seed": seed, **options} if "seed" in takes else dict(options)
+    arguments = {"seed": seed, **options} if "seed" in takes else dict(options)
     try:
-        inspect.signature(function).bind(**given)
+        inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        raise ConfigError(name, f"{target} cannot be called with {given}: {error}") from None
-    given = expanded(given, f"{name.rpartition('.')[0]}.options")
-    return function(**given)
+        raise ConfigError(name, f"{target} cannot be called with {arguments}: {error}") from None
+    arguments = expanded(arguments, f"{name.rpartition('.')[0]}.options")
+    return function(**arguments)
 
 
 def models_of(config: Config, actor: Actor, device: torch.device) -> Models:
     """All models, once the policy has the weights that training begins with (which reference and critic copy)."""
-    own, made = config.algorithm, Models(actor)
-    if own.needs_reference:
+    algorithm, models = config.algorithm, Models(actor)
+    if algorithm.needs_reference:
         if config.reference is None:
-            made.reference = actor.reference()
+            models.reference = actor.reference()
         else:
             with loading("reference", config.reference):
-                made.reference = Actor(
+                models.reference = Actor(
                     config.reference,
                     dtype=actor.dtype,
                     device=device,
@@ -178,61 +180,65 @@ def models_of(config: Config, actor: Actor, device: torch.device) -> Models:
                     suppress=actor.suppress,
                     trainable=False,
                 )
-            _check_words("reference", made.reference, actor)
-    if own.needs_teacher:
-        made.teacher = _model("teacher", config.teacher, config, device, trainable=False)
-        _check_words("teacher", made.teacher, actor)
-    if own.needs_critic:
+            _check_words("reference", models.reference, actor)
+    if algorithm.needs_teacher:
+        models.teacher = _model("teacher", config.teacher, config, device, trainable=False)
+        _check_words("teacher", models.teacher, actor)
+    if algorithm.needs_critic:
         options: dict[str, Any] = {"dtype": actor.dtype, "device": device, "value_head": config.critic.value_head}
         if config.critic.path is not None:
             with loading("critic.path", config.critic.path):
-                made.critic = CriticModel(config.critic.path, **options)
-            _check_words("critic.path", made.critic, actor)
+                models.critic = CriticModel(config.critic.path, **options)
+            _check_words("critic.path", models.critic, actor)
         elif config.critic.config is not None:
             with loading("critic.config", config.critic.config):
-                made.critic = CriticModel(transformers_module().AutoConfig.for_model(**config.critic.config), **options)
-            _check_words("critic.config", made.critic, actor)
+                models.critic = CriticModel(
+                    transformers_module().AutoConfig.for_model(**config.critic.config), **options
+                )
+            _check_words("critic.config", models.critic, actor)
         else:
-            made.critic = CriticModel(trunk_from=actor, **options)
+            models.critic = CriticModel(trunk_from=actor, **options)
         if config.model.gradient_checkpointing:
-            made.critic.gradient_checkpointing_enable()
-    return made
+            models.critic.gradient_checkpointing_enable()
+    return models
 
 
 def _check_words(name: str, other: Any, actor: Actor) -> None:
     """Refuse a model that cannot read what the policy writes."""
-    got, expected = (getattr(text_config(one), "vocab_size", None) for one in (other, actor))
-    if got is not None and expected is not None and got < expected:
-        raise ConfigError(name, f"got a model of {got} tokens, expected at least the policy's {expected}")
+    vocab_size, expected = (getattr(text_config(model), "vocab_size", None) for model in (other, actor))
+    if vocab_size is not None and expected is not None and vocab_size < expected:
+        raise ConfigError(name, f"got a model of {vocab_size} tokens, expected at least the policy's {expected}")
 
 
 def prompts_of(config: Config) -> tuple[Prompts, Prompts | None]:
     """The prompts to train on, and those to evaluate with, if there are any."""
-    given = config.data
-    if given.function is not None:
-        found = _shaped(_from_function("data", given.function, given.options, config), config, given.limit)
-    elif given.path is not None:
-        found = _shaped(_from_file(given.path, given, config), config, None)
+    data = config.data
+    if data.function is not None:
+        prompts = _shaped(_from_function("data", data.function, data.options, config), config, data.limit)
+    elif data.path is not None:
+        prompts = _shaped(_from_file(data.path, data, config), config, None)
     else:
         raise ConfigError("data", "got none, expected one of path, function")
-    held: Prompts | None = None
-    if given.held_out:
-        found, held = found.split(given.held_out if given.held_out < 1 else int(given.held_out), seed=config.seed)
+    held_out: Prompts | None = None
+    if data.held_out:
+        prompts, held_out = prompts.split(data.held_out if data.held_out < 1 else int(data.held_out), seed=config.seed)
     if config.evaluation.data is not None or config.evaluation.split is not None:
-        held = _shaped(_evaluation_file(config), config, None)
+        held_out = _shaped(_evaluation_file(config), config, None)
     elif config.evaluation.function is not None:
-        asked = config.evaluation
-        held = _shaped(_from_function("evaluation", str(asked.function), asked.options, config), config, None)
-    if held is not None and config.evaluation.prompts is not None and len(held) > config.evaluation.prompts:
-        held = held.split(config.evaluation.prompts, seed=config.seed)[1]
-    both = 0 if held is None else held.shared(found)
-    if held is not None and both:
-        advise(f"evaluation: {both} of {len(held)} prompts are among those that are trained on")
+        evaluation = config.evaluation
+        held_out = _shaped(
+            _from_function("evaluation", str(evaluation.function), evaluation.options, config), config, None
+        )
+    if held_out is not None and config.evaluation.prompts is not None and len(held_out) > config.evaluation.prompts:
+        held_out = held_out.split(config.evaluation.prompts, seed=config.seed)[1]
+    both = 0 if held_out is None else held_out.shared(prompts)
+    if held_out is not None and both:
+        advise(f"evaluation: {both} of {len(held_out)} prompts are among those that are trained on")
     if not config.algorithm.needs_rollouts:
-        found.require(*(("chosen", "rejected") if config.algorithm.pairs else ("response",)))
+        prompts.require(*(("chosen", "rejected") if config.algorithm.pairs else ("response",)))
     if config.warmup.steps:
-        found.require("response")
-    return found, held
+        prompts.require("response")
+    return prompts, held_out
 
 
 def check_readable(actor: Actor, prompts: Prompts) -> None:
@@ -241,74 +247,74 @@ def check_readable(actor: Actor, prompts: Prompts) -> None:
     holder = actor.processor if actor.processor is not None else actor.tokenizer
     if holder is None and first.token_ids is None:
         raise ConfigError("model.tokenizer", "got none, and the model has none of its own, expected one: data are text")
-    templates = [getattr(one, "chat_template", None) for one in (actor.processor, actor.tokenizer)]
+    templates = [getattr(holder, "chat_template", None) for holder in (actor.processor, actor.tokenizer)]
     if first.messages is not None and not any(templates):
         raise ConfigError("model.tokenizer", "got one without a chat template, expected one that has: data are chats")
 
 
 def _from_function(section: str, target: str, options: Mapping[str, Any], config: Config) -> Prompts:
-    given = config.data
+    data = config.data
     return Prompts(
         lambda: called(f"{section}.function", target, options, config.seed),
         seed=config.seed,
-        shuffle=given.shuffle,
+        shuffle=data.shuffle,
         name=target,
-        columns=dict(given.columns) or None,
-        keep=given.keep,
+        columns=dict(data.columns) or None,
+        keep=data.keep,
     )
 
 
-def _from_file(path: str, given: Data, config: Config) -> Prompts:
+def _from_file(path: str, source: Data, config: Config) -> Prompts:
     return Prompts.from_file(
         path,
-        split=given.split,
-        subset=given.subset,
-        columns=dict(given.columns) or None,
-        keep=given.keep,
-        limit=given.limit,
+        split=source.split,
+        subset=source.subset,
+        columns=dict(source.columns) or None,
+        keep=source.keep,
+        limit=source.limit,
         seed=config.seed,
-        shuffle=given.shuffle,
+        shuffle=source.shuffle,
     )
 
 
 def _evaluation_file(config: Config) -> Prompts:
     """Prompts of a file or dataset of their own, or of another split of the data's."""
-    asked, given = config.evaluation, config.data
-    path = asked.data if asked.data is not None else given.path
+    evaluation, source = config.evaluation, config.data
+    path = evaluation.data if evaluation.data is not None else source.path
     if path is None:
-        raise ConfigError("evaluation.split", f"got {asked.split!r}, and neither evaluation.data nor data.path")
+        raise ConfigError("evaluation.split", f"got {evaluation.split!r}, and neither evaluation.data nor data.path")
     # Another dataset has splits of its own; the limit is of the rows to train on.
-    split = given.split if asked.split is None and path == given.path else asked.split
-    subset = given.subset if path == given.path else None
-    return _from_file(path, dataclasses.replace(given, path=path, split=split, subset=subset, limit=None), config)
+    split = source.split if evaluation.split is None and path == source.path else evaluation.split
+    subset = source.subset if path == source.path else None
+    return _from_file(path, dataclasses.replace(source, path=path, split=split, subset=subset, limit=None), config)
 
 
 def _shaped(prompts: Prompts, config: Config, limit: int | None) -> Prompts:
     """Plain texts as chats, and a system message before them, where that is asked for; the first `limit` rows."""
-    given = config.data
-    if not given.chat and given.system is None and limit is None:
+    settings = config.data
+    if not settings.chat and settings.system is None and limit is None:
         return prompts
-    made = [_chat(one, given).replace(eid=None) for one in prompts.every()[:limit]]
-    return Prompts(made, seed=config.seed, shuffle=given.shuffle, name=prompts.name)
+    shaped = [_chat(prompt, settings).replace(eid=None) for prompt in prompts.every()[:limit]]
+    return Prompts(shaped, seed=config.seed, shuffle=settings.shuffle, name=prompts.name)
 
 
-def _chat(prompt: Prompt, given: Data) -> Prompt:
+def _chat(prompt: Prompt, settings: Data) -> Prompt:
     messages = prompt.messages
-    if given.chat and prompt.text is not None:
+    if settings.chat and prompt.text is not None:
         messages = [{"role": "user", "content": prompt.text}]
     if messages is None:
         return prompt
-    if given.system is not None and messages[0].get("role") != "system":
-        messages = [{"role": "system", "content": given.system}, *messages]
+    if settings.system is not None and messages[0].get("role") != "system":
+        messages = [{"role": "system", "content": settings.system}, *messages]
     return prompt.replace(text=None, messages=messages)
 
 
 def check_rewards(config: Config) -> None:
     """Build every reward but for models, so that what is wrong with one is known before anything is loaded."""
     for key, rewards in (("rewards", config.rewards), ("evaluation.rewards", config.evaluation.rewards)):
-        for i, one in enumerate(rewards or ()):
-            if one.model is None:
-                _reward(f"{key}.{i}", one, None).close()
+        for i, source in enumerate(rewards or ()):
+            if source.model is None:
+                _reward(f"{key}.{i}", source, None).close()
 
 
 def reward_of(rewards: tuple[Reward, ...], actor: Actor | None = None, key: str = "rewards") -> Any:
@@ -316,18 +322,18 @@ def reward_of(rewards: tuple[Reward, ...], actor: Actor | None = None, key: str 
     and whose tokens they may read otherwise; `key`: where the configuration has them."""
     if not rewards:
         return None
-    parts = [_reward(f"{key}.{i}", one, actor) for i, one in enumerate(rewards)]
+    parts = [_reward(f"{key}.{i}", source, actor) for i, source in enumerate(rewards)]
     if len(parts) == 1 and rewards[0].weight == 1.0 and rewards[0].name is None:
         return parts[0]
-    names = [one.name or f"{_called(one)}" for one in rewards]
+    names = [source.name or f"{_called(source)}" for source in rewards]
     names = [name if names.count(name) == 1 else f"{name}{names[:i].count(name)}" for i, name in enumerate(names)]
-    return as_reward(dict(zip(names, parts, strict=True)), weights=[one.weight for one in rewards])
+    return as_reward(dict(zip(names, parts, strict=True)), weights=[source.weight for source in rewards])
 
 
-def _reward(key: str, one: Reward, actor: Actor | None) -> Any:
-    kind = next(name for name in ("function", "recipe", "remote", "model") if getattr(one, name) is not None)
-    source = expanded(getattr(one, kind), f"{key}.{kind}")
-    options: dict[str, Any] = expanded(one.options, f"{key}.options")
+def _reward(key: str, settings: Reward, actor: Actor | None) -> Any:
+    kind = next(name for name in ("function", "recipe", "remote", "model") if getattr(settings, name) is not None)
+    source = expanded(getattr(settings, kind), f"{key}.{kind}")
+    options: dict[str, Any] = expanded(settings.options, f"{key}.options")
     if kind == "model":
         with loading(f"{key}.model", source):
             source = _classifier(source, options, actor)
@@ -351,10 +357,10 @@ def _classifier(name: str, options: dict[str, Any], actor: Actor | None) -> Any:
     if actor is not None:
         options.setdefault("device", actor.device)
         options.setdefault("policy_tokenizer", actor.tokenizer)
-    known = options.get("tokenizer", name)
-    if isinstance(known, str):
+    words = options.get("tokenizer", name)
+    if isinstance(words, str):
         try:
-            options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(known, trust_remote_code=False)
+            options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(words, trust_remote_code=False)
         except (OSError, ValueError):
             if "tokenizer" in options:
                 raise
@@ -362,12 +368,12 @@ def _classifier(name: str, options: dict[str, Any], actor: Actor | None) -> Any:
     return transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype="auto", trust_remote_code=False)
 
 
-def _called(one: Reward) -> str:
-    if one.remote is not None:
+def _called(source: Reward) -> str:
+    if source.remote is not None:
         return "remote"
-    if one.recipe is not None:
+    if source.recipe is not None:
         return "recipe"
-    return Path(str(one.function or one.model).rpartition(":")[2]).stem
+    return Path(str(source.function or source.model).rpartition(":")[2]).stem
 
 
 def settle(config: Config) -> torch.device:
@@ -382,11 +388,11 @@ def settle(config: Config) -> torch.device:
     np.random.seed(config.seed)
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = torch.device(config.device)
-    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(found.type, 1)
-    if (found.index or 0) >= there:
+    device = torch.device(config.device)
+    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(device.type, 1)
+    if (device.index or 0) >= there:
         raise ConfigError("device", f"got {config.device!r}, and torch sees {there} of that kind here")
-    return found
+    return device
 
 
 def sampling_of(config: Config, actor: Actor | None = None) -> dict[str, Any]:
@@ -406,55 +412,55 @@ def sampling_of(config: Config, actor: Actor | None = None) -> dict[str, Any]:
 
 def engine_of(config: Config, actor: Actor) -> Any:
     """Who samples."""
-    given = config.engine
-    if given.kind == "transformers":
+    settings = config.engine
+    if settings.kind == "transformers":
         return TransformersEngine(actor)
     from rollbook.rollout import OpenAIEngine
 
-    key = None if given.api_key_env is None else os.environ.get(given.api_key_env)
+    key = None if settings.api_key_env is None else os.environ.get(settings.api_key_env)
     try:
-        made = OpenAIEngine(
-            expanded(given.url, "engine.url"),
-            given.model,
+        engine = OpenAIEngine(
+            expanded(settings.url, "engine.url"),
+            settings.model,
             actor.tokenizer,
             api_key=key,
-            timeout=given.timeout,
-            concurrency=given.concurrency,
-            **expanded(given.options, "engine.options"),
+            timeout=settings.timeout,
+            concurrency=settings.concurrency,
+            **expanded(settings.options, "engine.options"),
         )
     except TypeError as error:
         raise ConfigError("engine.options", str(error)) from None
     weighed = "" if config.algorithm.correction is not None else "; algorithm.correction weighs that"
     advise(
-        f"engine.url: the server at {given.url} keeps the weights that it has, whatever is trained here, and what it "
-        f"samples is of an ever older policy{weighed}. Evaluations sample with the weights that are trained"
+        f"engine.url: the server at {settings.url} keeps the weights that it has, whatever is trained here, and what "
+        f"it samples is of an ever older policy{weighed}. Evaluations sample with the weights that are trained"
     )
-    return made
+    return engine
 
 
 def environment_of(config: Config, actor: Actor) -> EnvironmentConfig | None:
     """Return how episodes are played; `None` without an environment."""
-    given = config.environment
-    if given.function is None:
+    settings = config.environment
+    if settings.function is None:
         return None
-    function = resolve(str(given.function), name="environment.function")
-    options = expanded(given.options, "environment.options")
+    function = resolve(str(settings.function), name="environment.function")
+    options = expanded(settings.options, "environment.options")
     return EnvironmentConfig(
         factory=(lambda prompt: function(prompt, **options)) if options else function,
-        rewards=given.rewards,
-        max_turns=given.max_turns,
-        context_limit=given.context_limit,
-        on_truncation=given.on_truncation,
-        workers=given.workers,
-        episode=given.episode,
+        rewards=settings.rewards,
+        max_turns=settings.max_turns,
+        context_limit=settings.context_limit,
+        on_truncation=settings.on_truncation,
+        workers=settings.workers,
+        episode=settings.episode,
         tokenizer=actor.processor or actor.tokenizer,
     )
 
 
 def expert_of(config: Config) -> Book | None:
     """Open the book of the expert's records, if there is one."""
-    given = config.replay.expert
-    return None if given is None else open_book(expanded(given, "replay.expert"), mode="r")
+    path = config.replay.expert
+    return None if path is None else open_book(expanded(path, "replay.expert"), mode="r")
 
 
 def trainer_of(config: Config, models: Models, prompts: Prompts, reward: Any, book: Book) -> Trainer:
@@ -495,9 +501,9 @@ def trainer_of(config: Config, models: Models, prompts: Prompts, reward: Any, bo
     )
 
 
-def _ending(given: OptimizerConfig, last: Mapping[str, Any]) -> OptimizerConfig:
+def _ending(optimizer: OptimizerConfig, last: Mapping[str, Any]) -> OptimizerConfig:
     """A schedule that does not say when it ends, ends with the run."""
-    return dataclasses.replace(given, **last) if given.steps is None and last else given
+    return dataclasses.replace(optimizer, **last) if optimizer.steps is None and last else optimizer
 
 
 __all__ = [

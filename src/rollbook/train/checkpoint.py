@@ -41,7 +41,7 @@ class CorruptCheckpointError(RollbookError, ValueError):
     """A checkpoint that is not whole, or was changed: an older one is not taken in its place without being told to."""
 
     def __init__(self, path: Path, why: str) -> None:
-        folder = next((one for one in (path, *path.parents) if is_name(one.name)), None)
+        folder = next((parent for parent in (path, *path.parents) if is_name(parent.name)), None)
         hint = "" if folder is None else f". To go on from the checkpoint before it, remove {folder}"
         super().__init__(f"{path}: {why}{hint}")
 
@@ -106,23 +106,23 @@ class Saved:
     @property
     def critic(self) -> Path | None:
         """The folder that `Critic` takes, where there is one."""
-        found = self.path / "critic"
-        return found if found.is_dir() else None
+        folder = self.path / "critic"
+        return folder if folder.is_dir() else None
 
-    def told(self) -> dict[str, Any]:
-        """What `trainer.json` says."""
+    def trainer_state(self) -> dict[str, Any]:
+        """Read `trainer.json`."""
         path = self.path / "trainer.json"
         try:
-            found = json.loads(path.read_text())
+            state = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise CorruptCheckpointError(path, f"cannot be read ({error})") from None
-        if not isinstance(found, dict) or found.get("step") != self.step:
-            got = found.get("step") if isinstance(found, dict) else found
-            raise CorruptCheckpointError(path, f"got {str(got)[:60]!r} as the step, expected {self.step}")
-        lacking = next((name for name in ("seed", "book", "prompts") if name not in found), None)
+        if not isinstance(state, dict) or state.get("step") != self.step:
+            step = state.get("step") if isinstance(state, dict) else state
+            raise CorruptCheckpointError(path, f"got {str(step)[:60]!r} as the step, expected {self.step}")
+        lacking = next((name for name in ("seed", "book", "prompts") if name not in state), None)
         if lacking is not None:
             raise CorruptCheckpointError(path, f"got no {lacking!r}, expected it")
-        return found
+        return state
 
 
 def saved(folder: Path) -> list[Saved]:
@@ -132,12 +132,20 @@ def saved(folder: Path) -> list[Saved]:
     []
     """
     where = folder / FOLDER
-    found = [(_NAME.fullmatch(one.name), one) for one in where.iterdir()] if where.is_dir() else []
-    return sorted((Saved(int(match[1]), one) for match, one in found if match), key=lambda one: one.step)
+    entries = [(_NAME.fullmatch(entry.name), entry) for entry in where.iterdir()] if where.is_dir() else []
+    return sorted(
+        (Saved(int(match[1]), path) for match, path in entries if match), key=lambda checkpoint: checkpoint.step
+    )
 
 
 def save(
-    folder: Path, step: int, *, actor: Any, critic: Any = None, state: Mapping[str, Any], told: Mapping[str, Any]
+    folder: Path,
+    step: int,
+    *,
+    actor: Any,
+    critic: Any = None,
+    state: Mapping[str, Any],
+    trainer_state: Mapping[str, Any],
 ) -> Saved:
     """Write a checkpoint; one of the same step that is there already is replaced."""
     where = folder / FOLDER
@@ -153,7 +161,7 @@ def save(
             critic.save_pretrained(partial / "critic")
     torch.save({**state, "random": random_state()}, partial / "state.pt")
     hit("state saved")
-    (partial / "trainer.json").write_text(json.dumps({"step": step, **told}, indent=1))
+    (partial / "trainer.json").write_text(json.dumps({"step": step, **trainer_state}, indent=1))
     make_private(partial)
     _sync(partial)
     hit("before rename")
@@ -182,14 +190,14 @@ def mend(folder: Path) -> None:
         shutil.rmtree(left)
 
 
-def load_state(found: Saved) -> dict[str, Any]:
+def load_state(checkpoint: Saved) -> dict[str, Any]:
     """What `state.pt` holds: `learner`, `random`, and whatever else `save` was given."""
-    path = found.path / "state.pt"
+    path = checkpoint.path / "state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a damaged file: of many kinds, from zip, pickle and torch
-        said = str(error).partition(chr(10))[0].rstrip(".")
-        raise CorruptCheckpointError(path, f"cannot be read ({type(error).__name__}: {said})") from None
+        reason = str(error).partition(chr(10))[0].rstrip(".")
+        raise CorruptCheckpointError(path, f"cannot be read ({type(error).__name__}: {reason})") from None
     if not isinstance(state, dict) or not {"learner", "random"} <= state.keys():
         raise CorruptCheckpointError(path, "got something else, expected 'learner' and 'random'")
     return state
@@ -203,8 +211,8 @@ def loading(folder: Path) -> Iterator[None]:
         with quietly():
             yield
     except Exception as error:  # of transformers, safetensors, peft
-        said = str(error).partition(chr(10))[0].rstrip(".")
-        raise CorruptCheckpointError(folder, f"cannot be loaded ({type(error).__name__}: {said})") from error
+        reason = str(error).partition(chr(10))[0].rstrip(".")
+        raise CorruptCheckpointError(folder, f"cannot be loaded ({type(error).__name__}: {reason})") from error
     finally:
         put_random_state(before)
 
@@ -213,14 +221,14 @@ def load_weights(model: Any, folder: Path) -> None:
     """Put a checkpoint's weights into a model that is there: an `Actor` or a `Critic`, with adapters or without. All of
     them or none; random states stay as they are."""
     with loading(folder):
-        kept = type(model)(os.fspath(folder))
-    theirs, mine = kept.state_dict(), model.state_dict()
-    for name, one in mine.items():
-        if name not in theirs or theirs[name].shape != one.shape:
-            raise CorruptCheckpointError(folder, f"got no weight {name} of shape {list(one.shape)}, expected it")
+        saved_model = type(model)(os.fspath(folder))
+    theirs, mine = saved_model.state_dict(), model.state_dict()
+    for name, weight in mine.items():
+        if name not in theirs or theirs[name].shape != weight.shape:
+            raise CorruptCheckpointError(folder, f"got no weight {name} of shape {list(weight.shape)}, expected it")
     with torch.no_grad():
-        for name, one in mine.items():
-            one.copy_(theirs[name])
+        for name, weight in mine.items():
+            weight.copy_(theirs[name])
 
 
 def prune(folder: Path, keep: int | None) -> list[Saved]:
@@ -228,12 +236,12 @@ def prune(folder: Path, keep: int | None) -> list[Saved]:
     if keep is None:
         return []
     check_int("keep", keep, 1)
-    found = saved(folder)
-    gone = [one for one in found[:-keep] if one.step]
-    for one in gone:
+    checkpoints = saved(folder)
+    gone = [checkpoint for checkpoint in checkpoints[:-keep] if checkpoint.step]
+    for checkpoint in gone:
         # The name first: what is half removed is no checkpoint.
-        hidden = one.path.with_name(f"{_PARTIAL}{one.path.name}")
-        one.path.rename(hidden)
+        hidden = checkpoint.path.with_name(f"{_PARTIAL}{checkpoint.path.name}")
+        checkpoint.path.rename(hidden)
         hit("during prune")
         shutil.rmtree(hidden)
     return gone
@@ -242,12 +250,12 @@ def prune(folder: Path, keep: int | None) -> list[Saved]:
 def random_state() -> dict[str, Any]:
     """The random states of torch, for the CPU and every CUDA device, and those of Python and NumPy, which functions of
     the user's (rewards, environments) may ask."""
-    own = np.random.get_state(legacy=False)
-    numpy = {**own, "state": {**own["state"], "key": own["state"]["key"].tolist()}}
-    made: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}
+    numpy_state = np.random.get_state(legacy=False)
+    numpy = {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}}
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}
     if torch.cuda.is_available():
-        made["cuda"] = torch.cuda.get_rng_state_all()
-    return made
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
 
 
 def put_random_state(state: Mapping[str, Any]) -> None:

@@ -153,7 +153,7 @@ class Display:
     def _head(self) -> None:
         if not self._headed:
             self._headed = True
-            titles = [f"{'step':>{self._step_width}}", *(f"{one.title:>{one.width}}" for one in self._table)]
+            titles = [f"{'step':>{self._step_width}}", *(f"{column.title:>{column.width}}" for column in self._table)]
             text = " ".join([*titles, f"{'left':>{_LEFT}}"])
             self.stream.write((cut(text, self._columns()) if self.live else text) + "\n")
 
@@ -164,7 +164,7 @@ class Display:
     def _made(self, step: int, metrics: Mapping[str, float], now: float) -> str:
         place = str(step) if self.steps is None else f"{step}/{self.steps}"
         cells = [f"{place:>{self._step_width}}"]
-        cells += [f"{_figure(one.value(metrics)):>{one.width}}" for one in self._table]
+        cells += [f"{_figure(column.value(metrics)):>{column.width}}" for column in self._table]
         return " ".join([*cells, f"{self._left(step, now):>{_LEFT}}"])
 
     @property
@@ -182,7 +182,7 @@ def _columns_for(metrics: Mapping[str, float]) -> tuple[Column, ...]:
     """The columns of a run whose first step has these metrics."""
     if any(name in metrics for name in COLUMNS[0].names) or "loss" not in metrics:
         return COLUMNS
-    return tuple(one for one in SUPERVISED_COLUMNS if any(name in metrics for name in one.names))
+    return tuple(column for column in SUPERVISED_COLUMNS if any(name in metrics for name in column.names))
 
 
 def _figure(value: float | None) -> str:
@@ -224,11 +224,11 @@ def duration(seconds: float) -> str:
     >>> duration(41.2), duration(312), duration(3 * 3600 + 250), duration(200_000)
     ('41 s', '5 min 12 s', '3 h 4 min', '2 d 7 h')
     """
-    whole = round(seconds)
+    total = round(seconds)
     for unit, name, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= unit:
-            return f"{whole // unit} {name} {whole % unit // part} {small}"
-    return f"{whole} s"
+        if total >= unit:
+            return f"{total // unit} {name} {total % unit // part} {small}"
+    return f"{total} s"
 
 
 def evaluation_line(metrics: Mapping[str, float]) -> str:
@@ -239,7 +239,7 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
     ...                  "eval/reward": 0.625, "eval/prompts": 200.0})
     'avg@4 0.5 (0.44 to 0.56), pass@4 0.75, reward 0.625, 200 prompts'
     """
-    said = []
+    parts = []
     once = any(name.endswith("avg@1") for name in metrics)
     for name, value in metrics.items():
         low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
@@ -250,11 +250,11 @@ def evaluation_line(metrics: Mapping[str, float]) -> str:
         if once and last.endswith("@1") and not last.startswith("avg"):
             continue
         if last == "prompts":
-            said.append(f"{value:,.0f} {shown}")
+            parts.append(f"{value:,.0f} {shown}")
             continue
         between = "" if low is None or high is None else f" ({_figure(low)} to {_figure(high)})"
-        said.append(f"{shown} {_figure(value)}{between}")
-    return ", ".join(said)
+        parts.append(f"{shown} {_figure(value)}{between}")
+    return ", ".join(parts)
 
 
 __all__ = ["COLUMNS", "UPDATE_COLUMNS", "Column", "Display", "duration", "evaluation_line"]

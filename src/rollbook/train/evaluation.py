@@ -104,24 +104,24 @@ class Evaluation:
     @property
     def outcomes(self) -> list[tuple[bool, ...]]:
         """[n][k] Which samples succeeded."""
-        return [one.outcomes for one in self.per_prompt]
+        return [prompt.outcomes for prompt in self.per_prompt]
 
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
         """All numbers by name: avg@k with `/low` and `/high`, pass@1, 2, 4 ... k, maj@k, the mean reward, the mean
         length of a response in sampled tokens, and the shares of samples that were cut at the token limit, failed, or
         got no reward."""
         outcomes, k = self.outcomes, self.k
-        rewards = [reward for one in self.per_prompt for reward in one.rewards if math.isfinite(reward)]
+        rewards = [reward for prompt in self.per_prompt for reward in prompt.rewards if math.isfinite(reward)]
         answered = [row for row in self.records if row.finish_reason != "error"]
         lengths = [
             len(row.tokens) - row.prompt_length if row.action_mask is None else int(row.action_mask.sum())
             for row in answered
         ]
         samples = self.prompts * k
-        found = {f"avg@{k}": self.success, f"avg@{k}/low": self.low, f"avg@{k}/high": self.high}
-        found |= {f"pass@{one}": statistics.pass_at_k(outcomes, one) for one in statistics.powers_of_two(k)}
-        found[f"maj@{k}"] = statistics.maj_at_k([one.answers for one in self.per_prompt], outcomes)
-        found |= {
+        metrics = {f"avg@{k}": self.success, f"avg@{k}/low": self.low, f"avg@{k}/high": self.high}
+        metrics |= {f"pass@{count}": statistics.pass_at_k(outcomes, count) for count in statistics.powers_of_two(k)}
+        metrics[f"maj@{k}"] = statistics.maj_at_k([prompt.answers for prompt in self.per_prompt], outcomes)
+        metrics |= {
             "reward": math.fsum(rewards) / len(rewards) if rewards else math.nan,
             "length": math.fsum(lengths) / len(lengths) if lengths else math.nan,
             "truncated": sum(row.finish_reason == "length" for row in answered) / samples,
@@ -129,11 +129,11 @@ class Evaluation:
             "unscored": self.unscored / samples,
             "prompts": self.prompts,
         }
-        return {f"{prefix}/{name}": value for name, value in found.items()}
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     def __str__(self) -> str:
-        said = f"avg@{self.k} {self.interval} on {self.prompts} prompts"
-        return f"{said}, {self.failed} samples failed" if self.failed else said
+        text = f"avg@{self.k} {self.interval} on {self.prompts} prompts"
+        return f"{text}, {self.failed} samples failed" if self.failed else text
 
 
 def evaluate(
@@ -179,16 +179,16 @@ def evaluate(
     if settings.temperature == 0 and settings.first_temperature is None and k > 1:
         advise(f"k: got {k} with temperature 0, at which all samples of a prompt are one; k=1 says as much")
     _check_success(success)
-    asked = _asked(prompts, f"{name}-{step}")
+    named = _asked(prompts, f"{name}-{step}")
     if reward is None and environment is None:
         raise ValueError("reward: missing, and there is no environment that gives one")
-    records = generate(engine, asked, settings, environment)
+    records = generate(engine, named, settings, environment)
     fingerprint = None
     if reward is not None:
         source = as_reward(reward)
         try:
             decoder = tokenizer if tokenizer is not None else getattr(engine, "tokenizer", None)
-            records = score(records, source, decoder, prompts=asked)
+            records = score(records, source, decoder, prompts=named)
         finally:
             if not is_reward(reward):
                 source.close()
@@ -197,8 +197,8 @@ def evaluate(
     _check_part(success, rows)
     for row in rows if fingerprint is not None else ():
         row.info["reward_source"] = fingerprint
-    found = evaluated(rows, success=success, confidence=confidence, answer=answer, step=step)
-    return found if book is None else _kept(found, book)
+    evaluation = evaluated(rows, success=success, confidence=confidence, answer=answer, step=step)
+    return evaluation if book is None else _kept(evaluation, book)
 
 
 def evaluated(
@@ -243,7 +243,7 @@ def evaluated(
             Answered(
                 task=rows[0].eid.task,
                 prompt=_prompt(rows),
-                outcomes=tuple(_succeeds(row, got, success) for row, got in zip(rows, rewards, strict=True)),
+                outcomes=tuple(_succeeds(row, reward, success) for row, reward in zip(rows, rewards, strict=True)),
                 rewards=tuple(rewards),
                 answers=tuple(None if lost else (answer or _final)(row) for row, lost in both),
             )
@@ -254,7 +254,7 @@ def evaluated(
         confidence=confidence,
         per_prompt=tuple(per_prompt),
         records=records if isinstance(records, Experiences) else Experiences(list(records)),
-        interval=statistics.share([one.outcomes for one in per_prompt], confidence),
+        interval=statistics.share([prompt.outcomes for prompt in per_prompt], confidence),
         failed=failed,
         unscored=unscored,
     )
@@ -272,15 +272,15 @@ def difference(before: Evaluation, after: Evaluation, confidence: float | None =
     >>> difference(old, new).value
     1.0
     """
-    was, now = ({one.task: one for one in each.per_prompt} for each in (before, after))
+    was, now = ({earliermpt.task: earliermpt for earliermpt in evaluation.per_prompt} for evaluation in (before, after))
     if was.keys() != now.keys():
         odd = next(iter(was.keys() ^ now.keys()))
         whose = "after" if odd in was else "before"
         raise ValueError(f"{whose}: got no prompt {odd!r}, expected the same prompts before and after")
-    for task, one in was.items():
-        if one.prompt != now[task].prompt:
+    for task, earlier in was.items():
+        if earlier.prompt != now[task].prompt:
             raise ValueError(
-                f"prompt {task!r}: got {now[task].prompt[:60]!r} after, expected {one.prompt[:60]!r}, as before"
+                f"prompt {task!r}: got {now[task].prompt[:60]!r} after, expected {earlier.prompt[:60]!r}, as before"
             )
     if before.reward_source != after.reward_source:
         raise ValueError(
@@ -301,16 +301,16 @@ def _asked(prompts: Any, batch: str) -> list[Prompt]:
     """The prompts with ids of this evaluation."""
     from rollbook.core.sampling import Prompt
 
-    given = prompts.every(batch=batch) if hasattr(prompts, "every") else prompts
-    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
-        raise ValueError(f"prompts: got {type(given).__name__}, expected a list of prompts")
-    if not given:
+    rows = prompts.every(batch=batch) if hasattr(prompts, "every") else prompts
+    if isinstance(rows, (str, Mapping)) or not isinstance(rows, Sequence):
+        raise ValueError(f"prompts: got {type(rows).__name__}, expected a list of prompts")
+    if not rows:
         raise ValueError("prompts: got none, expected at least one")
-    made = []
-    for row, one in enumerate(map(Prompt.of, given)):
-        task = row if one.eid is None or one.eid.task == "" else one.eid.task
-        made.append(one.replace(eid=EID(batch=batch, task=task, suffix="")))
-    return made
+    named = []
+    for row, prompt in enumerate(map(Prompt.of, rows)):
+        task = row if prompt.eid is None or prompt.eid.task == "" else prompt.eid.task
+        named.append(prompt.replace(eid=EID(batch=batch, task=task, suffix="")))
+    return named
 
 
 def _without_nan(row: Experience) -> Experience:
@@ -321,7 +321,7 @@ def _without_nan(row: Experience) -> Experience:
     return row
 
 
-def _kept(found: Evaluation, book: Book) -> Evaluation:
+def _kept(evaluation: Evaluation, book: Book) -> Evaluation:
     """The evaluation with its records in the book, for evaluation alone.
 
     The same again is nothing new. Another one of the same step and seed (other weights, other options) is kept beside
@@ -332,16 +332,16 @@ def _kept(found: Evaluation, book: Book) -> Evaluation:
     from rollbook.book.errors import ConflictError
     from rollbook.core.experiences import Experiences
 
-    rows = list(found.records)
+    rows = list(evaluation.records)
     for again in itertools.count(2):
         try:
             book.append(rows, evaluation=True)
         except ConflictError:
             rows = [row.replace(eid=row.eid.replace(suffix=f"{was.eid.suffix}-{again}"))
-                    for row, was in zip(rows, found.records, strict=True)]  # fmt: skip
+                    for row, was in zip(rows, evaluation.records, strict=True)]  # fmt: skip
         else:
             break
-    return found if again == 2 else dataclasses.replace(found, records=Experiences(rows))
+    return evaluation if again == 2 else dataclasses.replace(evaluation, records=Experiences(rows))
 
 
 # --- judging --------------------------------------------------------------------------------------------------------

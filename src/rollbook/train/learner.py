@@ -1,8 +1,8 @@
-"""`Learner`: from records to new weights, without a book, an engine or a loop around it.
+"""`Learner`: update the weights of a policy and a critic from records.
 
-Invariant: what a step does to the weights depends on the records, the step's number, the seed and the state before, and
-on nothing else; not on how minibatches are cut into micro-batches, padded or packed, but for rounding. An update whose
-loss or gradient is not finite changes nothing, and is counted.
+Invariant: the new weights depend only on the records, the number of the step, the seed and the state before; the split
+into micro-batches, padded or packed, changes them by rounding only. An update whose loss or gradient is not finite
+changes nothing, and is counted.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from rollbook.batch import Batch
@@ -30,37 +31,37 @@ from rollbook.models.head import scoring
 from rollbook.models.protocols import Policy, ValueModel
 from rollbook.rollout.engine import derive_seed
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.loss import LossNormalizers, critic_loss, loss_columns, policy_loss
+from rollbook.train.loss import LossNormalizers, critic_loss, policy_loss
 from rollbook.train.optimizer import PRECISIONS, Optimizer, OptimizerConfig
 from rollbook.train.rows import TrainRows
 
 
 class NonFiniteLossError(RollbookError, RuntimeError):
-    """Too many updates in a row had a loss or a gradient that is not finite."""
+    """Raised when too many consecutive updates have a loss or a gradient that is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MinibatchConfig:
-    """How the records of a step become updates.
+    """How the records of a step are split into updates.
 
     >>> MinibatchConfig(minibatches=4, token_budget=8192).epochs
     1
     """
 
     minibatches: int = 1
-    """Updates in each pass over the step's records."""
+    """Number of updates in each pass over the records of a step."""
     epochs: int = 1
-    """Passes over the step's records."""
+    """Number of passes over the records of a step."""
     token_budget: int = 16384
-    """Tokens that go through the model at once; a longer record goes alone."""
+    """Maximum number of tokens in one forward and backward pass; a longer record is passed alone."""
     packed: bool | None = None
-    """Records end to end instead of padded; none: where the model's attention costs no more for it."""
+    """Pack sequences instead of padding them; null: if the attention implementation makes packing cheap."""
     shuffle: bool = True
-    """Whether records are put into minibatches in a random order, by seed and step."""
+    """Assign records to minibatches in a random order, a function of seed and step."""
     keep_groups: bool = False
-    """Whether the runs of a prompt stay in one minibatch."""
+    """Keep all responses to a prompt in one minibatch."""
     drop_zero_advantages: bool = False
-    """Whether records whose advantages are all 0 are left out, of the denominators too."""
+    """Leave out records whose advantages are all 0, also from the denominators."""
 
     def __post_init__(self) -> None:
         for name in ("minibatches", "epochs", "token_budget"):
@@ -73,20 +74,23 @@ class MinibatchConfig:
 
 @dataclass
 class UpdateResult:
-    """What the updates of a step did."""
+    """Result of `Learner.update`."""
 
     metrics: dict[str, float]
     """Means over the updates: `loss`, `policy/...`, `kl`, `entropy`, `grad_norm`, `lr`, `critic/...`, and counts."""
     placements: list[dict[str, Any]]
-    """[records] Where each was: `minibatch`, `micro_batch` and `weight` (its tokens' share of its minibatch's) of each
-    pass, or `left_out` and the reason."""
+    """[N] For each record `minibatch`, `micro_batch` and `weight` (its fraction of the minibatch's loss tokens), as
+    lists if there are several passes; or `left_out` and the reason."""
     updates: int
-    """How many updates changed the weights."""
+    """Number of updates that changed the weights."""
     skipped: int
-    """How many did not, since something was not finite."""
+    """Number of updates that were skipped because the loss or a gradient was not finite."""
 
     def placements_by_uid(self, uids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The placements of the first records, by their ids, as `Lease.ack` takes them.
+        """Return the placements of the first records by their ids, as `Lease.ack` takes them.
+
+        Args:
+            uids: Ids of the first records, in order.
 
         >>> UpdateResult({}, [{"minibatch": 0}, {"minibatch": 1}], 1, 0).placements_by_uid(["a"])
         {'a': {'minibatch': 0}}
@@ -94,25 +98,32 @@ class UpdateResult:
         return dict(zip(uids, self.placements, strict=False))
 
 
-def _add_shares(metrics: dict[str, Any], shares: Mapping[str, Any], prefix: str) -> None:
+def _add_shares(metrics: dict[str, Any], shares: Mapping[str, torch.Tensor], prefix: str) -> None:
     """Add a micro-batch's shares of metrics; they stay on their device until the update is done."""
     for name, share in shares.items():
         key = name if name in ("loss", "kl", "entropy") and prefix == "policy" else f"{prefix}/{name}"
         metrics[key] = metrics[key] + share if key in metrics else share
 
 
-def _means(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    names = dict.fromkeys(name for metrics in updates for name in metrics)
-    return {name: float(np.mean([float(metrics[name]) for metrics in updates if name in metrics])) for name in names}
-
-
 class Learner:
-    """A policy, maybe a critic, and the optimizers that move them.
+    """Trains a policy, and a critic if the algorithm has one, on records. Has no book and no engine.
 
-    `actor`, `critic`: `rollbook.models.Actor` and `Critic`. `reference`: for pairs of answers alone, whose records have
-    no room for its log-probs. `max_tokens`: the longest response, which Dr. GRPO's loss is divided by. `precision`:
-    `float32`; `bfloat16`, weights of that type with float32 copies in the optimizer; `autocast`, float32 weights and
-    products in bfloat16. After `nonfinite_limit` updates in a row that are not finite, `NonFiniteLossError` is raised.
+    Args:
+        actor: The policy, such as a `rollbook.models.Actor`.
+        algorithm: An `AlgorithmConfig`, or the name of a preset.
+        critic: The value model, if the algorithm needs one.
+        reference: The reference model for pairs of answers, whose records cannot hold its log-probs.
+        optimizer: Settings of the policy's optimizer.
+        critic_optimizer: Settings of the critic's optimizer; by default those of the policy.
+        minibatch: How the records of a step are split into updates.
+        precision: `float32`; `bfloat16`: bfloat16 weights with float32 copies in the optimizer; or `autocast`: float32
+            weights with matrix products in bfloat16.
+        seed: Seed of the order of records.
+        max_tokens: Longest response, by which Dr. GRPO divides the loss.
+        nonfinite_limit: Number of consecutive non-finite updates after which `update` raises.
+
+    Raises:
+        ValueError: A model that the algorithm needs is missing, or the weights do not have the type of `precision`.
 
     >>> from rollbook import Experience
     >>> from rollbook.models import Actor
@@ -164,8 +175,10 @@ class Learner:
         if critic is not None and self.algorithm.needs_critic:
             short = critic.dtype == torch.bfloat16
             self.critic_optimizer = Optimizer(cast("nn.Module", critic), critic_optimizer or config, masters=short)
+        self.packed = actor.packs_cheaply if self.minibatch.packed is None else self.minibatch.packed
+        """Whether micro-batches are packed instead of padded."""
         self.failures = 0
-        """Updates in a row that were not finite."""
+        """Number of consecutive updates that were not finite."""
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -201,8 +214,8 @@ class Learner:
             version=step - 1,
         )
         placements: list[dict[str, Any]] = [{"left_out": rows.left_out.get(i, "")} for i in range(rows.record_count)]
-        updates: list[dict[str, Any]] = []
-        skipped = 0
+        sums: dict[str, list[float]] = {}
+        updates = skipped = 0
         critic_only = step <= self.algorithm.critic_warmup
         self.actor.train()
         if self.critic is not None:
@@ -214,16 +227,19 @@ class Learner:
                 metrics = self._update(rows, minibatch, micro_batches, step, critic_only)
                 if metrics is None:
                     skipped += 1
-                    self._failed(step, epoch, number)
+                    self._count_failure(step, epoch, number)
                     continue
                 self.failures = 0
-                updates.append(metrics)
-        totals = {**_means(updates), **rows.metrics, "lr": self.optimizer.how.rate(step)}
-        totals |= {"updates": float(len(updates)), "skipped": float(skipped), "rows": float(len(rows))}
-        return UpdateResult(totals, placements, len(updates), skipped)
+                updates += 1
+                for name, share in metrics.items():
+                    sums.setdefault(name, []).append(share)
+        totals = {name: float(np.mean(numbers)) for name, numbers in sums.items()}
+        totals |= {**rows.metrics, "lr": self.optimizer.config.rate(step)}
+        totals |= {"updates": float(updates), "skipped": float(skipped), "rows": float(len(rows))}
+        return UpdateResult(totals, placements, updates, skipped)
 
     def minibatches(self, rows: TrainRows, step: int, epoch: int = 0) -> list[list[int]]:
-        """Which rows each update of a pass is of: a function of the seed, the step and the pass."""
+        """Return the rows of each update of a pass: a function of the seed, the step and the pass."""
         units: dict[Any, list[int]] = {}
         names: Sequence[Any] = range(len(rows))
         if rows.pairs is not None:
@@ -237,27 +253,20 @@ class Learner:
             random.Random(derive_seed(self.seed, f"minibatches/{step}/{epoch}")).shuffle(order)
         count = min(self.minibatch.minibatches, len(order))
         cuts = [len(order) * k // count for k in range(count + 1)] if count else []
-        return [sorted(row for unit in order[begin:end] for row in unit) for begin, end in itertools.pairwise(cuts)]
+        return [sorted(itertools.chain(*order[begin:end])) for begin, end in itertools.pairwise(cuts)]
 
     def plan(self, rows: TrainRows, minibatch: Sequence[int]) -> Sequence[MicroBatch]:
-        """The micro-batches of an update; their indices are places in `minibatch`."""
+        """Return the micro-batches of an update; their indices are places in `minibatch`."""
         lengths = rows.records.token_lengths()[list(minibatch)]
         counts = rows.loss_tokens[list(minibatch)]
         options: dict[str, Any] = {}
-        if rows.pairs is not None:
-            options = {"groups": [rows.pairs[i] for i in minibatch], "keep_groups": "micro_batch"}
-        layout: Any = "packed" if self.packed else "padded"
+        layout: Literal["packed", "padded"] = "packed" if self.packed else "padded"
         budget = self.minibatch.token_budget
-        if options:
-            budget = max(budget, int(max(_pair_size(lengths, options["groups"], layout))))
+        if rows.pairs is not None:
+            pairs = [rows.pairs[i] for i in minibatch]
+            options = {"groups": pairs, "keep_groups": "micro_batch"}
+            budget = max(budget, *_pair_sizes(lengths, pairs, layout))
         return plan(lengths, token_cap=budget, layout=layout, loss_tokens=counts, oversize="alone", **options)[0]
-
-    @property
-    def packed(self) -> bool:
-        """Whether micro-batches are packed."""
-        if self.minibatch.packed is None:
-            return bool(self.actor.packs_cheaply)
-        return self.minibatch.packed
 
     @staticmethod
     def _place(
@@ -280,7 +289,11 @@ class Learner:
                 places[source] = {"minibatch": number, "micro_batch": k, "weight": weight}
         for source, place in places.items():
             if epoch:
-                place = {name: [*_listed(placements[source][name]), entry] for name, entry in place.items()}
+                earlier = placements[source]  # lists from the third pass on
+                place = {
+                    name: [*(earlier[name] if isinstance(earlier[name], list) else [earlier[name]]), entry]
+                    for name, entry in place.items()
+                }
             placements[source] = place
 
     def _update(
@@ -293,12 +306,22 @@ class Learner:
     ) -> dict[str, Any] | None:
         """One update of all that learns; its metrics, or `None` if something was not finite and nothing changed."""
         normalizers = LossNormalizers.from_rows(self.algorithm, rows, minibatch, self.max_tokens)
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if self.precision == "autocast":
+            autocast = torch.autocast(self.actor.device.type, dtype=torch.bfloat16)
         sums: dict[str, Any] = {}
         for planned in micro_batches:
             micro = rows.take([minibatch[i] for i in planned.indices.tolist()])
-            batch = self._batch(micro)
+            # One transfer of the columns that the losses read; actor and critic share the batch.
+            batch = Batch.from_records(
+                micro.records,
+                self.algorithm.loss_columns,
+                packed=self.packed,
+                pad_token_id=self.actor.pad_token_id,
+                device=self.actor.device,
+            )
             if not critic_only:
-                with self._autocast():
+                with autocast:
                     stats = self.actor.token_stats(batch, entropy=self.algorithm.entropy_coef != 0)
                 ref = self._ref_logprobs(batch) if micro.pairs is not None else None
                 loss, shares = policy_loss(
@@ -307,38 +330,24 @@ class Learner:
                 loss.backward()  # type: ignore[no-untyped-call]
                 _add_shares(sums, shares, "policy")
             if self.critic_optimizer is not None and self.critic is not None:
-                with self._autocast():
+                with autocast:
                     values = self.critic.token_values(batch)
                 loss, shares = critic_loss(self.algorithm, values, batch, normalizers)
                 loss.backward()  # type: ignore[no-untyped-call]
                 _add_shares(sums, shares, "critic")
         metrics = {name: float(share) for name, share in sums.items()}
-        optimizers = [(self.optimizer, "grad_norm")] if not critic_only else []
+        optimizers = {} if critic_only else {"grad_norm": self.optimizer}
         if self.critic_optimizer is not None:
-            optimizers.append((self.critic_optimizer, "critic/grad_norm"))
+            optimizers["critic/grad_norm"] = self.critic_optimizer
         losses = [metrics[name] for name in ("loss", "critic/value_loss") if name in metrics]
-        if not all(np.isfinite(losses)) or not all(optimizer.finite for optimizer, _ in optimizers):
-            for optimizer, _ in optimizers:
-                optimizer.forget()
+        norms = [optimizer.grad_norm() for optimizer in optimizers.values()]
+        if not np.isfinite(losses + norms).all():
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
             return None
-        for optimizer, name in optimizers:
-            metrics[name] = optimizer.update(step)
+        for (name, optimizer), norm in zip(optimizers.items(), norms, strict=True):
+            metrics[name] = optimizer.update(step, norm)
         return metrics
-
-    def _batch(self, rows: TrainRows) -> Batch:
-        """The columns of a micro-batch that the losses read, on the actor's device in one transfer."""
-        return Batch.from_records(
-            rows.records,
-            loss_columns(self.algorithm),
-            packed=self.packed,
-            pad_token_id=self.actor.pad_token_id,
-            device=self.actor.device,
-        )
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.precision != "autocast":
-            return nullcontext()
-        return torch.autocast(self.actor.device.type, dtype=torch.bfloat16)
 
     def _ref_logprobs(self, batch: Batch) -> Any:
         """The reference's log-probs of preference pairs, whose records have no room for them."""
@@ -348,7 +357,7 @@ class Learner:
         with scoring(reference):
             return to(reference.token_stats(batch).logprobs, self.actor.device)
 
-    def _failed(self, step: int, epoch: int, number: int) -> None:
+    def _count_failure(self, step: int, epoch: int, number: int) -> None:
         self.failures += 1
         where = f"step {step}, pass {epoch}, minibatch {number}"
         if self.failures >= self.nonfinite_limit:
@@ -358,17 +367,21 @@ class Learner:
             )
         advise(f"{where}: the loss or its gradient is not finite; this update is left out ({self.failures} in a row)")
 
-    # --- going on another time ------------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What moves the weights: moments, counts, float32 copies. The weights are the models' own."""
-        made: dict[str, Any] = {"optimizer": self.optimizer.state_dict(), "failures": self.failures}
+        """Return the states of the optimizers. The weights are saved with the models."""
+        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict(), "failures": self.failures}
         if self.critic_optimizer is not None:
-            made["critic_optimizer"] = self.critic_optimizer.state_dict()
-        return made
+            state["critic_optimizer"] = self.critic_optimizer.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore a state that `state_dict` returned.
+
+        Raises:
+            ValueError: The state belongs to a learner with a critic and this one has none, or the reverse.
+        """
         self.optimizer.load_state_dict(state["optimizer"])
         self.failures = int(state["failures"])
         if ("critic_optimizer" in state) != (self.critic_optimizer is not None):
@@ -377,13 +390,9 @@ class Learner:
             self.critic_optimizer.load_state_dict(state["critic_optimizer"])
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _pair_size(lengths: Any, names: Sequence[str], layout: str) -> list[int]:
-    """What each pair occupies in a micro-batch of its own."""
+def _pair_sizes(lengths: NDArray[np.int64], pairs: Sequence[str], layout: str) -> list[int]:
+    """Return the tokens that each pair takes in a micro-batch of its own."""
     units: dict[str, list[int]] = {}
-    for length, name in zip(lengths.tolist(), names, strict=True):
-        units.setdefault(name, []).append(length)
-    return [sum(unit) if layout == "packed" else len(unit) * max(unit) for unit in units.values()] or [1]
+    for length, pair in zip(lengths.tolist(), pairs, strict=True):
+        units.setdefault(pair, []).append(length)
+    return [sum(unit) if layout == "packed" else len(unit) * max(unit) for unit in units.values()]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollbook.algorithms import LOSSES
 from rollbook.algorithms.aggregate import denominators
 from rollbook.algorithms.kl import kl_loss
 from rollbook.algorithms.losses import entropy_loss, value_loss
@@ -26,32 +25,6 @@ from rollbook.train.algorithm import AlgorithmConfig
 
 if TYPE_CHECKING:
     from rollbook.train.rows import TrainRows
-
-_COLUMNS = {"mask": "action_mask"}
-"""Inputs of losses that are columns of a batch by another name."""
-
-
-def loss_inputs(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """What the policy's loss reads, by column names.
-
-    >>> sorted(loss_inputs(AlgorithmConfig.preset("grpo")))
-    ['action_mask', 'advantages', 'new_logprobs', 'old_logprobs']
-    """
-    return frozenset(_COLUMNS.get(name, name) for name in LOSSES[algorithm.loss].inputs)
-
-
-def loss_columns(algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    """The columns of a batch that an update by this algorithm reads, the critic's included.
-
-    >>> loss_columns(AlgorithmConfig.preset("grpo", kl_coef=0.0))
-    ('tokens', 'action_mask', 'old_logprobs', 'advantages', 'loss_weights')
-    """
-    columns = {"tokens", "action_mask", "loss_weights", *loss_inputs(algorithm)}
-    if algorithm.kl_coef and algorithm.kl_in == "loss":
-        columns |= {"old_logprobs", "ref_logprobs"}
-    if algorithm.needs_critic:
-        columns |= {"values", "returns"}
-    return tuple(name for name in ("tokens", "action_mask", *TOKEN_COLUMNS) if name in columns)
 
 
 @dataclass(frozen=True)
@@ -83,21 +56,11 @@ class LossNormalizers:
         if algorithm.mixed:
             everything = policy[0]  # the divergence and the bonus are of the policy's own rows
         norm = None
-        if aggregation_mode(algorithm) == "seq-mean-token-sum-norm":
+        if algorithm.aggregation_mode == "seq-mean-token-sum-norm":
             if max_tokens is None:
                 raise ValueError("max_tokens: got None, expected the longest response, which the loss is divided by")
             norm = float(len(indices) * max_tokens)
         return cls(everything, policy, norm)
-
-
-def aggregation_mode(algorithm: AlgorithmConfig) -> str:
-    """How the algorithm's loss aggregates tokens.
-
-    >>> aggregation_mode(AlgorithmConfig.preset("gspo")), aggregation_mode(AlgorithmConfig.preset("dr_grpo"))
-    ('seq-mean-token-mean', 'seq-mean-token-sum-norm')
-    """
-    mode = algorithm.loss_options.get("mode", LOSSES[algorithm.loss].options.get("mode"))
-    return "token-mean" if mode is None else str(mode)
 
 
 def policy_loss(
@@ -128,19 +91,19 @@ def policy_loss(
     mask, weights = batch.action_mask, batch.loss_weights
     ref: Any = batch.ref_logprobs if ref_logprobs is None else ref_logprobs
     columns: dict[str, Any] = {name: getattr(batch, name) for name in TOKEN_COLUMNS}
-    columns |= {"action_mask": mask, "ref_logprobs": ref if algorithm.needs_reference else None}
+    columns |= {"mask": mask, "ref_logprobs": ref if algorithm.needs_reference else None}
     columns |= {"new_logprobs": stats.logprobs, "step": step}
     columns |= {"expert_mask": rows.expert, "pairs": rows.pairs, "chosen": rows.chosen}
-    entry = LOSSES[algorithm.loss]
+    entry = algorithm.loss_entry
     options: dict[str, Any] = {**algorithm.loss_options, "whole": normalizers.policy}
     if weights is not None and "weights" in entry.options:
         options["weights"] = weights
     if normalizers.norm is not None:
         options["norm"] = normalizers.norm
-    policy = entry.call({name: columns.get(_COLUMNS.get(name, name)) for name in entry.inputs}, options)
+    policy = entry.call({name: columns.get(name) for name in entry.inputs}, options)
     total, metrics = policy.value, dict(policy.metrics)
     shared: dict[str, Any] = {
-        "mode": aggregation_mode(algorithm),
+        "mode": algorithm.aggregation_mode,
         "norm": normalizers.norm,
         "whole": normalizers.all,
         "weights": weights,

@@ -11,10 +11,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollbook.algorithms.advantages import reinforce
 from rollbook.algorithms.advantages.temporal import place_rewards
@@ -29,6 +30,7 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.media import as_path
 from rollbook.core.metrics import StepMetrics, advise
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_ranks
+from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models.forward import forward, without_adapters
 from rollbook.rewards.recipes import as_reward
@@ -101,8 +103,9 @@ def generate(
         return play_episodes(engine, prompts, sampling, environment, metrics=metrics)
     with metrics.time("rollout") as stage:
         samples = engine.generate(prompts, sampling)
-        stage["tokens"] = sum(len(sample.response_ids) for sample in samples if not sample.failed)
-    if samples and all(sample.failed for sample in samples):
+        lengths = [len(sample.response_ids) for sample in samples if not sample.failed]
+        stage["tokens"] = sum(lengths)
+    if samples and not lengths:
         advise(f"rollout: all {len(samples)} samples failed; the first: {samples[0].error}")
     rows = [sample.to_experience() for sample in samples]
     for row, sample in zip(rows, samples, strict=True):
@@ -172,43 +175,40 @@ def _with_scores(
     records: Experiences, rows: Sequence[Experience], scores: RewardResult, places: Sequence[int | None]
 ) -> Experiences:
     """Add scores to records; `places` has the place of each row's score, `None` for failed samples."""
-    before = [math.nan if row.reward is None else float(row.reward) for row in rows]
-    is_played = any(row.reward is not None for row, place in zip(rows, places, strict=True) if place is not None)
-    rewards = [math.nan if place is None else scores.rewards[place] for place in places]
-    parts = {
-        name: [math.nan if place is None else column[place] for place in places]
-        for name, column in scores.metrics.items()
-    }
-    names = list(scores.parts)
-    columns: dict[str, Any] = {}
-    if is_played:
-        parts |= {"environment": before, "source": rewards}
-        names = ["environment", "source"]
-        rewards = [old + new for old, new in zip(before, rewards, strict=True)]
-        rescored = [with_reward(row, reward) for row, reward in zip(rows, rewards, strict=True)]
+    has_score = np.array([place is not None for place in places], dtype=bool)
+    scored = np.array([place for place in places if place is not None], dtype=np.int64)
+
+    def by_row(column: Sequence[float]) -> NDArray[np.float64]:
+        numbers = np.full(len(rows), math.nan)
+        numbers[has_score] = np.asarray(column, dtype=np.float64)[scored]
+        return numbers
+
+    rewards = by_row(scores.rewards)
+    by_name = {name: by_row(column) for name, column in scores.metrics.items()}
+    parts, columns = list(scores.parts), dict[str, Any]()
+    if bool((has_score & [row.reward is not None for row in rows]).any()):
+        environment = np.array([math.nan if row.reward is None else row.reward for row in rows])
+        by_name |= {"environment": environment, "source": rewards}
+        parts, rewards = ["environment", "source"], environment + rewards
+        rescored = [with_reward(row, reward) for row, reward in zip(rows, rewards.tolist(), strict=True)]
         if any(row.token_level_reward is not None for row in rescored):
             columns["token_level_reward"] = [row.token_level_reward for row in rescored]
     for row, place in zip(rows, places, strict=True):
         error = scores.errors[place] if place is not None else f"no response: {row.info.get('error')}"
         if error is not None:
             row.info.setdefault("reward_error", error)
-        if names:
-            row.info["reward_parts"] = names
-    for name, column in parts.items():
-        for row, number in zip(rows, _as_float32(column), strict=True):
+        if parts:
+            row.info["reward_parts"] = parts
+    for name, numbers in by_name.items():
+        # Rounded to float32, as records store numbers.
+        for row, number in zip(rows, numbers.astype(np.float32).tolist(), strict=True):
             row.metrics[name] = number
     columns |= {
-        "reward": _as_float32(rewards),
+        "reward": rewards.astype(np.float32).tolist(),
         "info": [row.info for row in rows],
         "metrics": [row.metrics for row in rows],
     }
     return records.assign(**columns)
-
-
-def _as_float32(numbers: Sequence[float]) -> list[float]:
-    """Round to float32, as records store them."""
-    rounded: list[float] = np.array(numbers, dtype=np.float32).tolist()
-    return rounded
 
 
 def with_reward(row: Experience, reward: float) -> Experience:
@@ -328,164 +328,160 @@ def estimate(
     absent = np.union1d(records.missing("advantages"), records.missing("returns"))
     if not recompute and not len(absent):
         return records
-    with metrics.time("advantages"):
-        stage = _Estimation(records, algorithm, entry, current_ranks() if ranks is None else ranks, metrics)
-        columns = stage.run(max_tokens, reward_norm)
     chosen = np.arange(len(records)) if recompute else absent
-    if entry.takes_rewards:
-        records = _mark_missing_rewards(records, stage.raw_rewards, chosen, expert)
-    if "action_mask" in columns:
-        masks = columns.pop("action_mask")
-        records = records.fill(chosen, overwrite=True, action_mask=[masks[i] for i in chosen.tolist()])
-    return records.fill(overwrite=recompute, **columns)
-
-
-class _Estimation:
-    """One call of `estimate`."""
-
-    def __init__(
-        self,
-        records: Experiences,
-        algorithm: AlgorithmConfig,
-        entry: Estimator,
-        ranks: ProcessGroup,
-        metrics: StepMetrics,
-    ) -> None:
-        self.records, self.algorithm, self.entry = records, algorithm, entry
-        self.ranks, self.metrics = ranks, metrics
-        self.inputs: Inputs = inputs_of(records)  # type: ignore[assignment]
-        self.mask = self.inputs["mask"]
-        self.raw_rewards = torch.tensor(row_rewards(records), dtype=torch.float32)
-
-    def run(self, max_tokens: int | None, reward_norm: RunningNorm | None) -> dict[str, Any]:
-        """Return the columns `advantages` and `returns`, and `action_mask` if the estimator narrowed it."""
-        algorithm, entry = self.algorithm, self.entry
+    ranks = current_ranks() if ranks is None else ranks
+    with metrics.time("advantages"):
+        inputs: Inputs = inputs_of(records)  # type: ignore[assignment]
+        mask, options = inputs["mask"], _estimator_options(algorithm, entry, ranks)
+        raw_rewards = torch.tensor(row_rewards(records), dtype=torch.float32)
         rewards, shaping = shape_rewards(
-            self.raw_rewards,
-            Layout.of(self.mask).counts,
+            raw_rewards,
+            Layout.of(mask).counts,
             overlong_buffer=algorithm.overlong_buffer,
             overlong_penalty=algorithm.overlong_penalty,
             max_tokens=max_tokens,
             norm=reward_norm,
-            ranks=self.ranks,
+            ranks=ranks,
         )
-        scale = 1.0 if reward_norm is None else 1 / reward_norm.scale
-        penalty = self._penalty()
-        options = self._options()
+        reward_clip = algorithm.reward_clip if entry.clips_rewards else None
+        penalty = None
+        if algorithm.kl_in == "reward" and algorithm.kl_coef:
+            penalty = _kl_penalty(inputs, algorithm, entry, metrics)
         if entry.scores == "rows":
-            scores = self._clipped(self._row_scores(rewards, options))
+            scores = _row_scores(records, inputs, entry, rewards, options, ranks)
+            scores, clipping = clip_scores(scores, reward_clip)
             has_reward = ~scores.isnan()
-            result = reinforce(penalty, scores, self.mask, gamma=algorithm.gamma if entry.discounts else 1.0)
+            result = reinforce(penalty, scores, mask, gamma=algorithm.gamma if entry.discounts else 1.0)
         else:
-            rewards = self._clipped(rewards)
+            rewards, clipping = clip_scores(rewards, reward_clip)
             has_reward = ~rewards.isnan() if entry.takes_rewards else torch.ones(len(rewards), dtype=torch.bool)
-            result = self._token_advantages(rewards, penalty, scale, options)
-        mask = self.mask if result.mask is None else result.mask
+            token_rewards = penalty
+            if "token_rewards" in entry.inputs:
+                scale = 1.0 if reward_norm is None else 1 / reward_norm.scale
+                token_rewards, rewards = _token_rewards(inputs, entry, rewards, scale * raw_rewards, scale, penalty)
+            result = _token_advantages(records, inputs, entry, rewards, token_rewards, options, ranks, metrics)
+        narrowed = mask if result.mask is None else result.mask
         whitened = bool(options.get("whiten", entry.options.get("whiten", False)))
         advantages, bounds = normalize_advantages(
             result.advantages,
-            mask,
+            narrowed,
             has_reward,
             normalize=None if whitened or entry.normalized else algorithm.normalize_advantages,
             clip=algorithm.advantage_clip,
-            ranks=self.ranks,
+            ranks=ranks,
         )
-        self.metrics.add(shaping, {"reward/missing_reward": float((~has_reward).sum())}, bounds)
-        columns = {"advantages": advantages, "returns": result.returns}
-        return columns if mask is self.mask else {**columns, "action_mask": mask}
+        metrics.add(clipping, shaping, {"reward/missing_reward": float((~has_reward).sum())}, bounds)
+    if entry.takes_rewards and len(records.missing("reward")):
+        records = _mark_missing_rewards(records, raw_rewards, chosen, expert)
+    if narrowed is not mask:
+        records = records.fill(chosen, overwrite=True, action_mask=[narrowed[i] for i in chosen.tolist()])
+    return records.fill(overwrite=recompute, advantages=advantages, returns=result.returns)
 
-    def _options(self) -> dict[str, Any]:
-        """The options of the estimator: its own, and those of the algorithm that it takes."""
-        algorithm, accepted = self.algorithm, self.entry.options
-        options = {"gamma": algorithm.gamma, "lam": algorithm.lam, "ranks": self.ranks}
-        if algorithm.normalize_advantages == "mean_std":
-            options["whiten"] = True
-        return {**{name: option for name, option in options.items() if name in accepted}, **algorithm.estimator_options}
 
-    def _penalty(self) -> Any:
-        """The KL penalty per token, or `None`."""
-        algorithm = self.algorithm
-        if algorithm.kl_in != "reward" or not algorithm.kl_coef:
-            return None
-        if not self.entry.kl_in_reward:
-            advise(f"{self.entry.name} takes no rewards of tokens: the KL penalty is left out")
-            return None
-        for name in ("old_logprobs", "ref_logprobs"):
-            if self.inputs[name] is None:
-                raise ValueError(f"{name}: missing, and algorithm.kl_coef is {algorithm.kl_coef:g} in the reward")
-        penalty, report = kl_penalty(
-            self.inputs["old_logprobs"],
-            self.inputs["ref_logprobs"],
-            self.mask,
-            estimator=algorithm.kl_estimator,
-            coef=algorithm.kl_coef,
-        )
-        self.metrics.add({f"reward/{name}": number for name, number in report.metrics.items()})
-        return penalty
+def _estimator_options(algorithm: AlgorithmConfig, entry: Estimator, ranks: ProcessGroup) -> dict[str, Any]:
+    """Return the options of the estimator: its own, and those of the algorithm that it accepts."""
+    options: dict[str, Any] = {"gamma": algorithm.gamma, "lam": algorithm.lam, "ranks": ranks}
+    if algorithm.normalize_advantages == "mean_std":
+        options["whiten"] = True
+    accepted = {name: option for name, option in options.items() if name in entry.options}
+    return accepted | dict(algorithm.estimator_options)
 
-    def _clipped(self, scores: torch.Tensor) -> torch.Tensor:
-        clipped, fraction = clip_scores(scores, self.algorithm.reward_clip if self.entry.clips_rewards else None)
-        self.metrics.add(fraction)
-        return clipped
 
-    def _groups(self) -> dict[str, Any]:
-        required = self.entry.inputs.get("runs", False)
-        return group_inputs(self.inputs, self.records, required=required, ranks=self.ranks)
+def _kl_penalty(inputs: Inputs, algorithm: AlgorithmConfig, entry: Estimator, metrics: StepMetrics) -> Rows | None:
+    """Return the KL penalty per token, or `None` if the estimator takes no token rewards."""
+    if not entry.kl_in_reward:
+        advise(f"{entry.name} takes no rewards of tokens: the KL penalty is left out")
+        return None
+    for name in ("old_logprobs", "ref_logprobs"):
+        if inputs[name] is None:
+            raise ValueError(f"{name}: missing, and algorithm.kl_coef is {algorithm.kl_coef:g} in the reward")
+    penalty, report = kl_penalty(
+        inputs["old_logprobs"],
+        inputs["ref_logprobs"],
+        inputs["mask"],
+        estimator=algorithm.kl_estimator,
+        coef=algorithm.kl_coef,
+    )
+    metrics.add({f"reward/{name}": number for name, number in report.metrics.items()})
+    return cast("Rows", penalty)
 
-    def _row_scores(self, rewards: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-        """[B] The estimator's scores, NaN where the reward is missing."""
-        groups = self._groups()
-        if (
-            self.ranks is SINGLE_PROCESS
-            and len(groups["groups"]) > 1
-            and len(np.unique(groups["groups"])) == len(rewards)
-        ):
-            advise(f"{self.entry.name}: every prompt has one run, and there is nothing to compare it with")
-        arguments = {"rewards": rewards, **groups}
-        arguments |= {name: self.inputs[name] for name in ("ids", "steps") if name in self.entry.inputs}
-        result = self._call({name: column for name, column in arguments.items() if name in self.entry.inputs}, options)
-        scores = torch.as_tensor(result.advantages if result.scores is None else result.scores, dtype=torch.float32)
-        return torch.where(rewards.isnan(), torch.nan, scores)
 
-    def _token_advantages(
-        self, rewards: torch.Tensor, penalty: Any, scale: float, options: Mapping[str, Any]
-    ) -> Advantages:
-        entry, inputs = self.entry, self.inputs
-        skipped = () if options.get("observations", "skip") != "skip" else ("response",)
-        special = ("mask", "rewards", "token_rewards", "groups", "runs", *skipped)
-        arguments = {name: inputs[name] for name in entry.inputs if name in inputs and name not in special}
-        arguments["mask"] = self.mask
-        if "groups" in entry.inputs:
-            arguments |= {name: column for name, column in self._groups().items() if name in entry.inputs}
-        if "token_rewards" in entry.inputs:
-            arguments["token_rewards"], arguments["rewards"] = self._token_rewards(rewards, penalty, scale)
-        elif entry.takes_rewards:
-            arguments["rewards"] = rewards
-        for name, required in entry.inputs.items():
-            if arguments.get(name) is None and (required or (name == "baselines" and entry.greedy_baseline)):
-                raise ValueError(f"{entry.name}: records lack {name!r}, which it needs")
-        result = self._call(arguments, options)
-        numbers = result.report.to_metrics(entry.name)
-        self.metrics.add({name: number for name, number in numbers.items() if math.isfinite(number)})
-        return result
+def _row_scores(
+    records: Experiences,
+    inputs: Inputs,
+    entry: Estimator,
+    rewards: torch.Tensor,
+    options: Mapping[str, Any],
+    ranks: ProcessGroup,
+) -> torch.Tensor:
+    """[B] Return the scores of an estimator over rows, NaN where the reward is missing."""
+    groups = group_inputs(inputs, records, required=entry.inputs.get("runs", False), ranks=ranks)
+    group_of_row = groups["groups"]
+    if ranks is SINGLE_PROCESS and len(group_of_row) > 1 and len(np.unique(group_of_row)) == len(rewards):
+        advise(f"{entry.name}: every prompt has one run, and there is nothing to compare it with")
+    arguments = {"rewards": rewards, **groups}
+    arguments |= {name: inputs[name] for name in ("ids", "steps") if name in entry.inputs}
+    arguments = {name: column for name, column in arguments.items() if name in entry.inputs}
+    result = as_advantages(entry.name, entry.call(arguments, options))
+    scores = torch.as_tensor(result.advantages if result.scores is None else result.scores, dtype=torch.float32)
+    return torch.where(rewards.isnan(), torch.nan, scores)
 
-    def _token_rewards(self, rewards: torch.Tensor, penalty: Any, scale: float) -> tuple[Any, Any]:
-        """The token rewards and row rewards of an estimator that places rows' rewards on their last actions."""
-        token_rewards = self.inputs["token_rewards"] if self.entry.takes_token_rewards else None
-        if token_rewards is None:
-            return penalty, rewards
-        has_own = torch.ones(len(rewards), dtype=torch.bool)
-        has_own[self.inputs["without_token_rewards"]] = False
-        # What shaping added to a row's reward goes on its last action; the rest is on its tokens.
-        placed = place_rewards(
-            torch.where(has_own, rewards - scale * self.raw_rewards, rewards), self.mask, token_rewards=penalty
-        )[0]
-        layout = Layout.of(self.mask)
-        tokens = layout.whole("token_rewards", placed) + scale * layout.whole("token_rewards", token_rewards).float()
-        return layout.give(tokens), torch.where(rewards.isnan(), torch.nan, 0.0)
 
-    def _call(self, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Advantages:
-        return as_advantages(self.entry.name, self.entry.call(arguments, options))
+def _token_advantages(
+    records: Experiences,
+    inputs: Inputs,
+    entry: Estimator,
+    rewards: torch.Tensor,
+    token_rewards: Rows | None,
+    options: Mapping[str, Any],
+    ranks: ProcessGroup,
+    metrics: StepMetrics,
+) -> Advantages:
+    """Call an estimator over tokens."""
+    special = ["mask", "rewards", "token_rewards", "groups", "runs"]
+    if options.get("observations", "skip") == "skip":
+        special.append("response")
+    arguments = {name: inputs[name] for name in entry.inputs if name in inputs and name not in special}
+    arguments["mask"] = inputs["mask"]
+    if "groups" in entry.inputs:
+        groups = group_inputs(inputs, records, required=entry.inputs.get("runs", False), ranks=ranks)
+        arguments |= {name: column for name, column in groups.items() if name in entry.inputs}
+    if "token_rewards" in entry.inputs:
+        arguments |= {"token_rewards": token_rewards, "rewards": rewards}
+    elif entry.takes_rewards:
+        arguments["rewards"] = rewards
+    for name, required in entry.inputs.items():
+        if arguments.get(name) is None and (required or (name == "baselines" and entry.greedy_baseline)):
+            raise ValueError(f"{entry.name}: records lack {name!r}, which it needs")
+    result = as_advantages(entry.name, entry.call(arguments, options))
+    numbers = result.report.to_metrics(entry.name)
+    metrics.add({name: number for name, number in numbers.items() if math.isfinite(number)})
+    return result
+
+
+def _token_rewards(
+    inputs: Inputs, entry: Estimator, rewards: torch.Tensor, recorded: torch.Tensor, scale: float, penalty: Rows | None
+) -> tuple[Rows | None, torch.Tensor]:
+    """Return the token rewards, and the row rewards that the estimator places on the last actions.
+
+    Args:
+        inputs: Inputs of the records.
+        entry: The estimator.
+        rewards: [B] Row rewards after shaping.
+        recorded: [B] Row rewards before shaping, times `scale`.
+        scale: What the running norm multiplies rewards by.
+        penalty: KL penalty per token.
+    """
+    token_rewards = inputs["token_rewards"] if entry.takes_token_rewards else None
+    if token_rewards is None:
+        return penalty, rewards
+    has_own = torch.ones(len(rewards), dtype=torch.bool)
+    has_own[inputs["without_token_rewards"]] = False
+    # What shaping added to a row's reward goes on its last action; the rest is on its tokens.
+    placed = place_rewards(torch.where(has_own, rewards - recorded, rewards), inputs["mask"], token_rewards=penalty)[0]
+    layout = Layout.of(inputs["mask"])
+    tokens = layout.whole("token_rewards", placed) + scale * layout.whole("token_rewards", token_rewards).float()
+    return layout.give(tokens), torch.where(rewards.isnan(), torch.nan, 0.0)
 
 
 def _mark_missing_rewards(

@@ -49,7 +49,7 @@ class Row(NamedTuple):
     number: int
     prompt: Prompt
     content: bytes
-    whole: bytes
+    digest: bytes
 
 
 class Reader:
@@ -81,7 +81,7 @@ class Reader:
         self.name = name
         self.folder = folder
         self.confined = confined
-        self.columns: dict[str, str | None] = {each: each for each in NAMES}
+        self.columns: dict[str, str | None] = {name: name for name in NAMES}
         for ours, theirs in (columns or {}).items():
             if ours not in NAMES:
                 raise ValueError(f"columns: {ours!r} is none of a row's names{suggest(ours, list(NAMES))}")
@@ -105,39 +105,39 @@ class Reader:
         if self.keep is None:
             return None
         ours = {theirs for theirs in self.columns.values() if theirs is not None}
-        return ours | {each.partition(".")[0] for each in ours} | self.keep
+        return ours | {name.partition(".")[0] for name in ours} | self.keep
 
-    def row(self, place: str, given: Any) -> Row:
+    def row(self, place: str, source: Any) -> Row:
         """The next row; `place` says in errors where it stands."""
         number, self._count = self._count, self._count + 1
         where = f"{self.name}, {place}"
-        if isinstance(given, Prompt):
-            asked = [given.text, given.messages, given.token_ids, given.images, given.videos, given.tools]
-            return _row(where, number, given.replace(eid=None), asked)
-        if not isinstance(given, Mapping):
-            raise ValueError(f"{where}: got {type(given).__name__}, expected a mapping with a prompt, or a Prompt")
-        found = {ours: self._found(given, theirs) for ours, theirs in self.columns.items() if theirs is not None}
-        found = {ours: value for ours, value in found.items() if value is not None}
-        found["info"] = self._info(where, place, given, found.get("info"))
-        return self._made(where, number, found)
+        if isinstance(source, Prompt):
+            question = [source.text, source.messages, source.token_ids, source.images, source.videos, source.tools]
+            return _row(where, number, source.replace(eid=None), question)
+        if not isinstance(source, Mapping):
+            raise ValueError(f"{where}: got {type(source).__name__}, expected a mapping with a prompt, or a Prompt")
+        fields = {ours: self._found(source, theirs) for ours, theirs in self.columns.items() if theirs is not None}
+        fields = {ours: value for ours, value in fields.items() if value is not None}
+        fields["info"] = self._info(where, place, source, fields.get("info"))
+        return self._made(where, number, fields)
 
     def finish(self) -> None:
         """Say whether a column that was named is in no row at all."""
         if self._unseen and self._count:
             column = min(self._unseen)
             ours = next(name for name, theirs in self.columns.items() if theirs == column)
-            known = suggest(column, [str(each) for each in self._seen])
-            raise ValueError(f"{self.name}: columns[{ours!r}]: no row has a column {column!r}{known}")
+            hint = suggest(column, [str(name) for name in self._seen])
+            raise ValueError(f"{self.name}: columns[{ours!r}]: no row has a column {column!r}{hint}")
 
     # --- columns ------------------------------------------------------------------------------------------------------
 
-    def _found(self, given: Mapping[str, Any], column: str) -> Any:
-        if column in given:
+    def _found(self, source: Mapping[str, Any], column: str) -> Any:
+        if column in source:
             self._unseen.discard(column)
-            return given[column]
+            return source[column]
         if "." not in column:
             return None
-        value: Any = given
+        value: Any = source
         for part in column.split("."):
             if not isinstance(value, Mapping) or part not in value:
                 return None
@@ -145,21 +145,21 @@ class Reader:
         self._unseen.discard(column)
         return value
 
-    def _info(self, where: str, place: str, given: Mapping[str, Any], own: Any) -> dict[str, Any]:
+    def _info(self, where: str, place: str, source: Mapping[str, Any], reference: Any) -> dict[str, Any]:
         """The columns that have no name of ours, beside what is in the row's own `info`."""
-        if own is not None and not isinstance(own, Mapping):
-            raise ValueError(f"{where}: {self._called('info')}: got {type(own).__name__}, expected a mapping")
+        if reference is not None and not isinstance(reference, Mapping):
+            raise ValueError(f"{where}: {self._called('info')}: got {type(reference).__name__}, expected a mapping")
         others = {
             column: value
-            for column, value in given.items()
+            for column, value in source.items()
             if column not in self._used and (self.keep is None or column in self.keep)
         }
-        self._seen.update(dict.fromkeys(given))
-        both = next((column for column in others if own is not None and column in own), None)
+        self._seen.update(dict.fromkeys(source))
+        both = next((column for column in others if reference is not None and column in reference), None)
         if both is not None:
             raise ValueError(f"{where}: {both}: got a column and an entry of `info` of this name, expected one of them")
         info = {}
-        for column, value in {**(own or {}), **others}.items():
+        for column, value in {**(reference or {}), **others}.items():
             if value is None:
                 continue
             try:
@@ -176,54 +176,59 @@ class Reader:
 
     # --- what it asks -------------------------------------------------------------------------------------------------
 
-    def _made(self, where: str, number: int, found: dict[str, Any]) -> Row:
-        asked = self._asked(where, found)
-        answers = {name: self._answer(where, name, found[name], asked) for name in ANSWERS if name in found}
+    def _made(self, where: str, number: int, fields: dict[str, Any]) -> Row:
+        question = self._asked(where, fields)
+        answers = {name: self._answer(where, name, fields[name], question) for name in ANSWERS if name in fields}
         if ("chosen" in answers) != ("rejected" in answers):
             missing = "rejected" if "chosen" in answers else "chosen"
             raise ValueError(
                 f"{where}: {missing}: got nothing, expected an answer, since the pair's other one is there"
             )
-        if isinstance(asked, list) and asked and isinstance(asked[-1], dict) and asked[-1]["role"] == "assistant":
+        if (
+            isinstance(question, list)
+            and question
+            and isinstance(question[-1], dict)
+            and question[-1]["role"] == "assistant"
+        ):
             if answers:
                 raise ValueError(
                     f"{where}: {self._called('messages')}: got a chat that ends with the assistant's message beside "
                     f"{' and '.join(answers)}, expected one that ends before the answer"
                 )
             # What a model is to say is never shown to it: a chat with its answer is a prompt and a response.
-            answers["response"] = self._answer(where, "messages", asked.pop(), asked)
-            if not asked:
+            answers["response"] = self._answer(where, "messages", question.pop(), question)
+            if not question:
                 raise ValueError(
                     f"{where}: {self._called('messages')}: got an answer alone, expected a prompt before it"
                 )
-        kept: dict[str, Any] = {"tools": self._tools(where, found["tools"]) if "tools" in found else None}
+        parts: dict[str, Any] = {"tools": self._tools(where, fields["tools"]) if "tools" in fields else None}
         for name in ("reference", "label"):
             try:
-                kept[name] = plain(found.get(name))
+                parts[name] = plain(fields.get(name))
             except TypeError as error:
                 raise ValueError(f"{where}: {self._called(name)}: got {error}") from None
-        media = {name: self._media(where, name, found[name]) for name in ("images", "videos") if name in found}
-        given = [asked, *(media.get(name, ()) for name in ("images", "videos")), kept["tools"]]
+        media = {name: self._media(where, name, fields[name]) for name in ("images", "videos") if name in fields}
+        contents = [question, *(media.get(name, ()) for name in ("images", "videos")), parts["tools"]]
         for name, value in media.items():
-            kept[name] = tuple(self._located(where, name, one) for one in value)
-        if isinstance(asked, list) and isinstance(asked[0], dict):
-            asked = [self._with_places(where, message) for message in asked]
-        clash = next((name for name in answers if name in found["info"]), None)
+            parts[name] = tuple(self._located(where, name, file) for file in value)
+        if isinstance(question, list) and isinstance(question[0], dict):
+            question = [self._with_places(where, message) for message in question]
+        clash = next((name for name in answers if name in fields["info"]), None)
         if clash is not None:
             raise ValueError(
                 f"{where}: info: got an entry {clash!r} beside the answer of this name, expected one of them"
             )
         try:
-            form = "text" if isinstance(asked, str) else "messages" if isinstance(asked[0], dict) else "token_ids"
-            prompt = Prompt(info={**found["info"], **answers}, **kept, **{form: asked})
+            form = "text" if isinstance(question, str) else "messages" if isinstance(question[0], dict) else "token_ids"
+            prompt = Prompt(info={**fields["info"], **answers}, **parts, **{form: question})
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        return _row(where, number, prompt, given)
+        return _row(where, number, prompt, contents)
 
-    def _asked(self, where: str, found: Mapping[str, Any]) -> Any:
+    def _asked(self, where: str, fields: Mapping[str, Any]) -> Any:
         """The prompt's text, messages or token ids, as lists and dicts of its own."""
-        names = [name for name in ("prompt", "messages") if name in found]
-        shared = _shared(found.get("chosen"), found.get("rejected"))
+        names = [name for name in ("prompt", "messages") if name in fields]
+        shared = _shared(fields.get("chosen"), fields.get("rejected"))
         if len(names) == 2:
             raise ValueError(
                 f"{where}: got {self._called('prompt')} and {self._called('messages')}, expected one of them; "
@@ -236,7 +241,7 @@ class Reader:
                 f"{where}: {self._called('prompt')}: got nothing, expected text in a column of that name, or messages; "
                 f"the row has {', '.join(map(str, self._seen))}"
             )
-        name, value = names[0], found[names[0]]
+        name, value = names[0], fields[names[0]]
         called = self._called(name)
         if hasattr(value, "tolist"):
             value = value.tolist()
@@ -249,17 +254,17 @@ class Reader:
             return [_message(f"{where}: {called}[{i}]", message) for i, message in enumerate(value)]
         if isinstance(value, (list, tuple)) and value and name == "prompt" and isinstance(value[0], int):
             return list(value)
-        what = "an empty list" if isinstance(value, (list, tuple)) and not value else type(value).__name__
+        kind = "an empty list" if isinstance(value, (list, tuple)) and not value else type(value).__name__
         expected = "text, chat messages or token ids" if name == "prompt" else "a list of {'role', 'content'}"
-        raise ValueError(f"{where}: {called}: got {what}, expected {expected}")
+        raise ValueError(f"{where}: {called}: got {kind}, expected {expected}")
 
-    def _answer(self, where: str, name: str, value: Any, asked: Any) -> Any:
+    def _answer(self, where: str, name: str, value: Any, question: Any) -> Any:
         """An answer's text, or the assistant's message where that has more than text."""
         called = f"{where}: {self._called(name)}"
         if isinstance(value, (list, tuple)):
             chat = [_message(f"{called}[{i}]", message) for i, message in enumerate(value)]
-            if isinstance(asked, list) and chat[: len(asked)] == asked:
-                chat = chat[len(asked) :]
+            if isinstance(question, list) and chat[: len(question)] == question:
+                chat = chat[len(question) :]
             if len(chat) != 1:
                 raise ValueError(f"{called}: got {len(chat)} messages after the prompt, expected the assistant's alone")
             value = chat[0]
@@ -269,50 +274,50 @@ class Reader:
                 raise ValueError(f"{called}: got a message of {message['role']!r}, expected the assistant's")
             value = message.get("content") if message.keys() <= {"role", "content"} else message
         if not isinstance(value, (str, dict)) or not value:
-            what = repr(value) if isinstance(value, str) else type(value).__name__
-            raise ValueError(f"{called}: got {what}, expected text that is not empty, or the assistant's message")
+            shown = repr(value) if isinstance(value, str) else type(value).__name__
+            raise ValueError(f"{called}: got {shown}, expected text that is not empty, or the assistant's message")
         return self._with_places(where, value) if isinstance(value, dict) else value
 
     def _tools(self, where: str, value: Any) -> list[dict[str, Any]]:
         """Tools as a list, or as its JSON: columns of one type cannot hold schemas that differ."""
         called = self._called("tools")
         try:
-            made = json.loads(value) if isinstance(value, str) else plain(value)
+            tools = json.loads(value) if isinstance(value, str) else plain(value)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}: {called}: {error}") from None
-        if not isinstance(made, list) or not all(isinstance(tool, dict) for tool in made):
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError(f"{where}: {called}: got {type(value).__name__}, expected a list of mappings, or its JSON")
-        return [_without_none(tool) for tool in made]
+        return [_without_none(tool) for tool in tools]
 
     # --- media --------------------------------------------------------------------------------------------------------
 
     def _media(self, where: str, name: str, value: Any) -> tuple[Any, ...]:
         called = f"{where}: {self._called(name)}"
         media = as_media(called, value)
-        for i, one in enumerate(media):
-            if not isinstance(one, (str, os.PathLike, bytes, bytearray, memoryview, Mapping)) and not (
-                hasattr(one, "convert") or hasattr(one, "__array__")
+        for i, entry in enumerate(media):
+            if not isinstance(entry, (str, os.PathLike, bytes, bytearray, memoryview, Mapping)) and not (
+                hasattr(entry, "convert") or hasattr(entry, "__array__")
             ):
-                raise ValueError(f"{called}[{i}]: got {type(one).__name__}, expected a path, bytes or a picture")
+                raise ValueError(f"{called}[{i}]: got {type(entry).__name__}, expected a path, bytes or a picture")
         return media
 
-    def _located(self, where: str, name: str, one: Any) -> Any:
+    def _located(self, where: str, name: str, entry: Any) -> Any:
         """A path from where the data lie, of a file that is there: a missing one should not be found at step 900."""
-        if isinstance(one, Mapping):
-            key = source_key(one)
-            return one if key is None else {**one, key: self._located(where, name, one[key])}
-        if not isinstance(one, (str, os.PathLike)) or _ADDRESS.match(os.fspath(one)):
-            return one
-        address = os.fspath(one).startswith("file:")
-        path = Path(one) if self.folder is None else self.folder / one
+        if isinstance(entry, Mapping):
+            key = source_key(entry)
+            return entry if key is None else {**entry, key: self._located(where, name, entry[key])}
+        if not isinstance(entry, (str, os.PathLike)) or _ADDRESS.match(os.fspath(entry)):
+            return entry
+        address = os.fspath(entry).startswith("file:")
+        path = Path(entry) if self.folder is None else self.folder / entry
         if self.confined:
             if self.folder is None or address or not path.resolve().is_relative_to(self.folder.resolve()):
                 expected = "the image itself" if self.folder is None else f"a path in the data's folder {self.folder}"
-                raise ValueError(f"{where}: {name}: got {os.fspath(one)!r}, expected {expected}")
+                raise ValueError(f"{where}: {name}: got {os.fspath(entry)!r}, expected {expected}")
         elif address:
-            return one
+            return entry
         if not path.is_file():
-            raise ValueError(f"{where}: {name}: got {os.fspath(one)!r}, but there is no file {path}")
+            raise ValueError(f"{where}: {name}: got {os.fspath(entry)!r}, but there is no file {path}")
         return str(path)
 
     def _with_places(self, where: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -351,11 +356,11 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _message(called: str, given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str) or not given["role"]:
-        what = f"keys {sorted(map(str, given))}" if isinstance(given, Mapping) else type(given).__name__
-        raise ValueError(f"{called}: got {what}, expected a message with 'role' and 'content'")
-    message: dict[str, Any] = _without_none(given)
+def _message(called: str, source: Any) -> dict[str, Any]:
+    if not isinstance(source, Mapping) or not isinstance(source.get("role"), str) or not source["role"]:
+        shown = f"keys {sorted(map(str, source))}" if isinstance(source, Mapping) else type(source).__name__
+        raise ValueError(f"{called}: got {shown}, expected a message with 'role' and 'content'")
+    message: dict[str, Any] = _without_none(source)
     content = message.get("content")
     parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
     if not isinstance(content, str) and not parts and not (content is None and len(message) > 1):
@@ -363,12 +368,12 @@ def _message(called: str, given: Any) -> dict[str, Any]:
     return message
 
 
-def _shared(one: Any, other: Any) -> list[dict[str, Any]]:
+def _shared(first: Any, other: Any) -> list[dict[str, Any]]:
     """The messages that two chats begin with alike."""
-    if not isinstance(one, (list, tuple)) or not isinstance(other, (list, tuple)):
+    if not isinstance(first, (list, tuple)) or not isinstance(other, (list, tuple)):
         return []
     shared: list[dict[str, Any]] = []
-    for a, b in zip(one[:-1], other[:-1], strict=False):
+    for a, b in zip(first[:-1], other[:-1], strict=False):
         if a != b or not isinstance(a, Mapping) or not isinstance(a.get("role"), str):
             break
         shared.append(_without_none(a))
@@ -378,13 +383,13 @@ def _shared(one: Any, other: Any) -> list[dict[str, Any]]:
 # --- digests ----------------------------------------------------------------------------------------------------------
 
 
-def _row(where: str, number: int, prompt: Prompt, asked: Any) -> Row:
+def _row(where: str, number: int, prompt: Prompt, question: Any) -> Row:
     try:
-        content = digest(asked)
-        whole = digest([content, prompt.reference, prompt.label, prompt.info])
+        content = digest(question)
+        row_digest = digest([content, prompt.reference, prompt.label, prompt.info])
     except TypeError as error:
         raise ValueError(f"{where}: got {error}, expected text, numbers, lists, mappings or pictures") from None
-    return Row(number, prompt, content, whole)
+    return Row(number, prompt, content, row_digest)
 
 
 def digest(value: Any) -> bytes:
@@ -443,7 +448,7 @@ def read(
     where = Path(path)
     if where.is_dir() and ((where / "dataset_dict.json").is_file() or (where / "state.json").is_file()):
         return _of_dataset(_datasets(path).load_from_disk(str(where)), path, split, columns)
-    kind = next((each for each in _KINDS if str(path).endswith(each)), None)
+    kind = next((suffix for suffix in _KINDS if str(path).endswith(suffix)), None)
     if not where.exists() and kind is None and _HUB.fullmatch(str(path)):
         return _of_dataset(_from_hub(str(path), subset, split), path, split, columns)
     if not where.exists():
@@ -455,9 +460,9 @@ def read(
     if where.is_dir():
         files = sorted(file for file in where.iterdir() if file.name.endswith(_KINDS))
         if len({file.suffix for file in files}) != 1:
-            found = ", ".join(file.name for file in files) or "none"
+            names = ", ".join(file.name for file in files) or "none"
             raise ValueError(
-                f"data: got the folder {str(path)!r}, expected files of one kind in it; there are: {found}"
+                f"data: got the folder {str(path)!r}, expected files of one kind in it; there are: {names}"
             )
     elif kind is None:
         raise ValueError(f"data: got {str(path)!r}, expected a file that ends in {', '.join(_KINDS)}, or a dataset")
@@ -474,8 +479,8 @@ def _of_files(files: list[Path], columns: set[str] | None) -> Placed:
 
 
 def _json(file: Path) -> Placed:
-    if file.suffix == ".json" and (whole := _json_list(file)) is not None:
-        for i, row in enumerate(whole):
+    if file.suffix == ".json" and (entries := _json_list(file)) is not None:
+        for i, row in enumerate(entries):
             yield f"row {i}", row
         return
     with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as lines:
@@ -499,10 +504,10 @@ def _json_list(file: Path) -> list[Any] | None:
     if not start.startswith(b"["):
         return None
     try:
-        made: list[Any] = json.loads(file.read_text("utf-8-sig"))
+        entries: list[Any] = json.loads(file.read_text("utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    return made
+    return entries
 
 
 def _parquet(file: Path, columns: set[str] | None) -> Placed:
@@ -543,19 +548,19 @@ def _from_hub(name: str, subset: str | None, split: str | None) -> Any:
         ) from error
 
 
-def _of_dataset(found: Any, path: str | Path, split: str | None, columns: set[str] | None) -> Placed:
-    if hasattr(found, "keys"):  # several, by split
-        if split is None and len(found) == 1:
-            split = next(iter(found))
-        if split not in found:
-            raise ValueError(f"split: got {split!r}, expected one that {str(path)!r} has: {', '.join(found)}")
-        found = found[split]
-    elif split is not None and str(found.split or split).partition("[")[0] != split.partition("[")[0]:
-        raise ValueError(f"split: got {split!r}, expected {str(found.split)!r}, which {str(path)!r} is")
+def _of_dataset(dataset: Any, path: str | Path, split: str | None, columns: set[str] | None) -> Placed:
+    if hasattr(dataset, "keys"):  # several, by split
+        if split is None and len(dataset) == 1:
+            split = next(iter(dataset))
+        if split not in dataset:
+            raise ValueError(f"split: got {split!r}, expected one that {str(path)!r} has: {', '.join(dataset)}")
+        dataset = dataset[split]
+    elif split is not None and str(dataset.split or split).partition("[")[0] != split.partition("[")[0]:
+        raise ValueError(f"split: got {split!r}, expected {str(dataset.split)!r}, which {str(path)!r} is")
     if columns is not None:
-        found = found.select_columns([name for name in found.column_names if name in columns])
+        dataset = dataset.select_columns([name for name in dataset.column_names if name in columns])
     # As the table lies: pictures stay the bytes of their files until they are looked at.
-    return _of_batches(found.with_format("arrow").iter(1024))
+    return _of_batches(dataset.with_format("arrow").iter(1024))
 
 
 log = logging.getLogger("rollbook.train")
@@ -597,10 +602,10 @@ class Prompts:
         reader = Reader(name or "rows", columns, keep)
 
         def placed() -> Placed:
-            given = rows() if callable(rows) else rows
-            if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__iter__"):
-                raise ValueError(f"{reader.name}: got {type(given).__name__}, expected a list of rows")
-            return ((f"row {i}", row) for i, row in enumerate(given))
+            source = rows() if callable(rows) else rows
+            if isinstance(source, (str, bytes, Mapping)) or not hasattr(source, "__iter__"):
+                raise ValueError(f"{reader.name}: got {type(source).__name__}, expected a list of rows")
+            return ((f"row {i}", row) for i, row in enumerate(source))
 
         self._set(lambda: _read(reader, placed()), seed, shuffle, name)
         if not callable(rows):
@@ -627,8 +632,8 @@ class Prompts:
         to the file and must lie in its folder, links followed; a dataset of the hub holds its images itself. A `.json`
         file has a list, or JSON lines.
         """
-        found = Path(path)
-        folder = (found if found.is_dir() else found.parent) if found.exists() else None
+        location = Path(path)
+        folder = (location if location.is_dir() else location.parent) if location.exists() else None
         called = str(path) if name is None else name
         reader = Reader(called, columns, keep, folder, confined=True)
         placed = read(path, split=split, subset=subset, columns=reader.wanted)
@@ -656,14 +661,14 @@ class Prompts:
         >>> Prompts.from_function(lambda count: [{"prompt": str(i)} for i in range(count)], count=4)
         Prompts(4 rows of '<lambda>', epoch 0, seed 0)
         """
-        made = resolve(function) if isinstance(function, str) else function
+        target = resolve(function) if isinstance(function, str) else function
         called = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
-        if not callable(made):
-            raise ValueError(f"function: got {type(made).__name__} ({called}), expected one that returns rows")
-        given = {**(options or {}), **more}
-        _check_options(called, made, given)
+        if not callable(target):
+            raise ValueError(f"function: got {type(target).__name__} ({called}), expected one that returns rows")
+        arguments = {**(options or {}), **more}
+        _check_options(called, target, arguments)
         return cls(
-            partial(made, **given),
+            partial(target, **arguments),
             seed=seed,
             shuffle=shuffle,
             name=called if name is None else name,
@@ -673,9 +678,9 @@ class Prompts:
 
     @classmethod
     def _of(cls, rows: list[Row], seed: int, shuffle: bool, name: str) -> Prompts:
-        made = cls.__new__(cls)
-        made._set(lambda: rows, seed, shuffle, name)
-        return made
+        prompts = cls.__new__(cls)
+        prompts._set(lambda: rows, seed, shuffle, name)
+        return prompts
 
     def _set(self, load: Callable[[], list[Row]], seed: int, shuffle: bool, name: str) -> None:
         self.name = name
@@ -708,10 +713,10 @@ class Prompts:
     @cached_property
     def fingerprint(self) -> str:
         """32 hex digits that go by what the rows say and by their order. Of a picture's file its path alone counts."""
-        made = hashlib.blake2b(digest_size=16)
+        hasher = hashlib.blake2b(digest_size=16)
         for row in self._rows:
-            made.update(row.whole)
-        return made.hexdigest()
+            hasher.update(row.digest)
+        return hasher.hexdigest()
 
     # --- what it gives ------------------------------------------------------------------------------------------------
 
@@ -719,8 +724,8 @@ class Prompts:
         """[len] The places of the rows in an epoch: a function of seed and epoch, the same on every machine."""
         if self._order is None or self._order[0] != epoch:
             count = len(self)
-            made = permutation(count, self.seed, epoch) if self.shuffle else np.arange(count)
-            self._order = epoch, made
+            places = permutation(count, self.seed, epoch) if self.shuffle else np.arange(count)
+            self._order = epoch, places
         return self._order[1]
 
     def take(self, n: int, step: int | str) -> list[Prompt]:
@@ -768,23 +773,23 @@ class Prompts:
         (90, 10, set())
         """
         share = isinstance(size, (float, np.floating))
-        wanted = round(check_float("size", size, 0, 1) * len(self)) if share else check_int("size", size, 1)
+        count = round(check_float("size", size, 0, 1) * len(self)) if share else check_int("size", size, 1)
         alike: dict[bytes, list[int]] = {}
         for i, row in enumerate(self._rows):
             alike.setdefault(row.content, []).append(i)
         salt = f"{check_int('seed', seed)}/".encode()
-        held: set[int] = set()
-        for content in sorted(alike, key=lambda each: hashlib.blake2b(salt + each, digest_size=16).digest()):
-            if len(held) + len(alike[content]) <= wanted:
-                held.update(alike[content])
-        if not held or len(held) == len(self):
+        held_out: set[int] = set()
+        for content in sorted(alike, key=lambda key: hashlib.blake2b(salt + key, digest_size=16).digest()):
+            if len(held_out) + len(alike[content]) <= count:
+                held_out.update(alike[content])
+        if not held_out or len(held_out) == len(self):
             raise ValueError(
-                f"size: got {size!r}, holding out {len(held)} of {len(self)} rows ({len(alike)} different prompts), "
-                "expected some on both sides"
+                f"size: got {size!r}, holding out {len(held_out)} of {len(self)} rows ({len(alike)} different "
+                "prompts), expected some on both sides"
             )
         parts = []
         for side, inside in (("rest", False), ("held out", True)):
-            rows = [row for i, row in enumerate(self._rows) if (i in held) is inside]
+            rows = [row for i, row in enumerate(self._rows) if (i in held_out) is inside]
             parts.append(self._of(rows, self.seed, self.shuffle, f"{self.name or 'rows'} ({side})"))
         return parts[0], parts[1]
 
@@ -796,15 +801,15 @@ class Prompts:
             ...
         ValueError: rows: row 1 has no 'reference', which is needed of every row
         """
-        known = ("reference", "label", "images", *ANSWERS)
+        allowed = ("reference", "label", "images", *ANSWERS)
         for name in names:
-            if name not in known:
-                raise ValueError(f"require: got {name!r}, expected one of {', '.join(known)}")
+            if name not in allowed:
+                raise ValueError(f"require: got {name!r}, expected one of {', '.join(allowed)}")
             for row in self._rows:
-                found = row.prompt.info.get(name) if name in ANSWERS else getattr(row.prompt, name)
-                if found is None or (name == "images" and not found):
-                    said = f"{self.name or 'rows'}: row {row.number}"
-                    raise ValueError(f"{said} has no {name!r}, which is needed of every row")
+                field_value = row.prompt.info.get(name) if name in ANSWERS else getattr(row.prompt, name)
+                if field_value is None or (name == "images" and not field_value):
+                    place = f"{self.name or 'rows'}: row {row.number}"
+                    raise ValueError(f"{place} has no {name!r}, which is needed of every row")
 
     def shared(self, other: Prompts) -> int:
         """How many of these rows ask what a row of the others asks.
@@ -812,8 +817,8 @@ class Prompts:
         >>> Prompts([{"prompt": "a"}, {"prompt": "b"}]).shared(Prompts([{"prompt": "b"}, {"prompt": "c"}]))
         1
         """
-        known = {row.content for row in other._rows}
-        return sum(row.content in known for row in self._rows)
+        contents = {row.content for row in other._rows}
+        return sum(row.content in contents for row in self._rows)
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
@@ -831,20 +836,23 @@ class Prompts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; other rows, or another order, are refused: prompts would be skipped or come twice."""
-        own = self.state_dict()
-        odd = sorted(state.keys() ^ own.keys())
+        current = self.state_dict()
+        odd = sorted(state.keys() ^ current.keys())
         if odd:
-            raise ValueError(f"state: {odd[0]!r} is {'not ' if odd[0] in own else ''}there, expected {', '.join(own)}")
-        if state["fingerprint"] != own["fingerprint"]:
-            got, expected = (f"{each['rows']} rows ({str(each['fingerprint'])[:8]})" for each in (own, state))
             raise ValueError(
-                f"data: got {got}{f' of {self.name!r}' if self.name else ''}, expected the {expected} that the run "
+                f"state: {odd[0]!r} is {'not ' if odd[0] in current else ''}there, expected {', '.join(current)}"
+            )
+        if state["fingerprint"] != current["fingerprint"]:
+            here, expected = (f"{side['rows']} rows ({str(side['fingerprint'])[:8]})" for side in (current, state))
+            raise ValueError(
+                f"data: got {here}{f' of {self.name!r}' if self.name else ''}, expected the {expected} that the run "
                 "began with: give it the same data, or begin another run"
             )
         for name in ("seed", "shuffle"):
-            if state[name] != own[name]:
+            if state[name] != current[name]:
                 raise ValueError(
-                    f"{name}: got {own[name]!r}, expected {state[name]!r}, as the run began: the order would be another"
+                    f"{name}: got {current[name]!r}, expected {state[name]!r}, as the run began: the order "
+                    "would be another"
                 )
         cursor = check_int("state['cursor']", state["cursor"])
         since = check_int("state['since']", state["since"])
@@ -876,8 +884,8 @@ def _prompt(row: Row, batch: int | str, task: int | str) -> Prompt:
 
 def _read(reader: Reader, placed: Placed, limit: int | None = None) -> list[Row]:
     rows = []
-    for place, given in placed:
-        rows.append(reader.row(place, given))
+    for place, source in placed:
+        rows.append(reader.row(place, source))
         if len(rows) == limit:
             break
     if not rows:
@@ -888,18 +896,18 @@ def _read(reader: Reader, placed: Placed, limit: int | None = None) -> list[Row]
     return rows
 
 
-def _check_options(called: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def _check_options(called: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Refuse options that the function does not take, and the lack of one that it needs."""
     try:
-        found = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return  # some builtins do not say
-    if not any(p.kind is p.VAR_KEYWORD for p in found):
-        known = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        odd = next((name for name in given if name not in known), None)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        odd = next((name for name in options if name not in accepted), None)
         if odd is not None:
-            raise ValueError(f"{called}: unknown option {odd!r}{suggest(odd, known)}")
-    needed = [p.name for p in found if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    missing = next((name for name in needed if name not in given), None)
+            raise ValueError(f"{called}: unknown option {odd!r}{suggest(odd, accepted)}")
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = next((name for name in needed if name not in options), None)
     if missing is not None:
         raise ValueError(f"{called}: got no option {missing!r}, which it needs")

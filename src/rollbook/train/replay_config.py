@@ -1,7 +1,7 @@
-"""What a step takes from the book: the newest groups, or any, once or again, and an expert's records beside them.
+"""`ReplayConfig`: which records a training step takes from the book, and how many expert records it adds.
 
-Invariant: what is taken follows from the seed, the step and the book's state, so that a run that goes on from a
-checkpoint takes what it took. An expert's book is only read.
+Invariant: the records of a step follow from the seed, the step and the state of the book, so that a resumed run takes
+the same ones. An expert's book is only read.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ KINDS = ("on_policy", "replay")
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
-    """Which records a step learns from.
+    """Which records a training step takes from the book.
 
-    `on_policy`: the groups that were made for it, each once. `replay`: groups by `sampler`, each up to `reuse` times,
-    of those no staler than `max_staleness`.
+    `on_policy` takes the groups that the step generated, each once. `replay` takes the groups that `sampler` selects
+    among those that are at most `max_staleness` versions old, each up to `reuse` times.
 
     >>> ReplayConfig(kind="replay", reuse=4, max_staleness=8).settings()["max_staleness"]
     8
@@ -38,25 +38,25 @@ class ReplayConfig:
     """
 
     kind: str = "on_policy"
-    """`on_policy`: what was made for the step, once; `replay`: what the sampler chooses, again and again."""
+    """`on_policy`: the groups that the step generated; `replay`: groups that the sampler selects from the book."""
     sampler: str | None = None
-    """How a replay chooses: a sampler of `rollbook.book` by name, such as `Uniform` or `Last`; none: `Uniform`."""
+    """Sampler of `rollbook.book` for `replay`, by class name, such as `Uniform` or `Last`; null: `Uniform`."""
     sampler_options: dict[str, Any] | None = None
-    """Options of the sampler, by name."""
+    """Keyword arguments of the sampler."""
     reuse: int | None = 1
-    """How often a record may be learnt from; none: for ever."""
+    """Maximum number of times a record is trained on; null: no limit."""
     max_staleness: int | None = None
-    """How many policy versions old a record may be; none: any."""
+    """Maximum age of a record in policy versions; null: no limit."""
     rollout_interval: int = 1
-    """A rollout every so many steps; in between, a replay learns from what there is."""
+    """Generate new rollouts every N steps; the steps in between replay existing records."""
     expert_share: float = 0.0
-    """The share of a step's records that is an expert's."""
+    """Share of expert records among the records of a step."""
     timeout: float = 0.0
-    """How many seconds to wait for groups that others bring."""
+    """Seconds to wait for records that other processes append."""
     lease_seconds: float = 3600.0
-    """How long a step's records are this trainer's without a sign of life."""
+    """Lease duration in seconds. Must exceed the longest training step."""
     consumer: str = "train"
-    """The book's consumer group that this trainer is."""
+    """Consumer group of the book that this trainer belongs to."""
 
     def __post_init__(self) -> None:
         check_choice("replay.kind", self.kind, KINDS)
@@ -73,47 +73,64 @@ class ReplayConfig:
         check_float("replay.timeout", self.timeout, 0)
         check_float("replay.lease_seconds", self.lease_seconds, 1, 1e9)
         if self.kind == "on_policy":
-            for name, value, expected in (("reuse", self.reuse, 1), ("rollout_interval", self.rollout_interval, 1)):
-                if value != expected:
-                    raise ValueError(f"replay.{name}: got {value}, expected {expected}, since kind is 'on_policy'")
+            for name, setting in (("reuse", self.reuse), ("rollout_interval", self.rollout_interval)):
+                if setting != 1:
+                    raise ValueError(f"replay.{name}: got {setting}, expected 1, since kind is 'on_policy'")
             if self.sampler is not None:
                 raise ValueError(f"replay.sampler: got {self.sampler!r}, expected none, since kind is 'on_policy'")
 
     def settings(self, seed: int = 0) -> dict[str, Any]:
-        """What the book's consumer group is to be like; `seed`: of a sampler's chance."""
-        made: dict[str, Any] = {"max_staleness": self.max_staleness}
+        """Return the settings of the book's consumer group.
+
+        Args:
+            seed: Seed of random samplers.
+
+        Raises:
+            ValueError: The sampler does not take `sampler_options`.
+        """
+        settings: dict[str, Any] = {"max_staleness": self.max_staleness}
         if self.kind == "replay":
             try:
-                made["sampler"] = SAMPLERS[self.sampler or "Uniform"](**(self.sampler_options or {}))
+                settings["sampler"] = SAMPLERS[self.sampler or "Uniform"](**(self.sampler_options or {}))
             except TypeError as error:
                 raise ValueError(f"replay.sampler_options: {error}") from None
-            made |= {"removers": (MaxUses(self.reuse),), "seed": seed}
-        return made
+            settings |= {"removers": (MaxUses(self.reuse),), "seed": seed}
+        return settings
 
-    def experts(self, expert: Book | None, own: int, *, seed: int, step: int, known: list[str]) -> Experiences | None:
-        """The expert's records beside `own` of one's own; `known` are the ids of all that it has, to be filled once."""
-        if not self.expert_share:
-            return None
+    def experts(self, expert: Book | None, count: int, *, seed: int, step: int, uids: list[str]) -> Experiences:
+        """Sample the expert records of a step.
+
+        Args:
+            expert: The expert's book.
+            count: Number of other records of the step; `expert_share` is a share of all.
+            seed: Seed of the run.
+            step: Number of the step.
+            uids: Ids of all records of the book; filled by the first call.
+
+        Raises:
+            ValueError: There is no book, or it is empty.
+        """
         if expert is None:
             raise ValueError(f"expert: got None, and replay.expert_share is {self.expert_share:g}, expected a book")
-        if not known:
-            known += [record.eid.uid for record in expert]
-        if not known:
+        if not uids:
+            uids += [record.eid.uid for record in expert]
+        if not uids:
             raise ValueError(f"expert: {expert.url} has no records, and replay.expert_share is {self.expert_share:g}")
-        wanted = math.ceil(own * self.expert_share / (1 - self.expert_share)) if self.expert_share < 1 else own
-        names = chosen(known, wanted, derive_seed(seed, f"expert/{step}"))
-        once = list(dict.fromkeys(names))
-        return expert.get(once).take([once.index(name) for name in names])
+        share = self.expert_share
+        needed = math.ceil(count * share / (1 - share)) if share < 1 else count
+        chosen = sample_names(uids, needed, derive_seed(seed, f"expert/{step}"))
+        distinct = list(dict.fromkeys(chosen))
+        return expert.get(distinct).take([distinct.index(uid) for uid in chosen])
 
 
-def chosen(names: Sequence[str], count: int, seed: int) -> list[str]:
-    """So many of the names, none twice before all were had once.
+def sample_names(names: Sequence[str], count: int, seed: int) -> list[str]:
+    """Sample `count` names at random, without repetition until every name was drawn once.
 
-    >>> sorted(chosen(["a", "b"], 5, 0))[:2]
+    >>> sorted(sample_names(["a", "b"], 5, 0))[:2]
     ['a', 'a']
     """
     rng = random.Random(seed)
-    made: list[str] = []
-    while len(made) < count:
-        made += rng.sample(list(names), min(len(names), count - len(made)))
-    return made
+    sampled: list[str] = []
+    while len(sampled) < count:
+        sampled += rng.sample(list(names), min(len(names), count - len(sampled)))
+    return sampled

@@ -1,13 +1,12 @@
-"""`TrainRows`: the leased records of a step as rows for a loss.
+"""`TrainRows`: the records of a step as rows for a loss.
 
-Invariant: every row knows the record it came from; whatever leaves a row, or some of its tokens, out of the loss does
-so here, over the whole step, so that denominators do not depend on how the rows are cut afterwards.
+Invariant: every row knows the record it came from. Rows and tokens are left out of the loss here, over the whole step,
+so that denominators do not depend on the split into minibatches.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,12 +24,11 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.fields import FIELDS
 from rollbook.core.rows import Rows
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.loss import loss_columns, loss_inputs
 
 
 @dataclass
 class TrainRows:
-    """B rows of one step, and what belongs to each.
+    """The B rows of one training step, one per record, or two per preference pair.
 
     >>> from rollbook import Experience
     >>> records = Experiences(
@@ -92,9 +90,8 @@ class TrainRows:
             raise ValueError(f"expert: got None, expected a flag for each record, since the loss is {algorithm.loss!r}")
         if algorithm.pairs:
             return cls._from_pairs(records, weights)
-        fields = [name for name, spec in FIELDS.items() if spec.kind == "tensor" and spec.axis == "response"]
-        narrow = mask_unpredicted(records.select(*fields, "reward", *_BATCH_FIELDS))
-        rows = cls(narrow, np.arange(len(narrow)), len(narrow), expert=None if expert is None else list(expert))
+        columns = mask_unpredicted(records.select(*_TOKEN_FIELDS, "reward", *_BATCH_FIELDS))
+        rows = cls(columns, np.arange(len(columns)), len(columns), expert=None if expert is None else list(expert))
         if weights is not None:
             rows._multiply_weights(
                 [torch.full((length,), weight) for length, weight in zip(rows.lengths(), weights, strict=True)]
@@ -107,9 +104,9 @@ class TrainRows:
         rows._fill_columns()
         if algorithm.high_entropy_ratio > 0:
             rows._mask_low_entropy(algorithm.high_entropy_ratio)
-        rows._leave_out_empty(drop_zero_advantages and "advantages" in loss_inputs(algorithm))
+        rows._leave_out_empty(drop_zero_advantages and "advantages" in algorithm.loss_inputs)
         # Log-probs say how long the response of a truncated prompt is.
-        rows.records = rows.records.select(*loss_columns(algorithm), *_BATCH_FIELDS, "logprobs")
+        rows.records = rows.records.select(*algorithm.loss_columns, *_BATCH_FIELDS, "logprobs")
         return rows
 
     @classmethod
@@ -129,11 +126,14 @@ class TrainRows:
         return len(self.records)
 
     def take(self, rows: Sequence[int]) -> TrainRows:
-        """Some of the rows, such as those of a micro-batch."""
+        """Return some of the rows, such as those of a micro-batch."""
         indices = np.asarray(rows, dtype=np.int64)
-        flags = {name: getattr(self, name) for name in ("pairs", "chosen", "expert")}
-        flags = {name: None if flag is None else [flag[i] for i in indices] for name, flag in flags.items()}
-        return TrainRows(self.records.take(indices), self.sources[indices], self.record_count, **flags)
+        taken = TrainRows(self.records.take(indices), self.sources[indices], self.record_count)
+        for name in ("pairs", "chosen", "expert"):
+            flags = getattr(self, name)
+            if flags is not None:
+                setattr(taken, name, [flags[i] for i in rows])
+        return taken
 
     def lengths(self) -> list[int]:
         """[B] Response tokens of each row."""
@@ -142,13 +142,13 @@ class TrainRows:
 
     @cached_property
     def masks(self) -> Rows:
-        """The tokens of each row that are in the loss; read once, when nothing changes any more."""
+        """Mask of the tokens in the loss. Read only after `from_records`, whose stages change it."""
         return self._read_masks()
 
     @cached_property
     def loss_tokens(self) -> NDArray[np.int64]:
-        """[B] How many tokens of each row are in the loss."""
-        return np.array([int(mask.sum()) for mask in self.masks], dtype=np.int64)
+        """[B] Number of tokens of each row in the loss."""
+        return _count_tokens(self.masks)
 
     def _read_masks(self) -> Rows:
         masks = [
@@ -160,9 +160,9 @@ class TrainRows:
     # --- stages of `from_records` -------------------------------------------------------------------------------------
 
     def _check_columns(self, algorithm: AlgorithmConfig) -> None:
-        """Refuse records without a column that the loss reads, by name."""
+        """Raise `ValueError` if a record lacks a column that the loss reads."""
         needs: dict[str, tuple[str, ...]] = {}
-        inputs = loss_inputs(algorithm)
+        inputs = algorithm.loss_inputs
         if "advantages" in inputs:
             needs["advantages"] = ("advantages",)
         if "old_logprobs" in inputs:
@@ -172,13 +172,16 @@ class TrainRows:
         if algorithm.needs_critic:
             needs |= {"values": ("values",), "returns": ("returns",)}
         for need, fields in needs.items():
-            columns = [self.records.values(name) for name in fields]
-            for i, entries in enumerate(zip(*columns, strict=True)):
-                if all(entry is None for entry in entries) and not (self.expert is not None and self.expert[i]):
-                    raise ValueError(
-                        f"record {self.records.eids()[i]}: got no {' or '.join(fields)}, expected {need} for the loss "
-                        f"{algorithm.loss!r}; rollbook.train.pipeline computes what is missing"
-                    )
+            missing = self.records.missing(fields[0])
+            for alternative in fields[1:]:
+                missing = np.intersect1d(missing, self.records.missing(alternative))
+            if self.expert is not None:
+                missing = np.setdiff1d(missing, np.flatnonzero(self.expert))
+            if len(missing):
+                raise ValueError(
+                    f"record {self.records.eids()[missing[0]]}: got no {' or '.join(fields)}, expected {need} for the "
+                    f"loss {algorithm.loss!r}; rollbook.train.pipeline computes what is missing"
+                )
 
     def _fill_columns(self) -> None:
         """Give every token a number in the columns that some rows lack.
@@ -187,17 +190,15 @@ class TrainRows:
         0. Rows without loss weights beside others with them weigh 1.
         """
         columns: dict[str, Sequence[Any]] = {}
-        old = self.records.values("old_logprobs")
-        if any(row is None for row in old):
-            rows = zip(old, self.records.values("logprobs"), strict=True)
+        if len(self.records.missing("old_logprobs")):
+            rows = zip(self.records.values("old_logprobs"), self.records.values("logprobs"), strict=True)
             columns["old_logprobs"] = [engine if row is None else row for row, engine in rows]
         if self.expert is not None:
-            columns = {name: self.records.values(name) for name in ("advantages", "ref_logprobs")} | columns
-            columns.setdefault("old_logprobs", old)
+            names = ("advantages", "ref_logprobs", "old_logprobs")
+            columns = {name: self.records.values(name) for name in names} | columns
             columns = {name: self._zero_expert(column) for name, column in columns.items()}
-        weights = self.records.values("loss_weights")
-        if {row is None for row in weights} == {True, False}:
-            rows = zip(weights, self.lengths(), strict=True)
+        if 0 < len(self.records.missing("loss_weights")) < len(self):
+            rows = zip(self.records.values("loss_weights"), self.lengths(), strict=True)
             columns["loss_weights"] = [torch.ones(length) if row is None else row for row, length in rows]
         if columns:
             self.records = self.records.assign(**columns)
@@ -262,27 +263,29 @@ class TrainRows:
         self.records = self.records.assign(loss_weights=weights)
 
     def _leave_out_unrewarded(self, algorithm: AlgorithmConfig) -> None:
-        """Leave out rows whose reward is NaN or infinite, or a token reward that the estimator reads. A reward of
-        `None` is neither: such a record's advantages come from elsewhere."""
-        expert = [False] * len(self) if self.expert is None else self.expert
-        missing = [
+        """Leave out rows whose reward, or a token reward that the estimator reads, is NaN or infinite.
+
+        A reward of `None` does not count as missing here: the advantages of such a record were computed elsewhere.
+        """
+        missing = {
             i
             for i, reward in enumerate(self.records.values("reward"))
-            if reward is not None and not math.isfinite(reward) and not expert[i]
-        ]
+            if reward is not None and not math.isfinite(reward)
+        }
         if algorithm.takes_token_rewards:
-            token_rewards = zip(self.records.values("token_level_reward"), self._read_masks(), expert, strict=True)
-            missing += [
-                i
-                for i, (rewards, mask, of_expert) in enumerate(token_rewards)
-                if rewards is not None and not bool(rewards[mask].isfinite().all()) and not of_expert
-            ]
-        self._leave_out(dict.fromkeys(missing, "no reward"))
+            token_rewards = zip(self.records.values("token_level_reward"), self._read_masks(), strict=True)
+            for i, (rewards, mask) in enumerate(token_rewards):
+                if rewards is not None and not bool(rewards[mask].isfinite().all()):
+                    missing.add(i)
+        if self.expert is not None:
+            missing.difference_update(np.flatnonzero(self.expert).tolist())
+        self._leave_out(dict.fromkeys(sorted(missing), "no reward"))
 
     def _leave_out_empty(self, drop_zero_advantages: bool) -> None:
         """Leave out rows without a token in the loss and, if `drop_zero_advantages`, rows whose advantages are 0."""
         masks = self._read_masks()
-        reasons: dict[int, str] = {i: "no token that counts" for i, mask in enumerate(masks) if not bool(mask.any())}
+        empty = np.flatnonzero(_count_tokens(masks) == 0).tolist()
+        reasons: dict[int, str] = dict.fromkeys(empty, "no token that counts")
         if drop_zero_advantages:
             advantages = self.records.values("advantages")
             for i, (row, mask) in enumerate(zip(advantages, masks, strict=True)):
@@ -293,13 +296,22 @@ class TrainRows:
 
     def _leave_out(self, reasons: dict[int, str]) -> None:
         if reasons:
-            remaining = [i for i in range(len(self)) if i not in reasons]
-            self.left_out |= {int(self.sources[i]): reason for i, reason in reasons.items()}
+            for i, reason in reasons.items():
+                self.left_out[int(self.sources[i])] = reason
+                metric = f"left_out/{reason.replace(' ', '_')}"
+                self.metrics[metric] = self.metrics.get(metric, 0.0) + 1.0
+            remaining = np.setdiff1d(np.arange(len(self)), list(reasons))
             self.records, self.sources = self.records.take(remaining), self.sources[remaining]
-            self.expert = None if self.expert is None else [self.expert[i] for i in remaining]
-        counts = Counter(reasons.values())
-        self.metrics |= {f"left_out/{reason.replace(' ', '_')}": float(count) for reason, count in counts.items()}
+            if self.expert is not None:
+                self.expert = [self.expert[i] for i in remaining]
 
 
+def _count_tokens(masks: Rows) -> NDArray[np.int64]:
+    """[B] Count the tokens of each row that a mask selects."""
+    row_of_token = np.repeat(np.arange(len(masks)), masks.lengths)
+    return np.bincount(row_of_token[masks.values.numpy()], minlength=len(masks))
+
+
+_TOKEN_FIELDS = [name for name, spec in FIELDS.items() if spec.kind == "tensor" and spec.axis == "response"]
 _BATCH_FIELDS = ("truncate_status", "multi_modal_inputs")
-"""Fields that a batch is made of beside its columns."""
+"""Fields of a batch beside its columns."""

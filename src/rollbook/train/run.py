@@ -189,10 +189,10 @@ class Run:
 
     def prepare(self) -> bool:
         """Make the folder, or find a run in it; whether there is one to go on with."""
-        folder, kept = self.folder, self.folder / CONFIG
+        folder, config_path = self.folder, self.folder / CONFIG
         if folder.exists() and not folder.is_dir():
             raise ConfigError("out", f"got {str(folder)!r}, which is a file, expected a folder")
-        if _files(folder) and not kept.is_file():
+        if _files(folder) and not config_path.is_file():
             if self.config.overwrite:
                 raise ConfigError("overwrite", f"got true, and {folder} is no run's folder (it has no {CONFIG})")
             raise ConfigError("out", f"got {str(folder)!r}, which has files and is no run's folder, expected another")
@@ -200,16 +200,16 @@ class Run:
         self._lock()
         if self.config.overwrite:
             # That it is a run's folder stays to be seen until all else is gone.
-            for one in sorted(_files(folder), key=lambda each: each == kept):
-                shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
+            for path in sorted(_files(folder), key=lambda file: file == config_path):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
                 hit("overwriting")
-        if kept.is_file():
+        if config_path.is_file():
             if not self.config.resume:
                 raise ConfigError("resume", f"got false, and {folder} has a run, expected overwrite or another folder")
-            before = effective(kept)
+            before = effective(config_path)
             checkpoint.mend(folder)
             begun = bool(checkpoint.saved(folder))
-            changed = any(not one.free for one in differences(before, self.config))
+            changed = any(not changeh.free for changeh in differences(before, self.config))
             if changed and not begun and self._never_trained():
                 # The first attempt ended in an error, and what was wrong is mended: none of it had an effect yet.
                 shutil.rmtree(folder / BOOK, ignore_errors=True)
@@ -254,7 +254,7 @@ class Run:
         os.replace(new, self.folder / CONFIG)
 
     def _same(self, before: Config) -> None:
-        fixed = [one for one in differences(before, self.config) if not one.free]
+        fixed = [change for change in differences(before, self.config) if not change.free]
         if fixed:
             listed = "; ".join(map(str, fixed[:6])) + (f"; and {len(fixed) - 6} more" if len(fixed) > 6 else "")
             raise ConfigError(
@@ -275,9 +275,9 @@ class Run:
             try:
                 outcome = self._gone() if self.prepare() else self._go(going_on=False)
             except KeyboardInterrupt:
-                kept = checkpoint.saved(self.folder)
-                where = f"from {kept[-1].path}" if kept else "from the beginning"
-                lost = 0 if self._trainer is None or not kept else self._trainer.done - kept[-1].step
+                checkpoints = checkpoint.saved(self.folder)
+                where = f"from {checkpoints[-1].path}" if checkpoints else "from the beginning"
+                lost = 0 if self._trainer is None or not checkpoints else self._trainer.done - checkpoints[-1].step
                 again = (
                     f", and does {lost} steps again (checkpoint.interval is {self.config.checkpoint.interval})"
                     if lost
@@ -311,13 +311,13 @@ class Run:
             check_vocabulary(
                 actor.tokenizer, getattr(actor.model, "config", None), getattr(actor.model, "generation_config", None)
             )
-        prompts, held = self._prompts or builders.prompts_of(config)
+        prompts, held_out = self._prompts or builders.prompts_of(config)
         builders.check_readable(actor, prompts)
         reward = judge = builders.reward_of(config.rewards, actor)
         if config.evaluation.rewards:
             judge = builders.reward_of(config.evaluation.rewards, actor, "evaluation.rewards")
         self._check_sources({"rewards": reward, "evaluation.rewards": judge}, going_on)
-        self.say(_headline(config, actor, prompts, held, device))
+        self.say(_headline(config, actor, prompts, held_out, device))
         outcome = Outcome(self.folder, 0, 0.0)
         if config.warmup.steps and not going_on:
             # What counts in the evaluation says when it is over: runs that learn from other rewards begin alike.
@@ -346,7 +346,7 @@ class Run:
                     checkpoint.load_weights(models.reference, first.model)
                 self.say(f"going on after step {trainer.done}, from {checkpoint.saved(self.folder)[-1].path}")
             with self._tracked(trainer, going_on):
-                self._train(trainer, held, judge, outcome)
+                self._train(trainer, held_out, judge, outcome)
             outcome.before, outcome.after = self._evaluations(book, trainer.done)
         outcome.steps, outcome.seconds = trainer.done, time.monotonic() - self.began
         return outcome
@@ -369,11 +369,11 @@ class Run:
 
     def _warm(self, actor: Any, prompts: Prompts, reward: Any) -> Warmed:
         config = self.config
-        how = config.warmup.warmup_config()
+        warmup = config.warmup.warmup_config()
 
         def told(step: int, loss: float, success: float | None) -> None:
             hit("warming up")
-            if success is not None or step == how.steps:
+            if success is not None or step == warmup.steps:
                 share = "" if success is None else f", {success:.0%} of samples right".replace("%", " %")
                 self.say(f"warm-up   step {step:>4}: loss {loss:.3f}{share}")
 
@@ -381,7 +381,7 @@ class Run:
         done = warm_up(
             actor,
             prompts,
-            how,
+            warmup,
             reward=reward,
             sampling=builders.sampling_of(config),
             seed=config.seed,
@@ -394,27 +394,29 @@ class Run:
 
     @contextlib.contextmanager
     def _tracked(self, trainer: Trainer, going_on: bool) -> Iterator[None]:
-        given = self.config.tracking
+        tracking = self.config.tracking
         if not going_on:
             (self.folder / LINES).unlink(missing_ok=True)  # of a process that was killed before the first checkpoint
-        names = [*(name for name in ("jsonl", "tensorboard") if getattr(given, name)), *given.trackers]
+        names = [*(name for name in ("jsonl", "tensorboard") if getattr(tracking, name)), *tracking.trackers]
         after, settings = trainer.done if going_on else None, self.config.to_dict()
-        made: list[Any] = list(trackers_of(names, self.folder, steps=self.config.steps, after=after, config=settings))
-        if given.wandb is not None:
-            options = {"project": given.wandb["project"]} if "project" in given.wandb else {}
-            made.append(WandB(self.folder, config=settings, after=after, **options))
-        if given.display:
-            made.append(Display(self.config.steps, stream=self.stream))
-        trainer.trackers = made
+        trackers: list[Any] = list(
+            trackers_of(names, self.folder, steps=self.config.steps, after=after, config=settings)
+        )
+        if tracking.wandb is not None:
+            options = {"project": tracking.wandb["project"]} if "project" in tracking.wandb else {}
+            trackers.append(WandB(self.folder, config=settings, after=after, **options))
+        if tracking.display:
+            trackers.append(Display(self.config.steps, stream=self.stream))
+        trainer.trackers = trackers
         try:
             yield
         finally:
-            for one in made:
-                one.close()
+            for tracker in trackers:
+                tracker.close()
 
-    def _train(self, trainer: Trainer, held: Prompts | None, reward: Any, outcome: Outcome) -> None:
+    def _train(self, trainer: Trainer, held_out: Prompts | None, reward: Any, outcome: Outcome) -> None:
         config = self.config
-        judge = held if reward is not None or config.environment.function is not None else None
+        judge = held_out if reward is not None or config.environment.function is not None else None
         if trainer.done == 0 and not checkpoint.saved(self.folder):
             if judge is not None and config.evaluation.before:
                 self._evaluate(trainer, judge, reward)
@@ -429,26 +431,26 @@ class Run:
             if (last and config.checkpoint.save_final) or _due(step, config.checkpoint.interval):
                 trainer.save()
 
-    def _evaluate(self, trainer: Trainer, held: Prompts, reward: Any) -> None:
-        given = self.config.evaluation
+    def _evaluate(self, trainer: Trainer, held_out: Prompts, reward: Any) -> None:
+        settings = self.config.evaluation
         trainer.evaluate(
-            held,
+            held_out,
             reward,
-            k=given.k,
+            k=settings.k,
             sampling=_evaluation_sampling(self.config),
-            success=given.success,
-            confidence=given.confidence,
+            success=settings.success,
+            confidence=settings.confidence,
         )
 
     def _evaluations(self, book: Book, done: int) -> tuple[Evaluation | None, Evaluation | None]:
         """The first and the last evaluation, from the book: an interrupted run has one half of them from before."""
-        given = self.config.evaluation
-        found = []
+        settings = self.config.evaluation
+        evaluations = []
         for step in (0, done):
             records = list(book.where(evaluation=1, batch=f"eval-{step}"))
-            options = {"success": given.success, "confidence": given.confidence, "step": step}
-            found.append(evaluated(records, **options) if records else None)  # type: ignore[arg-type]
-        return found[0], found[1] if done else None
+            options = {"success": settings.success, "confidence": settings.confidence, "step": step}
+            evaluations.append(evaluated(records, **options) if records else None)  # type: ignore[arg-type]
+        return evaluations[0], evaluations[1] if done else None
 
 
 def run(config: Config, *, stream: TextIO | None = None) -> Outcome:
@@ -483,19 +485,19 @@ def evaluate_model(config: Config, step: int = 0) -> Evaluation:
         raise ConfigError("evaluation.rewards", "got none, expected what scores the answers")
     device = builders.settle(config)
     check(dataclasses.replace(config, tracking=Tracking()))
-    _, held = builders.prompts_of(config)
-    if held is None:
+    _, held_out = builders.prompts_of(config)
+    if held_out is None:
         raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")
     actor = builders.actor_of(config, device)
-    builders.check_readable(actor, held)
+    builders.check_readable(actor, held_out)
     reward = builders.reward_of(config.evaluation.rewards or config.rewards, actor, "rewards")
-    given, sampling = config.evaluation, _evaluation_sampling(config)
-    options: dict[str, Any] = {"success": given.success, "confidence": given.confidence}
+    settings, sampling = config.evaluation, _evaluation_sampling(config)
+    options: dict[str, Any] = {"success": settings.success, "confidence": settings.confidence}
     return evaluate(
         builders.engine_of(config, actor),
-        held,
+        held_out,
         reward,
-        k=given.k,
+        k=settings.k,
         sampling=sampling,
         environment=builders.environment_of(config, actor),
         step=step,
@@ -506,11 +508,11 @@ def evaluate_model(config: Config, step: int = 0) -> Evaluation:
 
 def _evaluation_sampling(config: Config) -> dict[str, Any]:
     """Sampling options of an evaluation: those of training, with what `evaluation` changes."""
-    given, sampling = config.evaluation, builders.sampling_of(config)
+    settings, sampling = config.evaluation, builders.sampling_of(config)
     for name in ("temperature", "top_p", "max_tokens"):
-        if getattr(given, name) is not None:
-            sampling[name] = getattr(given, name)
-    if given.greedy:
+        if getattr(settings, name) is not None:
+            sampling[name] = getattr(settings, name)
+    if settings.greedy:
         sampling |= {"temperature": 0.0}
         sampling.pop("first_temperature", None)
     return sampling
@@ -518,8 +520,8 @@ def _evaluation_sampling(config: Config) -> dict[str, Any]:
 
 def _files(folder: Path) -> list[Path]:
     """What lies in a folder, but for what a run puts there before its configuration."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(one for one in found if one.name not in (_LOCK, _NEW))
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(path for path in paths if path.name not in (_LOCK, _NEW))
 
 
 def _due(step: int, every: int) -> bool:
@@ -529,16 +531,20 @@ def _due(step: int, every: int) -> bool:
 # --- what is said ---------------------------------------------------------------------------------------------------
 
 
-def _headline(config: Config, actor: Any, prompts: Prompts, held: Prompts | None, device: Any) -> str:
-    size = sum(one.numel() for one in actor.parameters())
-    learns = sum(one.numel() for one in actor.parameters() if one.requires_grad)
+def _headline(config: Config, actor: Any, prompts: Prompts, held_out: Prompts | None, device: Any) -> str:
+    size = sum(weight.numel() for weight in actor.parameters())
+    learns = sum(weight.numel() for weight in actor.parameters() if weight.requires_grad)
     part = "" if learns == size else f", {_count(learns)} of them trained"
     model = f"{type(actor.model).__name__}, {_count(size)} weights{part}, {config.model.precision} on {device}"
-    rows = f"{len(prompts):,} to train on" + ("" if held is None else f", {len(held):,} held out")
-    own = config.algorithm
-    what = f"{own.name}, {config.batch.prompts_per_step} prompts x {own.group_size}" if own.needs_rollouts else own.name
+    rows = f"{len(prompts):,} to train on" + ("" if held_out is None else f", {len(held_out):,} held out")
+    algorithm = config.algorithm
+    recipe = (
+        f"{algorithm.name}, {config.batch.prompts_per_step} prompts x {algorithm.group_size}"
+        if algorithm.needs_rollouts
+        else algorithm.name
+    )
     lines = [("run", str(config.folder)), ("model", model), ("data", rows)]
-    lines += [("algorithm", f"{what} a step, {config.steps} steps, seed {config.seed}")]
+    lines += [("algorithm", f"{recipe} a step, {config.steps} steps, seed {config.seed}")]
     return "\n".join(f"{name:<9} {text}" for name, text in lines)
 
 
@@ -565,9 +571,9 @@ def summary(outcome: Outcome, config: Config) -> list[str]:
         lines.append(f"after     {after}")
     if before is not None and after is not None:
         if before.reward_source == after.reward_source:
-            found = difference(before, after)
-            interval = f"({found.low:+.3f} to {found.high:+.3f})"
-            lines.append(f"change    {found.value:+.3f} {interval}, the same prompts compared")
+            change = difference(before, after)
+            interval = f"({change.low:+.3f} to {change.high:+.3f})"
+            lines.append(f"change    {change.value:+.3f} {interval}, the same prompts compared")
         else:
             lines.append("change    not compared: the code of the reward was edited in between")
         lines += ["", *_samples(before, after)]
@@ -584,7 +590,7 @@ def summary(outcome: Outcome, config: Config) -> list[str]:
 
 def _samples(before: Evaluation, after: Evaluation, count: int = 2) -> list[str]:
     """Prompts with the first sample of before and after: as many newly broken as newly solved, `count` of each."""
-    first, last = ({row.eid.task: row for row in reversed(list(one.records))} for one in (before, after))
+    first, last = ({row.eid.task: row for row in reversed(list(evaluation.records))} for evaluation in (before, after))
     both = [(first[task], last[task]) for task in last if task in first]
     changes = [(new.reward or 0.0) - (old.reward or 0.0) for old, new in both]
     lines: list[str] = []
@@ -610,8 +616,8 @@ def _asked(record: Any) -> Any:
     """What a record's prompt asks: of a chat the last message."""
     if not record.messages:
         return record.prompt_text
-    asked = [one for one in record.messages if one.get("role") != "assistant"]
-    return asked[-1].get("content") if asked else record.prompt_text
+    questions = [message for message in record.messages if message.get("role") != "assistant"]
+    return questions[-1].get("content") if questions else record.prompt_text
 
 
 def _short(text: Any, width: int = 90, end: bool = False) -> str:

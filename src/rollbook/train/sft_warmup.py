@@ -64,7 +64,7 @@ class Warmed:
 def warm_up(
     actor: Any,
     prompts: Prompts,
-    how: WarmupConfig,
+    config: WarmupConfig,
     *,
     reward: Any = None,
     sampling: Any = None,
@@ -82,25 +82,25 @@ def warm_up(
     >>> done.steps, done.success
     (3, None)
     """
-    if how.target_accuracy is not None and reward is None:
-        raise ValueError(f"reward: got None, expected one, since warmup.target_accuracy is {how.target_accuracy:g}")
+    if config.target_accuracy is not None and reward is None:
+        raise ValueError(f"reward: got None, expected one, since warmup.target_accuracy is {config.target_accuracy:g}")
     check: Prompts | None = None
-    if how.target_accuracy is not None:
-        prompts, check = prompts.split(min(how.eval_prompts, len(prompts) // 2), seed=seed)
+    if config.target_accuracy is not None:
+        prompts, check = prompts.split(min(config.eval_prompts, len(prompts) // 2), seed=seed)
     learner = Learner(
         actor,
         "sft",
-        optimizer=how.optimizer,
+        optimizer=config.optimizer,
         minibatch=MinibatchConfig(token_budget=token_budget),
         precision=precision,
         seed=seed,
     )
     loss, success, done = 0.0, None, 0
-    for step in range(1, how.steps + 1):
-        shown = prompts.take(how.batch_size, f"warmup-{step}")
+    for step in range(1, config.steps + 1):
+        shown = prompts.take(config.batch_size, f"warmup-{step}")
         records = records_from_answers(shown, actor.tokenizer, processor=actor.processor)
         loss, done = learner.update(records, step=step).metrics["loss"], step
-        look = check is not None and step % how.eval_interval == 0
+        look = check is not None and step % config.eval_interval == 0
         if look:
             evaluation = evaluate(TransformersEngine(actor), check, reward, sampling=sampling, step=step, seed=seed)
             if evaluation.failed + evaluation.unscored == len(evaluation.records):
@@ -111,6 +111,6 @@ def warm_up(
             success = evaluation.success
         if on_step is not None:
             on_step(step, loss, success if look else None)
-        if how.target_accuracy is not None and success is not None and success >= how.target_accuracy:
+        if config.target_accuracy is not None and success is not None and success >= config.target_accuracy:
             break
     return Warmed(done, loss, success)

@@ -72,9 +72,9 @@ def share(outcomes: Outcomes, confidence: float = 0.95) -> Interval:
     k = sum(map(len, outcomes)) / m
     n = float(m)
     if m > 1 and 0 < p < 1:
-        spread = sum((one - p) ** 2 for one in shares) / (m - 1) / m
+        spread = sum((rate - p) ** 2 for rate in shares) / (m - 1) / m
         effect = min(max(spread * m * k / (p * (1 - p)), 1.0), k)
-        telling = min(sum(one > 0 for one in shares), sum(one < 1 for one in shares))
+        telling = min(sum(rate > 0 for rate in shares), sum(rate < 1 for rate in shares))
         n = m * k * (telling + _DOUBT) / (telling * effect + _DOUBT * k)
     t2 = student(confidence, m - 1) ** 2 if m > 1 else math.inf
     if t2 == math.inf:
@@ -92,14 +92,14 @@ def mean(values: Sequence[float], confidence: float = 0.95) -> Interval:
     2.000 (-0.484 to 4.484)
     """
     _confident(confidence)
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
         return Interval(math.nan, math.nan, math.nan)
-    middle = _mean(known)
-    if len(known) == 1:
+    middle = _mean(finite)
+    if len(finite) == 1:
         return Interval(middle, -math.inf, math.inf)
-    error = math.sqrt(sum((value - middle) ** 2 for value in known) / (len(known) - 1) / len(known))
-    reach = student(confidence, len(known) - 1) * error
+    error = math.sqrt(sum((value - middle) ** 2 for value in finite) / (len(finite) - 1) / len(finite))
+    reach = student(confidence, len(finite) - 1) * error
     return Interval(middle, middle - reach, middle + reach)
 
 
@@ -126,15 +126,15 @@ def paired(before: Outcomes, after: Outcomes, confidence: float = 0.95) -> Inter
     return Interval(rise, max(-1.0, rise - down), min(1.0, rise + up))
 
 
-def _apart(one: float, other: float, common: float) -> float:
-    return math.sqrt(max(0.0, one * one + other * other - 2 * common * one * other))
+def _apart(first: float, other: float, common: float) -> float:
+    return math.sqrt(max(0.0, first * first + other * other - 2 * common * first * other))
 
 
-def _correlation(one: Sequence[float], other: Sequence[float]) -> float:
+def _correlation(first: Sequence[float], other: Sequence[float]) -> float:
     """Of two numbers of each prompt; 0 where one of them does not vary."""
-    a, b = _mean(one), _mean(other)
-    both = sum((x - a) * (y - b) for x, y in zip(one, other, strict=True))
-    apart = math.sqrt(sum((x - a) ** 2 for x in one) * sum((y - b) ** 2 for y in other))
+    a, b = _mean(first), _mean(other)
+    both = sum((x - a) * (y - b) for x, y in zip(first, other, strict=True))
+    apart = math.sqrt(sum((x - a) ** 2 for x in first) * sum((y - b) ** 2 for y in other))
     return both / apart if apart else 0.0
 
 
@@ -142,10 +142,10 @@ def _shares(outcomes: Outcomes) -> list[float]:
     """The share of each prompt's samples that succeed."""
     if not len(outcomes):
         raise ValueError("outcomes: got no prompt, expected at least one")
-    for i, one in enumerate(outcomes):
-        if not len(one):
+    for i, runs in enumerate(outcomes):
+        if not len(runs):
             raise ValueError(f"outcomes[{i}]: got no sample, expected at least one for each prompt")
-    return [sum(map(bool, one)) / len(one) for one in outcomes]
+    return [sum(map(bool, runs)) / len(runs) for runs in outcomes]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -165,7 +165,7 @@ def pass_at_k(outcomes: Outcomes, k: int) -> float:
 
     check_int("k", k, 1)
     _enough(outcomes, k)
-    return _mean([of_one(len(one), sum(map(bool, one)), k) for one in outcomes])
+    return _mean([of_one(len(runs), sum(map(bool, runs)), k) for runs in outcomes])
 
 
 def powers_of_two(k: int) -> list[int]:
@@ -174,8 +174,8 @@ def powers_of_two(k: int) -> list[int]:
     >>> powers_of_two(8), powers_of_two(6)
     ([1, 2, 4, 8], [1, 2, 4, 6])
     """
-    found = [1 << i for i in range(check_int("k", k, 1).bit_length())]
-    return found if found[-1] == k else [*found, k]
+    powers = [1 << i for i in range(check_int("k", k, 1).bit_length())]
+    return powers if powers[-1] == k else [*powers, k]
 
 
 def maj_at_k(answers: Sequence[Sequence[Hashable | None]], outcomes: Outcomes, k: int | None = None) -> float:
@@ -197,13 +197,17 @@ def maj_at_k(answers: Sequence[Sequence[Hashable | None]], outcomes: Outcomes, k
         check_int("k", k, 1)
         _enough(outcomes, k)
     chances = []
-    for i, (told, right) in enumerate(zip(answers, outcomes, strict=True)):
-        if len(told) != len(right):
-            raise ValueError(f"answers[{i}]: got {len(told)} answers, expected {len(right)}, one for each sample")
-        votes = Counter(one for one in told if one is not None)
-        wins = _wins(tuple(sorted(votes.values())), len(told) - votes.total(), len(told) if k is None else k)
-        good = Counter(one for one, ok in zip(told, right, strict=True) if ok and one is not None)
-        chances.append(math.fsum(wins[count] * good[one] / count for one, count in votes.items()))
+    for i, (given_answers, right) in enumerate(zip(answers, outcomes, strict=True)):
+        if len(given_answers) != len(right):
+            raise ValueError(
+                f"answers[{i}]: got {len(given_answers)} answers, expected {len(right)}, one for each sample"
+            )
+        votes = Counter(answer for answer in given_answers if answer is not None)
+        wins = _wins(
+            tuple(sorted(votes.values())), len(given_answers) - votes.total(), len(given_answers) if k is None else k
+        )
+        good = Counter(answer for answer, ok in zip(given_answers, right, strict=True) if ok and answer is not None)
+        chances.append(math.fsum(wins[count] * good[answer] / count for answer, count in votes.items()))
     return _mean(chances)
 
 
@@ -219,7 +223,7 @@ def _wins(counts: tuple[int, ...], silent: int, k: int) -> dict[int, float]:
     if k == n:
         top = max(counts, default=0)
         return {count: float(count == top) / counts.count(top) for count in counts}
-    found = {}
+    wins = {}
     for mine in set(counts):
         others = list(counts)
         others.remove(mine)
@@ -229,21 +233,21 @@ def _wins(counts: tuple[int, ...], silent: int, k: int) -> dict[int, float]:
             for count in others:
                 ways = _times(ways, count, x, k - x, ties=True)
             ways = _times(ways, silent, silent + 1, k - x, ties=False)
-            fair = math.fsum(many / (1 + t) for (s, t), many in ways.items() if s == k - x)
+            fair = math.fsum(number / (1 + t) for (s, t), number in ways.items() if s == k - x)
             chance += math.comb(mine, x) * fair / math.comb(n, k)
-        found[mine] = chance
-    return found
+        wins[mine] = chance
+    return wins
 
 
 def _times(
     ways: dict[tuple[int, int], int], count: int, x: int, most: int, *, ties: bool
 ) -> dict[tuple[int, int], int]:
     """Ways to choose, with one more answer of `count` samples that may get at most `x` votes."""
-    found: Counter[tuple[int, int]] = Counter()
-    for (s, t), many in ways.items():
+    totals: Counter[tuple[int, int]] = Counter()
+    for (s, t), number in ways.items():
         for d in range(min(count, x, most - s) + 1):
-            found[s + d, t + (ties and d == x)] += many * math.comb(count, d)
-    return found
+            totals[s + d, t + (ties and d == x)] += number * math.comb(count, d)
+    return totals
 
 
 def _enough(outcomes: Outcomes, k: int) -> None:

@@ -58,7 +58,7 @@ class Check:
     'same'
     """
 
-    what: str
+    quantity: str
     recorded: float | str | None
     recomputed: float | str | None
     difference: float | None
@@ -108,13 +108,13 @@ def rank(name: str) -> tuple[int, str]:
     return (len(_FIRST) if "/" in name and not name.startswith("left_out/") else len(_FIRST) + 1), name
 
 
-def skipped(what: str, note: str, recorded: float | str | None = None) -> Check:
+def skipped(quantity: str, note: str, recorded: float | str | None = None) -> Check:
     """Something that is not compared, and why."""
-    return Check(what, recorded, None, None, NOT, note)
+    return Check(quantity, recorded, None, None, NOT, note)
 
 
 def compare_rows(
-    what: str, recorded: Sequence[Any], recomputed: Sequence[Any], tolerance: Tolerance, *, size: bool = False
+    quantity: str, recorded: Sequence[Any], recomputed: Sequence[Any], tolerance: Tolerance, *, size: bool = False
 ) -> Check:
     """Numbers of rows, or of their tokens: each must be within the tolerance. Shown is their mean, or with `size` that
     of their sizes.
@@ -124,16 +124,16 @@ def compare_rows(
     """
     old, new = _flat(recorded), _flat(recomputed)
     if old.shape != new.shape:
-        return Check(what, f"{old.size} numbers", f"{new.size} numbers", None, DIFFERS)
+        return Check(quantity, f"{old.size} numbers", f"{new.size} numbers", None, DIFFERS)
     gap = _gap(old, new)
     most = np.maximum(np.abs(old), np.abs(new))
     near = gap <= tolerance.absolute + tolerance.relative * np.where(np.isfinite(most), most, 0.0)
     verdict = SAME if not gap.any() else ROUNDING if near.all() else DIFFERS
-    shown = [_mean(np.abs(one) if size else one) for one in (old, new)]
-    return Check(what, shown[0], shown[1], float(gap.max(initial=0.0)), verdict)
+    shown = [_mean(np.abs(side) if size else side) for side in (old, new)]
+    return Check(quantity, shown[0], shown[1], float(gap.max(initial=0.0)), verdict)
 
 
-def tokens(what: str, recorded: Sequence[Any], recomputed: Sequence[Any], most: float, note: str = "") -> Check:
+def tokens(quantity: str, recorded: Sequence[Any], recomputed: Sequence[Any], most: float, note: str = "") -> Check:
     """What a model says of tokens: the mean difference must be at most `most`.
 
     >>> tokens("log-probs", [[-1.0, -2.0]], [[-1.0, -2.001]], 1e-2).verdict
@@ -141,12 +141,12 @@ def tokens(what: str, recorded: Sequence[Any], recomputed: Sequence[Any], most: 
     """
     old, new = _flat(recorded), _flat(recomputed)
     if old.shape != new.shape:
-        return Check(what, f"{old.size} numbers", f"{new.size} numbers", None, DIFFERS)
+        return Check(quantity, f"{old.size} numbers", f"{new.size} numbers", None, DIFFERS)
     gap = _gap(old, new)
     mean = float(gap.mean()) if gap.size else 0.0
     verdict = SAME if not gap.any() else ROUNDING if mean <= most else DIFFERS
-    said = "; ".join(part for part in (note, f"mean difference {mean:.3g}" if mean else "") if part)
-    return Check(what, _mean(old), _mean(new), float(gap.max(initial=0.0)), verdict, said)
+    remark = "; ".join(part for part in (note, f"mean difference {mean:.3g}" if mean else "") if part)
+    return Check(quantity, _mean(old), _mean(new), float(gap.max(initial=0.0)), verdict, remark)
 
 
 def plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Mapping[str, Any]]) -> list[Check]:
@@ -156,22 +156,25 @@ def plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Mapping[st
     >>> [each.verdict for each in plans([one, one], [one, {**one, "micro_batch": 1}])]
     ['same', 'differs by rounding', 'same']
     """
-    if not any(name in one for one in recorded for name in _PLAN):
+    if not any(name in placement for placement in recorded for name in _PLAN):
         return [skipped("plan", "the ledger has no places: another trainer acknowledged these records")]
-    made: list[Check] = []
+    checks: list[Check] = []
     pairs = list(zip(recorded, recomputed, strict=True))
-    for name, what in (("minibatch", "plan: minibatches"), ("micro_batch", "plan: micro-batches")):
+    for name, quantity in (("minibatch", "plan: minibatches"), ("micro_batch", "plan: micro-batches")):
         names = (name, "left_out") if name == "minibatch" else (name,)
-        odd = sum(any(old.get(each) != new.get(each) for each in names) for old, new in pairs)
-        shown = [str(len({str(one[name]) for one in side if name in one})) for side in (recorded, recomputed)]
+        odd = sum(any(old.get(key) != new.get(key) for key in names) for old, new in pairs)
+        shown = [
+            str(len({str(placement[name]) for placement in side if name in placement}))
+            for side in (recorded, recomputed)
+        ]
         note = ""
         verdict = DIFFERS if odd else SAME
-        if odd and name == "micro_batch" and made[0].verdict == SAME:
+        if odd and name == "micro_batch" and checks[0].verdict == SAME:
             verdict = ROUNDING
             note = "cut for another token budget or layout, which changes numbers by rounding alone"
-        made.append(Check(what, shown[0], shown[1], float(odd), verdict, note))
-    weights = [[_listed(one.get("weight", 0.0)) for one in side] for side in (recorded, recomputed)]
-    return [*made, compare_rows("plan: shares of tokens", weights[0], weights[1], EXACT)]
+        checks.append(Check(quantity, shown[0], shown[1], float(odd), verdict, note))
+    weights = [[_listed(placement.get("weight", 0.0)) for placement in side] for side in (recorded, recomputed)]
+    return [*checks, compare_rows("plan: shares of tokens", weights[0], weights[1], EXACT)]
 
 
 def counted(row: Any, values: Any) -> Any:
@@ -182,8 +185,8 @@ def counted(row: Any, values: Any) -> Any:
     >>> counted(row, [0.5, 0.7])
     array([0.5])
     """
-    found = np.asarray(values, dtype=np.float64)
-    return found if row.action_mask is None else found[np.asarray(row.action_mask, dtype=bool)]
+    array = np.asarray(values, dtype=np.float64)
+    return array if row.action_mask is None else array[np.asarray(row.action_mask, dtype=bool)]
 
 
 def _listed(value: Any) -> list[float]:
@@ -191,7 +194,7 @@ def _listed(value: Any) -> list[float]:
 
 
 def _flat(values: Sequence[Any]) -> Any:
-    parts = [np.asarray(one, dtype=np.float64).reshape(-1) for one in values]
+    parts = [np.asarray(row, dtype=np.float64).reshape(-1) for row in values]
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
@@ -205,8 +208,8 @@ def _gap(old: Any, new: Any) -> Any:
 
 
 def _mean(values: Any) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else None
+    finite = values[~np.isnan(values)]
+    return float(finite.mean()) if finite.size else None
 
 
 _PLACE = ("minibatch", "micro_batch", "weight", "left_out")
@@ -248,79 +251,79 @@ class Traced:
 def trace(book: Book, step: int, consumer: str = "train") -> Traced:
     """The records that a step learnt from; none if there was nothing to learn from."""
     with book.ledger.read() as tx:
-        own = find_consumer(tx, consumer)
-        if own is None:
+        group = find_consumer(tx, consumer)
+        if group is None:
             raise ValueError(f"{book.url}: got no consumer {consumer!r}, expected the one that the run trained as")
-        found = tx.all(
+        events = tx.all(
             "SELECT id, seq, kind, lease, detail FROM events WHERE kind IN ('trained', 'voided') AND step = ? "
             "AND consumer = ? ORDER BY id",
-            (step, own.id),
+            (step, group.id),
         )
-        told = [
-            (event, seq, kind, lease, parsed(detail, f"event {event}")) for event, seq, kind, lease, detail in found
+        acknowledged = [
+            (event, seq, kind, lease, parsed(detail, f"event {event}")) for event, seq, kind, lease, detail in events
         ]
-        void = {detail.get("event") for _, _, kind, _, detail in told if kind == "voided"}
+        void = {detail.get("event") for _, _, kind, _, detail in acknowledged if kind == "voided"}
         done = {
             seq: (event, lease, detail)
-            for event, seq, kind, lease, detail in told
+            for event, seq, kind, lease, detail in acknowledged
             if kind == "trained" and event not in void
         }
         order = _order(tx, {lease for _, lease, _ in done.values()})
         seqs = sorted(done, key=lambda seq: order[done[seq][1], seq])
-        known = _known(tx, seqs)
-        together, lost = _together(tx, [known[seq][1:] for seq in seqs])
+        details = _known(tx, seqs)
+        together, lost = _together(tx, [details[seq][1:] for seq in seqs])
         revised = _revised(tx, {seq: done[seq][0] for seq in seqs})
     weights: list[Any] = [done[seq][2].get("importance") for seq in seqs]
     return Traced(
         step,
-        [known[seq][0] for seq in seqs],
+        [details[seq][0] for seq in seqs],
         [{name: done[seq][2][name] for name in _PLACE if name in done[seq][2]} for seq in seqs],
         [float(weight) for weight in weights] if weights and None not in weights else None,
         together,
         lost,
-        {known[seq][0]: author for seq, author in revised.items()},
+        {details[seq][0]: author for seq, author in revised.items()},
     )
 
 
 def _order(tx: Transaction, leases: set[int]) -> dict[tuple[int, int], int]:
     """Where each record was in its lease."""
-    found: dict[tuple[int, int], int] = {}
+    uses: dict[tuple[int, int], int] = {}
     for marks, part in chunks(sorted(leases)):
         rows = tx.all(f"SELECT lease, seq, id FROM events WHERE kind = 'leased' AND lease IN ({marks})", part)
-        found.update({(lease, seq): event for lease, seq, event in rows})
-    return found
+        uses.update({(lease, seq): event for lease, seq, event in rows})
+    return uses
 
 
 def _known(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[str, str, float]]:
-    found: dict[int, tuple[str, str, float]] = {}
+    details: dict[int, tuple[str, str, float]] = {}
     for marks, part in chunks(seqs):
         rows = tx.all(f"SELECT seq, uid, batch, admitted FROM records WHERE seq IN ({marks})", part)
-        found.update({seq: (uid, batch, admitted) for seq, uid, batch, admitted in rows})
-    return found
+        details.update({seq: (uid, batch, admitted) for seq, uid, batch, admitted in rows})
+    return details
 
 
 def _together(tx: Transaction, appends: Sequence[tuple[str, float]]) -> tuple[list[list[str]], int]:
-    made: list[list[str]] = []
+    groups: list[list[str]] = []
     lost = 0
-    for one in dict.fromkeys(appends):
+    for append in dict.fromkeys(appends):
         rows = tx.all(
-            "SELECT uid, segment FROM records WHERE batch = ? AND admitted = ? AND evaluation = 0 ORDER BY seq", one
+            "SELECT uid, segment FROM records WHERE batch = ? AND admitted = ? AND evaluation = 0 ORDER BY seq", append
         )
-        made.append([uid for uid, segment in rows if segment is not None])
-        lost += len(rows) - len(made[-1])
-    return made, lost
+        groups.append([uid for uid, segment in rows if segment is not None])
+        lost += len(rows) - len(groups[-1])
+    return groups, lost
 
 
 def _revised(tx: Transaction, since: dict[int, int]) -> dict[int, str]:
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for marks, part in chunks(list(since)):
         rows = tx.all(
             f"SELECT id, seq, detail FROM events WHERE kind IN ('revised', 'redacted') AND seq IN ({marks})", part
         )
         for event, seq, detail in rows:
             if event > since[seq]:
-                found[seq] = str(parsed(detail, f"event {event}").get("author", ""))
-    return found
+                names[seq] = str(parsed(detail, f"event {event}").get("author", ""))
+    return names
 
 
 Weights = dict[str, dict[str, torch.Tensor]]
@@ -343,8 +346,8 @@ def on_cpu(config: Config) -> Config:
 
 def saved_actor(config: Config, checkpoint: saving.Saved) -> Actor:
     """Load a checkpoint's policy without calling `model.builder`; `config` is one that `on_cpu` returned."""
-    known = checkpoint.told()
-    attention = known.get("attention", config.model.attention)
+    state = checkpoint.trainer_state()
+    attention = state.get("attention", config.model.attention)
     with saving.loading(checkpoint.model):
         return Actor(
             checkpoint.model,
@@ -352,7 +355,7 @@ def saved_actor(config: Config, checkpoint: saving.Saved) -> Actor:
             device=_CPU,
             attn_implementation=attention if attention in _ATTENTION else None,
             temperature=config.sampling.temperature,
-            suppress=known.get("suppress", config.model.suppress),
+            suppress=state.get("suppress", config.model.suppress),
         )
 
 
@@ -371,20 +374,20 @@ class Rebuilt:
         if not self.traced.uids:
             raise ValueError(f"step {step}: it learnt from nothing: every group was dropped, or nothing was there")
         self.own = self.records(self.traced)
-        found = saving.saved(folder)
-        before = [one for one in found if one.step < step]
+        checkpoints = saving.saved(folder)
+        before = [entry for entry in checkpoints if entry.step < step]
         if not before:
             raise ValueError(f"{folder}: got no checkpoint before step {step}, expected one in {saving.FOLDER}")
         self.begun = before[-1]
         """The checkpoint that is begun from."""
-        self.first = found[0] if found[0].step == 0 else None
-        self.after = next((one for one in found if one.step == step), None)
+        self.first = checkpoints[0] if checkpoints[0].step == 0 else None
+        self.after = next((entry for entry in checkpoints if entry.step == step), None)
         """The checkpoint of the step itself, if there is one."""
         self.expert: Book | None = None
         expert = builders.expert_of(self.config) if self.replay.expert_share else None
         if expert is not None:
             self.expert = stack.enter_context(expert)
-        self._experts: list[str] = []
+        self._expert_uids: list[str] = []
         self.on_gpu = "peak_memory_gib" in self.metrics.get(step, {}) or config.device.startswith("cuda")
         self.exact = config.model.precision == "float32" and not self.on_gpu
         """Whether the run was trained as it is replayed."""
@@ -393,12 +396,12 @@ class Rebuilt:
 
     def trace(self, step: int) -> Traced:
         """What the book says of a step of the run."""
-        found = trace(self.book, step, self.replay.consumer)
-        known = [each for each in self.metrics if each > 0]
-        if not found.uids and step not in known:
-            told = f"steps {min(known)} to {max(known)}" if known else "no steps"
-            raise ValueError(f"step: got {step}, and the run has {told}")
-        return found
+        traced = trace(self.book, step, self.replay.consumer)
+        steps = [number for number in self.metrics if number > 0]
+        if not traced.uids and step not in steps:
+            extent = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
+            raise ValueError(f"step: got {step}, and the run has {extent}")
+        return traced
 
     def records(self, traced: Traced) -> Experiences:
         """A step's records, from the book."""
@@ -407,17 +410,23 @@ class Rebuilt:
         except ValueError as error:
             raise ValueError(f"step {traced.step}: a record of it cannot be read: {error}") from None
 
-    def beside(self, own: Experiences, step: int, algorithm: AlgorithmConfig) -> tuple[Experiences, list[bool] | None]:
+    def beside(
+        self, leased: Experiences, step: int, algorithm: AlgorithmConfig
+    ) -> tuple[Experiences, list[bool] | None]:
         """A step's own records and the expert's that were beside them, and which are the expert's."""
-        given = self.replay.experts(self.expert, len(own), seed=self.config.seed, step=step, known=self._experts)
-        both = own if given is None else Experiences([*own, *given])
-        return both, [i >= len(own) for i in range(len(both))] if algorithm.mixed else None
+        both = leased
+        if self.replay.expert_share:
+            seed, uids = self.config.seed, self._expert_uids
+            both = Experiences(
+                [*leased, *self.replay.experts(self.expert, len(leased), seed=seed, step=step, uids=uids)]
+            )
+        return both, [i >= len(leased) for i in range(len(both))] if algorithm.mixed else None
 
     @staticmethod
     def weighed(traced: Traced, records: Experiences) -> list[float] | None:
         """What a sampler had a step's records weigh; an expert's weigh 1."""
-        found = traced.importance
-        return None if found is None else found + [1.0] * (len(records) - len(found))
+        importance = traced.importance
+        return None if importance is None else importance + [1.0] * (len(records) - len(importance))
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -433,19 +442,21 @@ class Rebuilt:
         put_state(self.learner, saving.load_state(self.begun)["learner"])
 
     def _made(self, other: Config | None) -> Models:
-        asked = [self.config] if other is None else [self.config, other]
-        if asked[-1].algorithm.needs_critic and not self.config.algorithm.needs_critic:
-            name = asked[-1].algorithm.estimator
+        configs = [self.config] if other is None else [self.config, other]
+        if configs[-1].algorithm.needs_critic and not self.config.algorithm.needs_critic:
+            name = configs[-1].algorithm.estimator
             raise ValueError(f"algorithm.estimator: got {name!r}, which needs a critic, and the run has none")
-        if self.first is None and any(one.algorithm.needs_reference and one.reference is None for one in asked):
+        if self.first is None and any(
+            config.algorithm.needs_reference and config.reference is None for config in configs
+        ):
             raise ValueError(f"{self.folder}: got no checkpoint of step 0, whose weights the reference has")
         # The reference has the weights of step 0.
         actor = saved_actor(self.config, self.begun if self.first is None else self.first)
-        made = [builders.models_of(one, actor, _CPU) for one in asked]
+        built = [builders.models_of(config, actor, _CPU) for config in configs]
         for name in ("reference", "teacher"):
-            if getattr(made[0], name) is None:
-                setattr(made[0], name, getattr(made[-1], name))
-        return made[0]
+            if getattr(built[0], name) is None:
+                setattr(built[0], name, getattr(built[-1], name))
+        return built[0]
 
     def learner_of(self, config: Config) -> Learner:
         """What a configuration learns with."""
@@ -481,7 +492,7 @@ class Rebuilt:
 
     def go_on(self) -> list[tuple[int, float, float]]:
         """Learn from the checkpoint to the step before; each step's number, its loss as recorded and as it is now."""
-        made = []
+        losses = []
         for step in range(self.begun.step + 1, self.step):
             traced = self.trace(step)
             if not traced.uids:
@@ -490,49 +501,49 @@ class Rebuilt:
             records = self.completed(records, self.config.algorithm, expert=flags)
             weights = self.weighed(traced, records)
             loss = self.learner.update(records, step=step, expert=flags, weights=weights).metrics.get("loss")
-            told = self.metrics.get(step, {}).get("loss")
-            if told is not None and loss is not None:
-                made.append((step, told, loss))
-        return made
+            recorded = self.metrics.get(step, {}).get("loss")
+            if recorded is not None and loss is not None:
+                losses.append((step, recorded, loss))
+        return losses
 
     def weights(self) -> Weights:
         """A copy of what moves, as it is now."""
         both = {"policy": self.models.policy, "critic": self.models.critic}
-        return {name: copied(one.state_dict()) for name, one in both.items() if one is not None}
+        return {name: copied(model.state_dict()) for name, model in both.items() if model is not None}
 
     def put(self, weights: Weights) -> None:
         """Have weights as they were."""
-        for name, kept in weights.items():
-            getattr(self.models, name).load_state_dict(kept)
+        for name, state in weights.items():
+            getattr(self.models, name).load_state_dict(state)
 
     # --- what comes before the models ---------------------------------------------------------------------------------
 
     def scores(self, source: Any, rows: Experiences) -> RewardResult:
         """What a reward says of records; those of a conversation that a template forked have the reward of its last."""
         last = {row.eid.rid: row for row in rows}
-        found: RewardResult = source([RewardInput.of(last[row.eid.rid], self.models.policy.tokenizer) for row in rows])
-        return found
+        scores: RewardResult = source([RewardInput.of(last[row.eid.rid], self.models.policy.tokenizer) for row in rows])
+        return scores
 
     def _rewarded(self, rows: Experiences, source: Any) -> list[float]:
         """Rewards by another source; what could not be scored then has none now, and what an environment gave stays."""
-        made = [math.nan if value is None else float(value) for value in rows.values("reward")]
-        known = [i for i, value in enumerate(made) if not math.isnan(value)]
-        found = self.scores(source, rows.take(known))
-        failed = next((error for error in found.errors if error is not None), None)
+        rewards = [math.nan if value is None else float(value) for value in rows.values("reward")]
+        scored = [i for i, value in enumerate(rewards) if not math.isnan(value)]
+        scores = self.scores(source, rows.take(scored))
+        failed = next((error for error in scores.errors if error is not None), None)
         if failed is not None:
             raise ValueError(f"rewards: {failed}")
         played = self.config.environment.function is not None
-        for i, value in zip(known, found.to_tensors()[0].tolist(), strict=True):
-            made[i] = value + (rows[i].metrics.get("environment", made[i]) if played else 0.0)
-        return made
+        for i, value in zip(scored, scores.to_tensors()[0].tolist(), strict=True):
+            rewards[i] = value + (rows[i].metrics.get("environment", rewards[i]) if played else 0.0)
+        return rewards
 
     def estimated(self, algorithm: AlgorithmConfig, reward: Any = None) -> dict[str, dict[str, Any]]:
         """`reward`, `advantages` and `returns` of records by id, estimated over all that were made together; with
         another reward, from its scores."""
-        whole = self.traced.together if all(row.advantages is not None for row in self.own) else [self.traced.uids]
+        batches = self.traced.together if all(row.advantages is not None for row in self.own) else [self.traced.uids]
         names = ("reward", "advantages", "returns")
-        made: dict[str, dict[str, Any]] = {}
-        for uids in whole:
+        estimates: dict[str, dict[str, Any]] = {}
+        for uids in batches:
             rows = self.book.get(uids)
             if reward is not None:
                 pairs = zip(rows, self._rewarded(rows, reward), strict=True)
@@ -541,13 +552,17 @@ class Rebuilt:
                 rows = self._annotated(rows, algorithm)
                 rows = estimate(rows, algorithm, max_tokens=self._longest, recompute=True)
             columns = [rows.values(name) for name in names]
-            made |= {uid: dict(zip(names, row, strict=True)) for uid, *row in zip(uids, *columns, strict=True)}
-        return made
+            estimates |= {uid: dict(zip(names, row, strict=True)) for uid, *row in zip(uids, *columns, strict=True)}
+        return estimates
 
 
-def _ending(given: OptimizerConfig, config: Config) -> OptimizerConfig:
+def _ending(optimizer: OptimizerConfig, config: Config) -> OptimizerConfig:
     """A schedule that does not say when it ends, ends with the run."""
-    return given if given.steps is not None or not config.steps else dataclasses.replace(given, steps=config.steps)
+    return (
+        optimizer
+        if optimizer.steps is not None or not config.steps
+        else dataclasses.replace(optimizer, steps=config.steps)
+    )
 
 
 def put_state(learner: Learner, state: Mapping[str, Any]) -> None:
@@ -555,11 +570,11 @@ def put_state(learner: Learner, state: Mapping[str, Any]) -> None:
     which are float32 themselves."""
     both = (("optimizer", learner.optimizer), ("critic_optimizer", learner.critic_optimizer))
     movers = {name: mover for name, mover in both if mover is not None}
-    own = {name: [{**group} for group in mover.inner.param_groups] for name, mover in movers.items()}
-    given = {name: {key: one for key, one in copied(state[name]).items() if key != "masters"} for name in movers}
-    learner.load_state_dict({"failures": state["failures"], **given})
+    groups = {name: [{**group} for group in mover.inner.param_groups] for name, mover in movers.items()}
+    states = {name: {key: entry for key, entry in copied(state[name]).items() if key != "masters"} for name in movers}
+    learner.load_state_dict({"failures": state["failures"], **states})
     for name, mover in movers.items():
-        for group, mine in zip(mover.inner.param_groups, own[name], strict=True):
+        for group, mine in zip(mover.inner.param_groups, groups[name], strict=True):
             group.update({key: value for key, value in mine.items() if key != "params"})
 
 
@@ -572,8 +587,8 @@ def copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {name: copied(one) for name, one in value.items()}
-    return [copied(one) for one in value] if isinstance(value, list) else value
+        return {name: copied(entry) for name, entry in value.items()}
+    return [copied(entry) for entry in value] if isinstance(value, list) else value
 
 
 def less(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -582,7 +597,9 @@ def less(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> to
     >>> less({"a": torch.ones(2)}, {"a": torch.zeros(2)})
     tensor([1., 1.], dtype=torch.float64)
     """
-    parts = [(one.double() - old[name].double()).reshape(-1) for name, one in new.items() if one.is_floating_point()]
+    parts = [
+        (weight.double() - old[name].double()).reshape(-1) for name, weight in new.items() if weight.is_floating_point()
+    ]
     return torch.cat(parts)
 
 
@@ -628,25 +645,25 @@ class Changed:
 def choices(config: Config, other: Config) -> tuple[list[str], list[str]]:
     """What another configuration changes, of all that a replay can change; and what it changes that is not replayed.
 
-    >>> choices(Config(), Config.of({"algorithm": {"preset": "grpo", "estimator": "rloo", "n": 4}}))
+    >>> choices(Config(), Config.of({"algorithm": {"preset": "grpo", "estimator": "rloo", "group_size": 4}}))
     (['algorithm.estimator: "rloo", was "grpo"'], ['algorithm.group_size'])
     >>> choices(Config(), Config(seed=1))
     Traceback (most recent call last):
         ...
     ValueError: seed: got another value, and the records are what they are, expected changes of algorithm, rewards, batch or optimizer
     """  # noqa: E501
-    found = differences(on_cpu(config), on_cpu(other))
-    for one in found:
-        if not one.path.startswith(_OTHER) or one.path == "batch.prompts_per_step":
+    changes = differences(on_cpu(config), on_cpu(other))
+    for change in changes:
+        if not change.path.startswith(_OTHER) or change.path == "batch.prompts_per_step":
             raise ValueError(
-                f"{one.path}: got another value, and the records are what they are, expected changes of algorithm, "
+                f"{change.path}: got another value, and the records are what they are, expected changes of algorithm, "
                 "rewards, batch or optimizer"
             )
-    made = [str(one) for one in found if one.path not in (*_MAKING, *_NAMES)]
-    if not made:
-        said = ", ".join(one.path for one in found) or "the run's own values"
-        raise ValueError(f"changes: got {said}, which changes nothing of a step whose records are there")
-    return made, [one.path for one in found if one.path in _MAKING]
+    effective_changes = [str(change) for change in changes if change.path not in (*_MAKING, *_NAMES)]
+    if not effective_changes:
+        listed = ", ".join(change.path for change in changes) or "the run's own values"
+        raise ValueError(f"changes: got {listed}, which changes nothing of a step whose records are there")
+    return effective_changes, [change.path for change in changes if change.path in _MAKING]
 
 
 def change(
@@ -660,9 +677,9 @@ def change(
     """The step of `run` under another configuration. `state`, `weights`: what the step began with. `trained`: the
     records as they were learnt from, what came of it, and the update of the policy's weights."""
     before, learned, update = trained
-    made, left = choices(run.config, other)
+    applied, left = choices(run.config, other)
     notes = [f"{name}: of how records are made, which they are already; not replayed" for name in left]
-    own = run.own
+    leased = run.own
     run.put(weights)
     if other.algorithm.estimator is not None:
         source = None
@@ -670,12 +687,12 @@ def change(
             source = builders.reward_of(other.rewards)
             if source is None:
                 raise ValueError("rewards: got none, expected some")
-        found = run.estimated(other.algorithm, source)
+        estimates = run.estimated(other.algorithm, source)
         if source is not None:
             source.close()
         names = ("reward", "advantages", "returns")
-        own = own.assign(**{name: [found[uid][name] for uid in run.traced.uids] for name in names})
-    records, flags = run.beside(own, run.step, other.algorithm)
+        leased = leased.assign(**{name: [estimates[uid][name] for uid in run.traced.uids] for name in names})
+    records, flags = run.beside(leased, run.step, other.algorithm)
     records = run.completed(records, other.algorithm, expert=flags)
     learner = run.learner_of(other)
     if other.optimizer.name == run.config.optimizer.name:
@@ -684,7 +701,7 @@ def change(
         notes.append(f"optimizer.name: {other.optimizer.name} begins without a state")
     changed = learner.update(records, step=run.step, expert=flags, weights=run.weighed(run.traced, records))
     new = less(run.weights()["policy"], weights["policy"])
-    rows = _advantages(before, records, len(own))
+    rows = _advantages(before, records, len(leased))
     numbers: dict[str, tuple[float | None, float | None]] = {}
     old, now = [[abs(pair[k]) for _, pair in rows] for k in (0, 1)]
     if rows:
@@ -694,7 +711,7 @@ def change(
     numbers["length of the update"] = (float(update.norm()), float(new.norm()))
     moved = sorted(rows, key=lambda row: -abs(row[1][1] - row[1][0]))
     return Changed(
-        made,
+        applied,
         numbers,
         signs=sum(int(np.sign(a) != np.sign(b)) for _, (a, b) in rows),
         rows=len(rows),
@@ -707,35 +724,35 @@ def change(
 
 def _moved(run: Rebuilt, i: int, advantage: tuple[float, float], records: Experiences) -> Moved:
     row = run.own[i]
-    asked = row.prompt_text
-    if asked is None and row.messages:
-        asked = str(row.messages[-1].get("content"))
-    if asked is None and run.models.policy.tokenizer is not None:
-        asked = run.models.policy.tokenizer.decode(row.tokens[: row.prompt_length].tolist())
-    rewards = [math.nan if one.reward is None else float(one.reward) for one in (row, records[i])]
-    return Moved(row.eid.uid, str(asked or ""), (rewards[0], rewards[1]), advantage)
+    prompt = row.prompt_text
+    if prompt is None and row.messages:
+        prompt = str(row.messages[-1].get("content"))
+    if prompt is None and run.models.policy.tokenizer is not None:
+        prompt = run.models.policy.tokenizer.decode(row.tokens[: row.prompt_length].tolist())
+    rewards = [math.nan if record.reward is None else float(record.reward) for record in (row, records[i])]
+    return Moved(row.eid.uid, str(prompt or ""), (rewards[0], rewards[1]), advantage)
 
 
 def _advantages(before: Experiences, after: Experiences, count: int) -> list[tuple[int, tuple[float, float]]]:
     """Of the first `count` records that have advantages on both sides: their numbers, and means over their tokens."""
-    made = []
+    lines = []
     for i in range(count):
         pair = (before[i], after[i])
         if all(row.advantages is not None for row in pair):
             old, new = (counted(row, row.advantages) for row in pair)
-            made.append((i, (float(old.mean()), float(new.mean())) if len(old) and len(new) else (0.0, 0.0)))
-    return made
+            lines.append((i, (float(old.mean()), float(new.mean())) if len(old) and len(new) else (0.0, 0.0)))
+    return lines
 
 
-def _cosine(one: torch.Tensor, other: torch.Tensor) -> float | None:
-    lengths = float(one.norm() * other.norm())
-    return float(one @ other) / lengths if lengths > 0 else None
+def _cosine(first: torch.Tensor, other: torch.Tensor) -> float | None:
+    lengths = float(first.norm() * other.norm())
+    return float(first @ other) / lengths if lengths > 0 else None
 
 
-def _correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    if len(one) < 2 or not np.std(one) or not np.std(other):
+def _correlation(first: Sequence[float], other: Sequence[float]) -> float | None:
+    if len(first) < 2 or not np.std(first) or not np.std(other):
         return None
-    return float(np.corrcoef(one, other)[0, 1])
+    return float(np.corrcoef(first, other)[0, 1])
 
 
 @dataclass
@@ -855,12 +872,12 @@ class _Replay:
         """From the checkpoint to the step before this one."""
         run = self.run
         steps = range(run.begun.step + 1, run.step)
-        found = run.go_on()
+        losses = run.go_on()
         if steps:
             span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
             self.notes.append(f"the newest checkpoint before the step is {self.out.checkpoint}: {span} replayed first")
-            if found:
-                old, new = [told for _, told, _ in found], [loss for _, _, loss in found]
+            if losses:
+                old, new = [recorded for _, recorded, _ in losses], [loss for _, _, loss in losses]
                 self.checks.append(compare_rows(f"loss of {span}", old, new, self.out.tolerance))
 
     # --- what was recorded, and what is found now ---------------------------------------------------------------------
@@ -888,35 +905,37 @@ class _Replay:
         except (ValueError, ImportError, OSError) as error:
             self.checks.append(skipped("rewards", f"their source cannot be made: {error}"))
             return
-        local = [one.remote is None and one.model is None for one in rewards]
+        local = [reward.remote is None and reward.model is None for reward in rewards]
         if all(local):
-            told = [row.metrics.get("source") if played else row.reward for row in run.own]
-            self.checks.append(self._rewards("rewards", source, told))
+            recorded = [row.metrics.get("source") if played else row.reward for row in run.own]
+            self.checks.append(self._rewards("rewards", source, recorded))
             return
         self.checks.append(skipped("rewards", "a server or a model gives some of them"))
         if isinstance(source, CombinedReward):
-            for (name, part), known in zip(source.rewards.items(), local, strict=True):
-                if known:
-                    told = [row.metrics.get(name) for row in run.own]
-                    self.checks.append(self._rewards(f"rewards: {name}", part, told))
+            for (name, part), is_local in zip(source.rewards.items(), local, strict=True):
+                if is_local:
+                    recorded = [row.metrics.get(name) for row in run.own]
+                    self.checks.append(self._rewards(f"rewards: {name}", part, recorded))
 
-    def _rewards(self, what: str, source: Any, told: Sequence[Any]) -> Check:
+    def _rewards(self, quantity: str, source: Any, recorded: Sequence[Any]) -> Check:
         """Scores of the step's records against those that were recorded, where there are both."""
-        known = [i for i, value in enumerate(told) if value is not None and not math.isnan(value)]
-        if not known:
-            return skipped(what, "no record has one")
-        found = self.run.scores(source, self.run.own.take(known))
+        scored = [i for i, value in enumerate(recorded) if value is not None and not math.isnan(value)]
+        if not scored:
+            return skipped(quantity, "no record has one")
+        scores = self.run.scores(source, self.run.own.take(scored))
         source.close()
-        kept = [k for k, error in enumerate(found.errors) if error is None]
-        failed = next((error for error in found.errors if error is not None), None)
-        if not kept:
-            return skipped(what, str(failed))
-        new = found.to_tensors()[0].tolist()  # in float32, as records have them
-        made = compare_rows(what, [told[known[k]] for k in kept], [new[k] for k in kept], HERE)
-        if len(kept) == len(told):
-            return made
+        valid = [k for k, error in enumerate(scores.errors) if error is None]
+        failed = next((error for error in scores.errors if error is not None), None)
+        if not valid:
+            return skipped(quantity, str(failed))
+        new = scores.to_tensors()[0].tolist()  # in float32, as records have them
+        check = compare_rows(quantity, [recorded[scored[k]] for k in valid], [new[k] for k in valid], HERE)
+        if len(valid) == len(recorded):
+            return check
         why = "" if failed is None else f": {failed}"
-        return dataclasses.replace(made, note=f"{len(told) - len(kept)} of {len(told)} records not compared{why}")
+        return dataclasses.replace(
+            check, note=f"{len(recorded) - len(valid)} of {len(recorded)} records not compared{why}"
+        )
 
     def _look_at_models(self) -> None:
         """What the models say of the step's records, against what they said when those were made."""
@@ -933,37 +952,37 @@ class _Replay:
         self._compare("values", "values", most, run.models.critic, values, options)
 
     def _compare(
-        self, what: str, name: str, most: float, model: Any, ask: Any, options: dict[str, Any], moves: bool = True
+        self, quantity: str, name: str, most: float, model: Any, ask: Any, options: dict[str, Any], moves: bool = True
     ) -> None:
         """One model, of the records that were made with its weights of now; `moves`: it learns."""
         run = self.run
-        known = [row for row in run.own if getattr(row, name) is not None]
-        if model is None or not known:
+        rows = [row for row in run.own if getattr(row, name) is not None]
+        if model is None or not rows:
             return
         if moves:
-            known = [row for row in known if _version(row) == run.step - 1]
-            if not known:
+            rows = [row for row in rows if _version(row) == run.step - 1]
+            if not rows:
                 why = "these records were made by older policies, or do not say by which"
-                self.checks.append(skipped(what, why))
+                self.checks.append(skipped(quantity, why))
                 return
-        wanted = {row.eid.uid for row in known}
-        found: dict[str, Any] = {}
+        compared = {row.eid.uid for row in rows}
+        outputs: dict[str, Any] = {}
         for uids in run.traced.together:
-            if not wanted.isdisjoint(uids):
+            if not compared.isdisjoint(uids):
                 # All that were made together went through the model together: the same micro-batches, the same bits.
                 scores = ask(model, run.book.get(uids), **options)
                 column = scores.values if name == "values" else scores.logprobs
-                found.update(zip(uids, column, strict=True))
-        old = [counted(row, getattr(row, name)) for row in known]
-        new = [counted(row, found[row.eid.uid]) for row in known]
-        self.checks.append(tokens(what, old, new, most))
+                outputs.update(zip(uids, column, strict=True))
+        old = [counted(row, getattr(row, name)) for row in rows]
+        new = [counted(row, outputs[row.eid.uid]) for row in rows]
+        self.checks.append(tokens(quantity, old, new, most))
 
     def _look_at_advantages(self) -> None:
         run, algorithm = self.run, self.run.config.algorithm
         if algorithm.estimator is None:
             return
-        known = [row for row in run.own if row.advantages is not None]
-        if not known:
+        rows = [row for row in run.own if row.advantages is not None]
+        if not rows:
             self.checks.append(skipped("advantages", "none were recorded: they were made for the step alone"))
             return
         if algorithm.reward_norm is not None:
@@ -971,27 +990,27 @@ class _Replay:
             self.checks.append(skipped("advantages", why))
             return
         try:
-            found = run.estimated(algorithm)
+            estimates = run.estimated(algorithm)
         except ValueError as error:
             self.checks.append(skipped("advantages", str(error)))
             return
         for name in ("advantages", "returns"):
-            rows = [row for row in known if getattr(row, name) is not None]
+            rows = [row for row in rows if getattr(row, name) is not None]
             old = [counted(row, getattr(row, name)) for row in rows]
-            new = [counted(row, found[row.eid.uid][name]) for row in rows]
+            new = [counted(row, estimates[row.eid.uid][name]) for row in rows]
             self.checks.append(compare_rows(name, old, new, HERE, size=True))
 
     def _look_at_learning(self, learned: UpdateResult) -> None:
         """Plan, losses and gradients."""
-        run, told = self.run, self.run.metrics.get(self.run.step, {})
+        run, recorded = self.run, self.run.metrics.get(self.run.step, {})
         self.checks += plans(run.traced.places, learned.placements[: len(run.own)])
-        if not told:
+        if not recorded:
             self.notes.append(f"the book has no metrics of step {run.step}: the run ended before they were written")
         for name in sorted(learned.metrics, key=rank):
-            if name in told:
+            if name in recorded:
                 counts = name in COUNTS or name.startswith("left_out/")
-                how = EXACT if counts else self.out.tolerance
-                self.checks.append(compare_rows(name, [told[name]], [learned.metrics[name]], how))
+                tolerance = EXACT if counts else self.out.tolerance
+                self.checks.append(compare_rows(name, [recorded[name]], [learned.metrics[name]], tolerance))
 
     def _look_at_new_weights(self, weights: Weights) -> None:
         """What came of the step, against the checkpoint after it, if there is one."""
@@ -1003,27 +1022,27 @@ class _Replay:
                 model = getattr(run.models, name)
                 mine = copied(model.state_dict())
                 saving.load_weights(model, folder)
-                kept = copied(model.state_dict())
+                saved = copied(model.state_dict())
                 model.load_state_dict(mine)
-                what = "new weights" if name == "policy" else f"new weights: {name}"
-                self.checks.append(self._weights(what, weights[name], kept, mine))
+                quantity = "new weights" if name == "policy" else f"new weights: {name}"
+                self.checks.append(self._weights(quantity, weights[name], saved, mine))
 
-    def _weights(self, what: str, old: Any, kept: Any, mine: Any) -> Check:
-        gap = less(mine, kept)
-        lengths = [float(less(new, old).norm()) for new in (kept, mine)]
+    def _weights(self, quantity: str, old: Any, saved: Any, mine: Any) -> Check:
+        gap = less(mine, saved)
+        lengths = [float(less(new, old).norm()) for new in (saved, mine)]
         bound = self.out.tolerance.update * max(lengths)
         if not self.run.exact:
             # Of bfloat16 weights, what rounding alone does is more than a small update.
-            bound += 2**-8 * math.sqrt(sum(float(one.double().square().sum()) for one in kept.values()))
+            bound += 2**-8 * math.sqrt(sum(float(weight.double().square().sum()) for weight in saved.values()))
         far, most = float(gap.norm()), float(gap.abs().max())
         verdict = SAME if not most else ROUNDING if far <= bound else DIFFERS
         note = f"the update's length, against {saving.name_of(self.run.step)}"
-        return Check(what, lengths[0], lengths[1], most, verdict, note)
+        return Check(quantity, lengths[0], lengths[1], most, verdict, note)
 
 
 def _version(row: Any) -> int | None:
     """The one policy that made a record; none if it is not known, or there were several."""
     if row.policy_versions is None:
         return None
-    found = np.unique(np.asarray(row.policy_versions))
-    return int(found[0]) if len(found) == 1 else None
+    versions = np.unique(np.asarray(row.policy_versions))
+    return int(versions[0]) if len(versions) == 1 else None

@@ -150,9 +150,9 @@ class _Encoder:
         answers = {name: prompt.info[name] for name in names if prompt.info.get(name) is not None}
         missing = next((name for name in names if name not in answers), None)
         if missing is not None:
-            known = [name for name in ANSWERS if name in prompt.info] or ["none"]
+            present = [name for name in ANSWERS if name in prompt.info] or ["none"]
             raise ValueError(
-                f"{missing}: got nothing, expected an answer to learn from; the row has {', '.join(known)}"
+                f"{missing}: got nothing, expected an answer to learn from; the row has {', '.join(present)}"
             )
         prepared = self.preparer.prepare(prompt)
         most, length = sampling.max_prompt_tokens, len(prepared.ids)
@@ -169,15 +169,15 @@ class _Encoder:
         info |= {name: value for name in ("reference", "label") if (value := getattr(prompt, name)) is not None}
         ids = {}
         for name, answer in answers.items():
-            whole = self._ids(name, prompt, prepared, answer)
-            ids[name] = whole[:room]
-            if len(ids[name]) < len(whole):
-                info[f"{name}_truncated_from"] = len(whole)
+            full = self._ids(name, prompt, prepared, answer)
+            ids[name] = full[:room]
+            if len(ids[name]) < len(full):
+                info[f"{name}_truncated_from"] = len(full)
         cut = any(f"{name}_truncated_from" in info for name in names)
         chats = {name: _chat(prompt, answer) for name, answer in answers.items()}
-        given: dict[str, Any]
+        fields: dict[str, Any]
         if self.data == "answers":
-            given = {
+            fields = {
                 "tokens": [*prepared.ids, *ids["response"]],
                 "prompt_length": len(prepared.ids),
                 "finish_reason": "length" if cut else "stop",
@@ -185,8 +185,8 @@ class _Encoder:
                 "messages": chats["response"],
             }
         else:
-            given = {"tokens": list(prepared.ids), **ids, "messages": _messages(prompt)}
-            given |= {f"{name}_messages": chats[name] for name in names}
+            fields = {"tokens": list(prepared.ids), **ids, "messages": _messages(prompt)}
+            fields |= {f"{name}_messages": chats[name] for name in names}
         return Experience(
             eid=(prompt.eid or EID()).replace(suffix=_SUFFIXES[self.data]),
             truncate_status="response_truncated" if cut else None,
@@ -195,32 +195,32 @@ class _Encoder:
             multi_modal_inputs=prepared.media,
             group_size=1,
             info=info,
-            **given,
+            **fields,
         )
 
     def _ids(self, name: str, prompt: Prompt, prepared: PreparedPrompt, answer: Any) -> list[int]:
         """[n] An answer's ids, with the end. A message with more than text is written by the chat template."""
         text = answer if isinstance(answer, str) else self._rendered(name, prompt, prepared.text or "", answer)
         # Some tokenizers put a space before a text's first word, which is not there after a prompt.
-        found = Renderer(self.tokenizer, chat=False).encode_after(prepared.text or "", text)
-        if not found or found[-1] != self.eos_token_id:
-            found.append(self.eos_token_id)
-        bare = next((token for token in found if token in self._media), None)
+        encoded = Renderer(self.tokenizer, chat=False).encode_after(prepared.text or "", text)
+        if not encoded or encoded[-1] != self.eos_token_id:
+            encoded.append(self.eos_token_id)
+        bare = next((token for token in encoded if token in self._media), None)
         if bare is not None:
             raise ValueError(f"{name}: got a placeholder of media (token {bare}), expected text alone")
-        return found
+        return encoded
 
     def _rendered(self, name: str, prompt: Prompt, start: str, message: Mapping[str, Any]) -> str:
         if prompt.messages is None:
             raise ValueError(f"{name}: got a message with {', '.join(message)}, expected text: the prompt is no chat")
         holder = self.preparer.processor if hasattr(self.preparer.processor, "chat_template") else self.tokenizer
-        whole = Renderer(holder, tools=prompt.tools).text([*prompt.messages, message], generation=False)
-        if not whole.startswith(start):
+        rendered = Renderer(holder, tools=prompt.tools).text([*prompt.messages, message], generation=False)
+        if not rendered.startswith(start):
             raise ValueError(
                 f"{name}: the chat template writes the prompt otherwise before this answer, expected the same"
             )
         # What a template writes after the end of a turn, a line break mostly, is not sampled.
-        text, end = whole[len(start) :], self.tokenizer.decode([self.eos_token_id])
+        text, end = rendered[len(start) :], self.tokenizer.decode([self.eos_token_id])
         return text[: text.rindex(end) + len(end)] if end in text else text.rstrip()
 
 
@@ -239,8 +239,8 @@ def _messages(prompt: Prompt) -> list[dict[str, Any]] | None:
 
 def _chat(prompt: Prompt, answer: Any) -> list[dict[str, Any]] | None:
     before = _messages(prompt)
-    said = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
-    return None if before is None else [*before, said]
+    message = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
+    return None if before is None else [*before, message]
 
 
 def _lengths(row: Experience) -> tuple[int, float]:

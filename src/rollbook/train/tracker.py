@@ -99,23 +99,23 @@ class Jsonl:
         if after is not None:
             check_int("after", after)
         text = self.path.read_bytes()
-        kept = text[: text.rfind(b"\n") + 1]
+        remaining = text[: text.rfind(b"\n") + 1]
         if after is not None:
-            lines = kept.splitlines(keepends=True)
-            kept = b"".join(
+            lines = remaining.splitlines(keepends=True)
+            remaining = b"".join(
                 line for i, line in enumerate(lines) if _parsed(line, f"{self.path}:{i + 1}")["step"] <= after
             )
-        if kept != text:
+        if remaining != text:
             # Beside the file, then in its place: a crash leaves the one or the other.
             aside = self.path.with_name(f".{self.path.name}.new")
             with open(aside, "wb", opener=private_opener) as file:
-                file.write(kept)
+                file.write(remaining)
             os.replace(aside, self.path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line; whoever reads the file sees it when this returns."""
-        made = {"step": check_int("step", step), "time": round(time.time(), 3), "metrics": json_number(metrics)}
-        self._file.write(json.dumps(made, allow_nan=False) + "\n")
+        entry = {"step": check_int("step", step), "time": round(time.time(), 3), "metrics": json_number(metrics)}
+        self._file.write(json.dumps(entry, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -125,12 +125,12 @@ class Jsonl:
 
 def _parsed(line: str | bytes, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where}: got {line[:60]!r}, which is no JSON: {error}") from None
-    if not isinstance(found, dict) or type(found.get("step")) is not int or not isinstance(found.get("metrics"), dict):
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int or not isinstance(entry.get("metrics"), dict):
         raise ValueError(f"{where}: got {line[:60]!r}, expected an object with a step and metrics")
-    return found
+    return entry
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, float]]]:
@@ -139,8 +139,8 @@ def read_lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, float]
     steps: dict[int, dict[str, float]] = {}
     for i, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(keepends=True)):
         if line.endswith("\n"):
-            found = _parsed(line, f"{path}:{i + 1}")
-            steps.setdefault(found["step"], {}).update(finite_numbers(found["metrics"], f"{path}:{i + 1}"))
+            entry = _parsed(line, f"{path}:{i + 1}")
+            steps.setdefault(entry["step"], {}).update(finite_numbers(entry["metrics"], f"{path}:{i + 1}"))
     return sorted(steps.items())
 
 
@@ -205,8 +205,10 @@ class WandB:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """All numbers of a step; those that are told of later in the same step join them."""
-        told = {name: float(value) if isinstance(value, str) else value for name, value in json_number(metrics).items()}
-        self._run.log(told, step=check_int("step", step))
+        numbers = {
+            name: float(value) if isinstance(value, str) else value for name, value in json_number(metrics).items()
+        }
+        self._run.log(numbers, step=check_int("step", step))
 
     def close(self) -> None:
         """End the run."""
@@ -239,8 +241,8 @@ def trackers_of(
     """
     from rollbook.train.display import Display
 
-    wanted = [names] if isinstance(names, str) else list(names)
-    for name in wanted:
+    requested = [names] if isinstance(names, str) else list(names)
+    for name in requested:
         if isinstance(name, str) and ":" in name:
             continue
         if name not in TRACKERS:
@@ -249,27 +251,27 @@ def trackers_of(
             raise ValueError("trackers: got 'book' and no book, expected one")
         if name in ("jsonl", "tensorboard", "wandb") and folder is None:
             raise ValueError(f"trackers: got {name!r} and no folder, expected the run's")
-    made: list[Tracker] = []
+    trackers: list[Tracker] = []
     try:
-        for name in dict.fromkeys(wanted):
+        for name in dict.fromkeys(requested):
             if name == "book" and book is not None:
-                made.append(Book(book))
+                trackers.append(Book(book))
             elif name == "display":
-                made.append(Display(steps))
+                trackers.append(Display(steps))
             elif ":" in name:
-                made.append(_own(name, {"folder": folder, "steps": steps, "after": after, "config": config}))
+                trackers.append(_own(name, {"folder": folder, "steps": steps, "after": after, "config": config}))
             elif folder is not None:
                 if name == "jsonl":
-                    made.append(Jsonl(Path(folder) / LINES, after=after))
+                    trackers.append(Jsonl(Path(folder) / LINES, after=after))
                 elif name == "tensorboard":
-                    made.append(TensorBoard(Path(folder) / "tensorboard", after=after))
+                    trackers.append(TensorBoard(Path(folder) / "tensorboard", after=after))
                 else:
-                    made.append(WandB(folder, config=config, after=after))
+                    trackers.append(WandB(folder, config=config, after=after))
     except BaseException:
-        for each in made:
-            each.close()
+        for tracker in trackers:
+            tracker.close()
         raise
-    return made
+    return trackers
 
 
 def _own(name: str, options: Mapping[str, Any]) -> Tracker:

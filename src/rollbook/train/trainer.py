@@ -67,17 +67,17 @@ def rollout_metrics(records: Experiences) -> dict[str, float]:
     rewards = [math.nan if reward is None else reward for reward in records.values("reward")]
     metrics = {
         "rollout/samples": float(len(records)),
-        "rollout/failed": float(sum(reason == "error" for reason in reasons)),
+        "rollout/failed": float(reasons.count("error")),
         "rollout/response_length": float(np.mean(lengths)),
-        "rollout/prompts_cut": _share("prompt_truncated_from" in info for info in infos),
-        "rollout/truncated": _share(reason == "length" for reason in reasons),
-        "reward/errors": float(sum("reward_error" in info for info in infos)),
+        "rollout/prompts_cut": float(np.mean(["prompt_truncated_from" in info for info in infos])),
+        "rollout/truncated": float(np.mean([reason == "length" for reason in reasons])),
+        "reward/errors": float(sum(["reward_error" in info for info in infos])),
     }
     finite = [reward for reward in rewards if not math.isnan(reward)]
     if finite:
         metrics |= {"reward/mean": float(np.mean(finite)), "reward/std": float(np.std(finite))}
     parts = records.values("metrics")
-    for name in dict.fromkeys(name for info in infos for name in info.get("reward_parts") or ()):
+    for name in dict.fromkeys([name for info in infos for name in info.get("reward_parts") or ()]):
         numbers = [part[name] for part in parts if name in part and not math.isnan(part[name])]
         if numbers:
             metrics[f"reward/{name}"] = float(np.mean(numbers))
@@ -124,10 +124,6 @@ def mean_divergence(records: Experiences, estimator: str) -> float:
     mask = Rows([torch.ones(len(row), dtype=torch.bool) if row_mask is None else row_mask for row_mask, row in masks])
     divergence = token_kl(policy, reference, mask, estimator=estimator)
     return float(divergence.values[mask.values].mean()) if bool(mask.values.any()) else 0.0
-
-
-def _share(flags: Iterable[bool]) -> float:
-    return float(np.mean(list(flags)))
 
 
 class OutOfDataError(RollbookError, RuntimeError):
@@ -248,14 +244,18 @@ class Trainer:
         self.prompts, self.prompts_per_step = prompts, check_int("prompts_per_step", prompts_per_step, 1)
         self.reward = None if reward is None else as_reward(reward)
         self.environment = environment
-        self.engine: Any = self._own_engine() if engine is None else engine
+        self._own_engine = TransformersEngine(actor) if isinstance(actor, Actor) else None
+        """Engine over the weights that are trained; `None` if the policy is not an `Actor`."""
+        self.engine: Any = self._own_engine if engine is None else engine
         self.sampling = self._sampling(sampling)
+        self.max_response_tokens = self.sampling.max_tokens * (1 if environment is None else environment.max_turns)
+        """Longest response, over all turns of an episode."""
         self._own_reference = self.algorithm.needs_reference and reference is None
         self.models = Models(actor, actor.reference() if self._own_reference else reference, critic, teacher)
         norm = self.algorithm.reward_norm
         self.reward_norm = None if norm is None else RunningNorm(minus_mean=norm == "mean_std")
         self.replay = ReplayConfig() if replay is None else replay
-        self.expert, self._experts = expert, list[str]()
+        self.expert, self._expert_uids = expert, list[str]()
         self.trackers = list(trackers)
         self.checkpoints = checkpoints
         self.success = check_float("success", success)
@@ -314,12 +314,6 @@ class Trainer:
             sampling, n=self.algorithm.group_size, seed=self.seed if sampling.seed is None else sampling.seed
         )
 
-    @property
-    def max_response_tokens(self) -> int:
-        """The longest response, over all turns of an episode."""
-        turns = 1 if self.environment is None else self.environment.max_turns
-        return self.sampling.max_tokens * turns
-
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def step(self) -> StepReport:
@@ -335,30 +329,32 @@ class Trainer:
         with metrics.time("make"):
             if self.prompts is not None and (step - 1) % self.replay.rollout_interval == 0:
                 appended = self._rollout(self.prompts, step, metrics)
-        with self._lease() as lease:
+        with self.book.lease(
+            self.prompts_per_step,
+            by="experience" if self.algorithm.estimator is None else "group",
+            consumer=self.replay.consumer,
+            timeout=self.replay.timeout,
+            seconds=self.replay.lease_seconds,
+        ) as lease:
             with metrics.time("take"):
                 leased = lease.experiences if len(lease) else None
             if leased is None:
                 self._warn_nothing_leased(step, metrics.values(), appended)
                 return StepReport(step, metrics.values(records=0.0, waited_for=1.0), [])
             with metrics.time("learn"):
-                records, expert = self._with_experts(leased, step)
+                records, expert, weights = self._with_experts(leased, lease.weights, step)
                 records = self.completed(records, expert)
-                learned = self.learner.update(
-                    records, step=step, expert=expert, weights=self._weights(lease, len(records))
-                )
+                result = self.learner.update(records, step=step, expert=expert, weights=weights)
             hit("learnt")
             with metrics.time("acknowledge"):
-                self._acknowledge(lease, step, self._placements(lease, learned))
+                self._acknowledge(lease, step, result)
                 hit("acknowledged")
                 self.done = step
                 self._announce()
         metrics.add(
-            record_metrics(leased, version=step - 1, success=self.success, pairs=self.algorithm.pairs),
-            learned.metrics,
-            self._pace(leased, time.perf_counter() - begun),
+            record_metrics(leased, version=step - 1, success=self.success, pairs=self.algorithm.pairs), result.metrics
         )
-        self._add_divergence(metrics, records[: len(leased)])
+        self._add_metrics(metrics, leased, records[: len(leased)], time.perf_counter() - begun)
         self.track(step, metrics.values())
         hit("stepped")
         return StepReport(step, metrics.values(), lease.uids)
@@ -369,17 +365,28 @@ class Trainer:
         Args:
             prompts: The prompts.
             metrics: Collects timings, counts and means.
+
+        Returns:
+            The records, with every column that the algorithm reads.
         """
         metrics = StepMetrics() if metrics is None else metrics
         if not self.algorithm.needs_rollouts:
             return self._answers(prompts, metrics)
-        records = self._scored_rollout(prompts, self.sampling, metrics)
+        records = generate(self.engine, prompts, self.sampling, self.environment, metrics=metrics)
+        tokenizer = self.models.tokenizer or getattr(self.engine, "tokenizer", None)
+        if self.reward is not None:
+            records = score(records, self.reward, tokenizer, prompts=prompts, metrics=metrics)
         entry = self.algorithm.estimator_entry
         if entry is not None and entry.greedy_baseline:
-            greedy = Sampling.of(self.sampling, n=1, temperature=0.0)
-            records = add_greedy_baseline(records, self._scored_rollout(prompts, greedy, StepMetrics()))
+            sampling = Sampling.of(self.sampling, n=1, temperature=0.0)
+            greedy = generate(self.engine, prompts, sampling, self.environment)
+            if self.reward is not None:
+                greedy = score(greedy, self.reward, tokenizer, prompts=prompts)
+            records = add_greedy_baseline(records, greedy)
         metrics.add(rollout_metrics(records))
-        records = annotate(records, self.algorithm, self.models, token_budget=self._token_budget, metrics=metrics)
+        records = annotate(
+            records, self.algorithm, self.models, token_budget=self.learner.minibatch.token_budget, metrics=metrics
+        )
         return estimate(
             records,
             self.algorithm,
@@ -387,13 +394,6 @@ class Trainer:
             reward_norm=self.reward_norm,
             metrics=metrics,
         )
-
-    def _scored_rollout(self, prompts: Sequence[Prompt], sampling: Sampling, metrics: StepMetrics) -> Experiences:
-        records = generate(self.engine, prompts, sampling, self.environment, metrics=metrics)
-        if self.reward is None:
-            return records
-        tokenizer = self.models.tokenizer or getattr(self.engine, "tokenizer", None)
-        return score(records, self.reward, tokenizer, prompts=prompts, metrics=metrics)
 
     def _answers(self, prompts: Sequence[Prompt], metrics: StepMetrics) -> Experiences:
         positions = getattr(text_config(self.actor), "max_position_embeddings", None)
@@ -419,7 +419,8 @@ class Trainer:
             appended += self.book.append(records).admitted
             hit("appended")
             collected += len(records)
-            failures.append(_common_failure(records))
+            errors = [info.get("error") or info.get("reward_error") for info in records.values("info")]
+            failures.append(str(errors[0]) if errors and all(errors) else None)
             if not self.algorithm.drop_constant_groups:
                 break
             constant = _constant(records)
@@ -460,22 +461,15 @@ class Trainer:
             reason = f"the book offers none of the {appended} new records; see book.counts()"
         advise(f"step {step} trained on nothing: {reason}")
 
-    def _lease(self) -> Lease:
-        replay = self.replay
-        return self.book.lease(
-            self.prompts_per_step,
-            by="experience" if self.algorithm.estimator is None else "group",
-            consumer=replay.consumer,
-            timeout=replay.timeout,
-            seconds=replay.lease_seconds,
-        )
+    def _acknowledge(self, lease: Lease, step: int, result: UpdateResult) -> None:
+        """Acknowledge the records of a step, with their places in the update and their sampling weights.
 
-    def _acknowledge(self, lease: Lease, step: int, details: Mapping[str, Mapping[str, Any]]) -> None:
-        """Acknowledge a step's records.
-
-        The weights have changed already: while the book's server cannot be reached, try again, for as long as the
-        lease lives.
+        The weights of the model have changed already: while the book's server cannot be reached, try again until the
+        lease expires.
         """
+        details = result.placements_by_uid(lease.uids)
+        for uid, weight in zip(lease.uids, lease.weights or (), strict=False):
+            details[uid] = {**details[uid], "importance": weight}
         end = time.monotonic() + self.replay.lease_seconds
         while True:
             try:
@@ -486,25 +480,28 @@ class Trainer:
                     raise
                 advise(f"step {step} is not acknowledged yet: {error}")
 
-    @staticmethod
-    def _weights(lease: Lease, count: int) -> list[float] | None:
-        """A sampler's weights of a step's records; an expert's weigh 1."""
-        weights = lease.weights
-        return None if weights is None else weights + [1.0] * (count - len(weights))
+    def _with_experts(
+        self, leased: Experiences, weights: list[float] | None, step: int
+    ) -> tuple[Experiences, list[bool] | None, list[float] | None]:
+        """Append expert records to those of a step.
 
-    @staticmethod
-    def _placements(lease: Lease, learned: UpdateResult) -> dict[str, dict[str, Any]]:
-        """What the ledger keeps of each record: where it was in the update, and its sampling weight."""
-        placements = learned.placements_by_uid(lease.uids)
-        for uid, weight in zip(lease.uids, lease.weights or (), strict=False):
-            placements[uid] = {**placements[uid], "importance": weight}
-        return placements
+        Args:
+            leased: The leased records.
+            weights: [N] Sampling weights of the leased records; expert records have weight 1.
+            step: The step.
 
-    def _with_experts(self, leased: Experiences, step: int) -> tuple[Experiences, list[bool] | None]:
-        """A step's leased records with an expert's appended, and which are the expert's."""
-        experts = self.replay.experts(self.expert, len(leased), seed=self.seed, step=step, known=self._experts)
-        records = leased if experts is None else Experiences([*leased, *experts])
-        return records, [i >= len(leased) for i in range(len(records))] if self.algorithm.mixed else None
+        Returns:
+            The records, which of them are the expert's (for mixed losses), and their weights.
+        """
+        records, flags = leased, None
+        if self.replay.expert_share:
+            experts = self.replay.experts(self.expert, len(leased), seed=self.seed, step=step, uids=self._expert_uids)
+            records = Experiences([*leased, *experts])
+        if self.algorithm.mixed:
+            flags = [i >= len(leased) for i in range(len(records))]
+        if weights is not None:
+            weights = weights + [1.0] * (len(records) - len(leased))
+        return records, flags, weights
 
     def completed(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
         """Return the records with all columns that the algorithm reads.
@@ -518,44 +515,38 @@ class Trainer:
             self.algorithm,
             self.models,
             old_logprobs="engine" if self.algorithm.correction is None else "recompute",
-            token_budget=self._token_budget,
+            token_budget=self.learner.minibatch.token_budget,
         )
         return estimate(records, self.algorithm, max_tokens=self.max_response_tokens, expert=expert)
 
-    @property
-    def _token_budget(self) -> int:
-        return self.learner.minibatch.token_budget
-
     def _announce(self) -> None:
-        """Say which version the policy has: to the actor's own engine, and to the book. Of another engine whoever
-        changes its weights says so: a server's are what they were."""
-        if self.engine is not None and self.engine is self._own_engine():
-            self.engine.version = self.done
+        """Set the policy version of the book, and of the engine if it samples from the trained weights.
+
+        The version of another engine, such as a server, is set by whoever changes its weights.
+        """
+        if self._own_engine is not None and self.engine is self._own_engine:
+            self._own_engine.version = self.done
         announced = self.book.policy_version
         if announced is None or announced < self.done:
             self.book.announce(self.done)
 
-    def _own_engine(self) -> Any:
-        """The engine over the weights that are trained; `None` if the policy is not an `Actor`."""
-        return TransformersEngine(self.actor) if isinstance(self.actor, Actor) else None
-
     # --- metrics ------------------------------------------------------------------------------------------------------
 
-    def _add_divergence(self, metrics: StepMetrics, records: Experiences) -> None:
-        """Add `kl`: from the reference, or without a reference how far the step itself moved the policy."""
+    def _add_metrics(self, metrics: StepMetrics, leased: Experiences, trained: Experiences, seconds: float) -> None:
+        """Add `kl`, the throughput and the peak memory of a step.
+
+        `kl` is the divergence from the reference or, without a reference, from the policy before the update.
+        """
+        tokens = float(leased.token_lengths().sum())
+        metrics.add({"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / max(seconds, 1e-9)})
+        if torch.cuda.is_available() and self.actor.device.type == "cuda":
+            metrics.add({"peak_memory_gib": torch.cuda.max_memory_allocated(self.actor.device) / 2**30})
         algorithm, numbers = self.algorithm, metrics.values()
         if algorithm.kl_coef and algorithm.kl_in == "reward" and not algorithm.pairs:
-            metrics.add({"kl": mean_divergence(records, algorithm.kl_estimator)})
+            metrics.add({"kl": mean_divergence(trained, algorithm.kl_estimator)})
         elif "kl" not in numbers:
             moved = numbers.get("policy/ppo_kl", numbers.get("policy/usual/ppo_kl"))
             metrics.add({} if moved is None else {"kl": moved})
-
-    def _pace(self, records: Experiences, seconds: float) -> dict[str, float]:
-        pace = {"seconds": seconds, "tokens": float(records.token_lengths().sum())}
-        pace["tokens_per_second"] = pace["tokens"] / max(seconds, 1e-9)
-        if torch.cuda.is_available() and self.actor.device.type == "cuda":
-            pace["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.actor.device) / 2**30
-        return pace
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give metrics to the book and to all trackers."""
@@ -573,7 +564,7 @@ class Trainer:
         """
         from rollbook.train.evaluation import evaluate
 
-        engine = self._own_engine() or self.engine
+        engine = self._own_engine or self.engine
         if engine is not self.engine:
             engine.version = self.done
         settings = {"sampling": self.sampling, "seed": self.seed, "environment": self.environment, **options}
@@ -635,21 +626,21 @@ class Trainer:
             raise ValueError("checkpoints: missing; pass CheckpointConfig(folder) to the trainer")
         folder = self.checkpoints.folder
         checkpoint.mend(folder)
-        found = checkpoint.saved(folder)
-        if found and found[-1].step > self.done:
+        saved = checkpoint.saved(folder)
+        if saved and saved[-1].step > self.done:
             raise ValueError(
-                f"checkpoints.folder: got {folder}, which has a checkpoint of step {found[-1].step}, and this is step "
+                f"checkpoints.folder: got {folder}, which has a checkpoint of step {saved[-1].step}, and this is step "
                 f"{self.done}, expected another folder, or resume() first"
             )
         name = checkpoint.name_of(self.done)
         # What a folder speaks of is there until another one is in its place; what none speaks of was left by a death.
-        held = {one.told()["book"] for one in found if one.step == self.done}
-        name = f"{name}+" if name in held else name
+        replaced = {entry.trainer_state()["book"] for entry in saved if entry.step == self.done}
+        name = f"{name}+" if name in replaced else name
         if any(point.name == name for point in self.book.checkpoints()):
             forget_checkpoint(self.book, name)
         self.book.checkpoint(name)
         hit("book's checkpoint")
-        told: dict[str, Any] = {
+        trainer_state: dict[str, Any] = {
             "seed": self.seed,
             "algorithm": self.algorithm.name,
             "book": name,
@@ -661,23 +652,23 @@ class Trainer:
         state: dict[str, Any] = {"learner": self.learner.state_dict()}
         if self.reward_norm is not None:
             state["reward_norm"] = self.reward_norm.state_dict()
-        made = checkpoint.save(
+        written = checkpoint.save(
             folder,
             self.done,
             actor=self.actor,
             critic=self.models.critic,
             state=state,
-            told=told,
+            trainer_state=trainer_state,
         )
         checkpoint.prune(folder, self.checkpoints.keep_last)
         hit("before forgetting")
-        there = {checkpoint.name_of(one.step) for one in checkpoint.saved(folder)}
+        there = {checkpoint.name_of(entry.step) for entry in checkpoint.saved(folder)}
         for point in self.book.checkpoints():
             # Also what a process would have forgotten that was killed before it came to this.
-            own = point.name.removesuffix("+")
-            if checkpoint.is_name(own) and (own not in there or point.name in held):
+            base_name = point.name.removesuffix("+")
+            if checkpoint.is_name(base_name) and (base_name not in there or point.name in replaced):
                 forget_checkpoint(self.book, point.name)
-        return made.path
+        return written.path
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint in the folder, the book rewound to it; whether there was one.
@@ -690,40 +681,34 @@ class Trainer:
             return False
         folder = self.checkpoints.folder
         checkpoint.mend(folder)
-        found = checkpoint.saved(folder)
-        if not found:
+        saved = checkpoint.saved(folder)
+        if not saved:
             return False
-        last = found[-1]
-        told, state = last.told(), checkpoint.load_state(last)
-        if told["seed"] != self.seed:
-            raise ValueError(f"seed: got {self.seed}, and the run at {folder} has {told['seed']}")
-        if told["book"] not in [point.name for point in self.book.checkpoints()]:
+        last = saved[-1]
+        trainer_state, state = last.trainer_state(), checkpoint.load_state(last)
+        if trainer_state["seed"] != self.seed:
+            raise ValueError(f"seed: got {self.seed}, and the run at {folder} has {trainer_state['seed']}")
+        if trainer_state["book"] not in [point.name for point in self.book.checkpoints()]:
             raise ValueError(
-                f"book: {self.book.url} has no checkpoint {told['book']!r}, which {last.path} goes with, expected the "
-                "book of that run"
+                f"book: {self.book.url} has no checkpoint {trainer_state['book']!r}, which {last.path} goes with, "
+                "expected the book of that run"
             )
         if self.prompts is not None:
-            self.prompts.load_state_dict(told["prompts"])
+            self.prompts.load_state_dict(trainer_state["prompts"])
         checkpoint.load_weights(self.actor, last.model)
         if self.models.critic is not None and last.critic is not None:
             checkpoint.load_weights(self.models.critic, last.critic)
-        if self._own_reference and isinstance(self.models.reference, torch.nn.Module) and found[0].step == 0:
-            checkpoint.load_weights(self.models.reference, found[0].model)
+        if self._own_reference and isinstance(self.models.reference, torch.nn.Module) and saved[0].step == 0:
+            checkpoint.load_weights(self.models.reference, saved[0].model)
         self.learner.load_state_dict(state["learner"])
         if self.reward_norm is not None and "reward_norm" in state:
             self.reward_norm.load_state_dict(state["reward_norm"])
-        self.book.rewind(told["book"], later="keep" if self.prompts is None else "drop")
+        self.book.rewind(trainer_state["book"], later="keep" if self.prompts is None else "drop")
         self.done = last.step
         self._announce()
         self.resumed_from = last.step
         checkpoint.put_random_state(state["random"])
         return True
-
-
-def _common_failure(records: Experiences) -> str | None:
-    """The error of the first record, if every record has one."""
-    errors = [info.get("error") or info.get("reward_error") for info in records.values("info")]
-    return str(errors[0]) if errors and all(errors) else None
 
 
 def _constant(records: Experiences) -> list[str]:

@@ -36,21 +36,23 @@ def resolve(target: str, *, name: str = "function", folder: str | Path | None = 
     where, _, inner = target.rpartition(":") if isinstance(target, str) else ("", "", "")
     if not where or not inner or not all(part.isidentifier() for part in inner.split(".")):
         raise ValueError(f"{name}: got {target!r}, expected 'module:function' or 'path/to/file.py:function'")
-    found: Any
+    target_object: Any
     if where.endswith(".py"):
-        found = _file(target, name, Path(folder or ".") / where)
+        target_object = _file(target, name, Path(folder or ".") / where)
     else:
-        found = _module(target, name, where, Path(folder or "."))
+        target_object = _module(target, name, where, Path(folder or "."))
     for part in inner.split("."):
-        if not hasattr(found, part):
-            known = (
-                {each: None for each in vars(found) if not each.startswith("_")} if hasattr(found, "__dict__") else {}
+        if not hasattr(target_object, part):
+            names = (
+                {attribute: None for attribute in vars(target_object) if not attribute.startswith("_")}
+                if hasattr(target_object, "__dict__")
+                else {}
             )
-            guess = suggest(part, known).partition("?")
+            guess = suggest(part, names).partition("?")
             hint = guess[0] + guess[1] if guess[1] else ""
             raise ValueError(f"{name}: got {target!r}, but {where} has no {part!r}{hint}")
-        found = getattr(found, part)
-    return found
+        target_object = getattr(target_object, part)
+    return target_object
 
 
 def _module(target: str, name: str, path: str, folder: Path) -> ModuleType:
@@ -136,8 +138,8 @@ def _of_reward(reward: Reward, remote: bool) -> Iterator[tuple[str, str]]:
         if "code_match" in str(lines):
             yield f"recipe.{label}", "code_match"
     for name in ("functions", "models"):
-        given = reward.options.get(name, {})
-        parts = given.items() if isinstance(given, Mapping) else enumerate(given if isinstance(given, list) else ())
+        option = reward.options.get(name, {})
+        parts = option.items() if isinstance(option, Mapping) else enumerate(option if isinstance(option, list) else ())
         for part, value in parts:
             if not is_own(value):
                 yield f"options.{name}.{part}", str(value)

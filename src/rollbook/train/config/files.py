@@ -115,8 +115,8 @@ def yaml_values(text: str, name: str) -> tuple[Any, dict[Place, str]]:
         node = _loader()(text).get_single_node()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        said = getattr(error, "problem", None) or getattr(error, "context", None) or str(error)
-        raise ConfigError(f"{name}{f', line {mark.line + 1}' if mark else ''}", f"is no YAML: {said}") from None
+        problem = getattr(error, "problem", None) or getattr(error, "context", None) or str(error)
+        raise ConfigError(f"{name}{f', line {mark.line + 1}' if mark else ''}", f"is no YAML: {problem}") from None
     except RecursionError:
         raise ConfigError(name, f"got more than {DEEPEST} mappings and lists in each other, expected fewer") from None
     left = iter(range(MOST))
@@ -139,8 +139,8 @@ def _value(node: Any, place: Place, name: str, origins: dict[Place, str], above:
             raise ConfigError(where, str(error), source) from None
     inside = [*above, node]
     if node.id == "sequence":
-        return [_value(each, (*place, str(i)), name, origins, inside, left) for i, each in enumerate(node.value)]
-    made: dict[Any, Any] = {}
+        return [_value(child, (*place, str(i)), name, origins, inside, left) for i, child in enumerate(node.value)]
+    mapping: dict[Any, Any] = {}
     for key, value in node.value:
         line = f"{name}, line {key.start_mark.line + 1}"
         if key.id != "scalar":
@@ -148,11 +148,11 @@ def _value(node: Any, place: Place, name: str, origins: dict[Place, str], above:
         word = _value(key, place, name, origins, inside, left)
         if not isinstance(word, str):
             raise ConfigError(where, f"got {key.value!r} as a key, expected text (in quotes: '{key.value}')", line)
-        if word in made:
+        if word in mapping:
             raise ConfigError(".".join((*place, word)), "is there twice, expected once", line)
         origins[*place, word] = line
-        made[word] = _value(value, (*place, word), name, origins, inside, left)
-    return made
+        mapping[word] = _value(value, (*place, word), name, origins, inside, left)
+    return mapping
 
 
 def read_file(path: Path, name: str | None = None) -> Document:
@@ -195,12 +195,12 @@ def argument(text: str) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(twice, "is there twice in a mapping, expected once")
-    return made
+    return mapping
 
 
 DEFAULT = "letters"
@@ -214,8 +214,8 @@ _LAYOUT = ("columns", "keep")
 
 def recipes() -> dict[str, Path]:
     """The embedded recipes by name."""
-    found = sorted(RECIPES.iterdir()) if RECIPES.is_dir() else []
-    return {path.stem: path for path in found if path.suffix in _ENDINGS}
+    files = sorted(RECIPES.iterdir()) if RECIPES.is_dir() else []
+    return {path.stem: path for path in files if path.suffix in _ENDINGS}
 
 
 def effective(config: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -229,12 +229,12 @@ def effective(config: str | Path | None = None, overrides: Sequence[str] = ()) -
     >>> found.optimizer.lr, found.optimizer.warmup_steps, found.algorithm.estimator
     (0.0001, 5, 'rloo')
     """
-    given = _with_bases(_find(DEFAULT if config is None else config, None), [])
-    given = merged(given, overriding(overrides), arguments=True)
+    layers = _with_bases(_find(DEFAULT if config is None else config, None), [])
+    layers = merged(layers, overriding(overrides), arguments=True)
     try:
-        return Config.of(given.values)
+        return Config.of(layers.values)
     except ConfigError as error:
-        raise error.at(_origin(error.path, given.origins)) from None
+        raise error.at(_origin(error.path, layers.origins)) from None
 
 
 def _find(name: str | Path, beside: Path | None) -> Path:
@@ -245,18 +245,18 @@ def _find(name: str | Path, beside: Path | None) -> Path:
         if not path.is_file():
             raise ConfigError(str(path), "there is no such file")
         return path
-    known = recipes()
-    if str(name) not in known:
+    names = recipes()
+    if str(name) not in names:
         from rollbook.core.checks import suggest
 
-        raise ConfigError(str(name), f"is neither a file nor a recipe{suggest(str(name), list(known))}")
-    return known[str(name)]
+        raise ConfigError(str(name), f"is neither a file nor a recipe{suggest(str(name), list(names))}")
+    return names[str(name)]
 
 
 def _with_bases(path: Path, below: list[Path]) -> Document:
     """A file over its base, and that over its own."""
     if path.resolve() in below:
-        raise ConfigError("base", f"goes round in a circle: {' <- '.join(each.name for each in [*below, path])}")
+        raise ConfigError("base", f"goes round in a circle: {' <- '.join(file.name for file in [*below, path])}")
     document = read_file(path, f"recipe {path.stem}" if path.parent == RECIPES else None)
     if path.parent != RECIPES:
         document.values = _beside_file(document.values, section_of(Config), path.parent)
@@ -269,7 +269,7 @@ def _with_bases(path: Path, below: list[Path]) -> Document:
     try:
         under = _find(base, path.parent)
     except ConfigError as error:
-        raise ConfigError("base", f"{error.path} {error.said}", source) from None
+        raise ConfigError("base", f"{error.path} {error.message}", source) from None
     return merged(_with_bases(under, [*below, path.resolve()]), document)
 
 
@@ -281,7 +281,7 @@ def _beside_file(value: Any, kind: Kind | None, folder: Path) -> Any:
     """
     section = section_in(kind) if kind is not None else None
     if isinstance(value, list):
-        return [_beside_file(each, kind, folder) for each in value]
+        return [_beside_file(entry, kind, folder) for entry in value]
     if section is None:
         return value
     if isinstance(value, str) and section.short and section.keys[section.short].path:
@@ -289,12 +289,12 @@ def _beside_file(value: Any, kind: Kind | None, folder: Path) -> Any:
     if not isinstance(value, Mapping):
         return value
     anchored = dict(value)
-    for name, each in value.items():
+    for name, entry in value.items():
         key = section.keys.get(name)
-        if key is not None and key.path and isinstance(each, str):
-            anchored[name] = _existing(each, folder)
+        if key is not None and key.path and isinstance(entry, str):
+            anchored[name] = _existing(entry, folder)
         elif key is not None:
-            anchored[name] = _beside_file(each, key.kind, folder)
+            anchored[name] = _beside_file(entry, key.kind, folder)
     return anchored
 
 
@@ -313,22 +313,22 @@ def overriding(arguments: Sequence[str]) -> Document:
     A key of text takes the value as it stands; others take numbers, true, false, null, [lists] and {mappings}.
 
     >>> overriding(["algorithm=ppo", "algorithm.group_size=2"]).values
-    {'algorithm': {'preset': 'ppo', 'n': 2}}
+    {'algorithm': {'preset': 'ppo', 'group_size': 2}}
     >>> overriding(["name=2026", "steps=20", "sampling.stop=[END]", "rewards.0.weight=2"]).values
     {'name': '2026', 'steps': 20, 'sampling': {'stop': ['END']}, 'rewards': {'0': {'weight': 2}}}
     """
     layer = Document({})
-    for each in arguments:
-        path, equals, text = each.partition("=")
+    for argument in arguments:
+        path, equals, text = argument.partition("=")
         place = tuple(path.strip().split("."))
         if not equals or not all(place):
-            raise ConfigError(each, "is no change, expected section.key=value", ARGUMENTS)
+            raise ConfigError(argument, "is no change, expected section.key=value", ARGUMENTS)
         if place == ("base",):
             raise ConfigError(path, "got it as a change, expected it in a file", ARGUMENTS)
         try:
             value = _typed(_kind_at(place), text)
         except ConfigError as error:
-            raise ConfigError(path, error.said, ARGUMENTS) from None
+            raise ConfigError(path, error.message, ARGUMENTS) from None
         except ValueError as error:
             raise ConfigError(path, str(error), ARGUMENTS) from None
         inner = layer.values
@@ -336,9 +336,9 @@ def overriding(arguments: Sequence[str]) -> Document:
             if not isinstance(inner.get(part), dict):
                 inner[part] = _opened(_kind_at(place[: at + 1]), inner.get(part))
             inner = inner[part]
-        held, spread = inner.get(place[-1]), _opened(_kind_at(place), value) if isinstance(value, str) else {}
+        existing, spread = inner.get(place[-1]), _opened(_kind_at(place), value) if isinstance(value, str) else {}
         # `data=x.jsonl` after `data.limit=5` is a key beside it: it does not matter which of the two is said first.
-        inner[place[-1]] = {**held, **spread} if isinstance(held, dict) and spread else value
+        inner[place[-1]] = {**existing, **spread} if isinstance(existing, dict) and spread else value
         layer.origins[place] = ARGUMENTS
     return layer
 
@@ -350,8 +350,8 @@ def _opened(kind: Kind | None, value: Any) -> dict[str, Any]:
         return {}
     if isinstance(kind, Listing):
         return {"0": _opened(kind.item, value)}
-    made = kind.spread(value) if isinstance(kind, Section) else None
-    return dict(made) if isinstance(made, Mapping) else {}
+    section = kind.spread(value) if isinstance(kind, Section) else None
+    return dict(section) if isinstance(section, Mapping) else {}
 
 
 def _kind_at(place: Place) -> Kind | None:
@@ -403,34 +403,36 @@ def _over(old: Any, new: Any, kind: Kind | None, arguments: bool = False) -> Any
     if not isinstance(new, Mapping) or not isinstance(old, Mapping) or lists:
         return new
     keys = section.keys if section is not None else {}
-    made = dict(old)
+    combined = dict(old)
     for name, value in new.items():
         key = keys.get(name)
-        whole = key is not None and key.whole and isinstance(value, Mapping) and key.whole in value
-        if whole:
-            made.pop(name, None)
-        if key is not None and value is not None and _is_another(old.get(name), value, bool(whole)):
-            gone = old if "*" in key.anew else [each for each in key.anew if each != name]
+        is_complete = (
+            key is not None and key.complete_with and isinstance(value, Mapping) and key.complete_with in value
+        )
+        if is_complete:
+            combined.pop(name, None)
+        if key is not None and value is not None and _is_another(old.get(name), value, bool(is_complete)):
+            gone = old if "*" in key.anew else [other for other in key.anew if other != name]
             same_layout = arguments and old.get(name) is not None
-            for each in gone:
-                if not (same_layout and each in _LAYOUT):
-                    made.pop(each, None)
+            for other in gone:
+                if not (same_layout and other in _LAYOUT):
+                    combined.pop(other, None)
         try:
-            made[name] = _over(made.get(name), value, key.kind if key is not None else None, arguments)
+            combined[name] = _over(combined.get(name), value, key.kind if key is not None else None, arguments)
         except ConfigError as error:
             raise error.under(name) from None
     # What this layer says itself was not dropped by it, in whatever order it says so.
-    return {**made, **{name: made.get(name, new[name]) for name in new}}
+    return {**combined, **{name: combined.get(name, new[name]) for name in new}}
 
 
-def _is_another(old: Any, new: Any, whole: bool) -> bool:
-    return whole or (old is None if isinstance(new, Mapping) else old != new)
+def _is_another(old: Any, new: Any, is_complete: bool) -> bool:
+    return is_complete or (old is None if isinstance(new, Mapping) else old != new)
 
 
 def _items(old: Any, new: Mapping[str, Any], section: Section | None) -> Any:
     """Single items of a list changed, by their numbers."""
     items = [] if old is None else list(old) if isinstance(old, (list, tuple)) else [old]
-    for name, value in sorted(new.items(), key=lambda each: int(each[0])):
+    for name, value in sorted(new.items(), key=lambda pair: int(pair[0])):
         if int(name) > len(items):
             raise ConfigError(str(name), f"got item {name} of a list of {len(items)}, expected at most {len(items)}")
         before = items[int(name)] if int(name) < len(items) else None
@@ -441,10 +443,10 @@ def _items(old: Any, new: Mapping[str, Any], section: Section | None) -> Any:
 def _origin(path: str, origins: Mapping[Place, str]) -> str:
     """Where the key at a path was written: by an argument for a part of it, itself, or what holds it."""
     place = tuple(path.replace("[", ".").replace("]", "").split("."))
-    if any(each[: len(place)] == place and source == ARGUMENTS for each, source in origins.items()):
+    if any(other[: len(place)] == place and source == ARGUMENTS for other, source in origins.items()):
         return ARGUMENTS
-    found = (origins[place[:n]] for n in range(len(place), -1, -1) if place[:n] in origins)
-    return next(found, "")
+    sources = (origins[place[:n]] for n in range(len(place), -1, -1) if place[:n] in origins)
+    return next(sources, "")
 
 
 _BARE = re.compile(r"[A-Za-z_/][\w/.@+-]*(:[\w/.@+-]+)*", re.ASCII)
@@ -479,9 +481,9 @@ def _section(values: Mapping[str, Any], section: Section, indent: str) -> Iterat
             yield from _section(value, inner, indent + "  ")
         elif inner is not None and isinstance(value, list) and value:
             yield f"{indent}{name}:"
-            for each in value:
+            for entry in value:
                 yield f"{indent}-"
-                yield from _section(each, inner, indent + "  ")
+                yield from _section(entry, inner, indent + "  ")
         else:
             yield f"{indent}{name}: {flow(value)}{_aside(value, usual[name])}"
 
@@ -502,7 +504,7 @@ def flow(value: Any) -> str:
     {lr: 1.0e-05, "on": ["no", module:function, "a b", 3, null]}
     """
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{text(name)}: {flow(each)}" for name, each in value.items()) + "}"
+        return "{" + ", ".join(f"{text(name)}: {flow(entry)}" for name, entry in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(flow, value)) + "]"
     if isinstance(value, str):
@@ -530,13 +532,13 @@ def text(value: str) -> str:
     """A text, in quotes unless it is text to every reader."""
     if _BARE.fullmatch(value) and value.lower() not in _WORDS and isinstance(scalar(value), str):
         return value
-    return '"' + "".join(_ESCAPES.get(each) or (each if _is_plain(each) else _escaped(each)) for each in value) + '"'
+    return '"' + "".join(_ESCAPES.get(char) or (char if _is_plain(char) else _escaped(char)) for char in value) + '"'
 
 
-def _is_plain(each: str) -> bool:
-    return each.isprintable() and each != "\ufeff"
+def _is_plain(char: str) -> bool:
+    return char.isprintable() and char != "\ufeff"
 
 
-def _escaped(each: str) -> str:
-    code = ord(each)
+def _escaped(char: str) -> str:
+    code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

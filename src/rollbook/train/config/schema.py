@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 FUNCTION: dict[str, Any] = {
     "pattern": r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|.+\.py:[A-Za-z_]\w*",
-    "what": "'module:function' or 'file.py:function'",
+    "description": "'module:function' or 'file.py:function'",
     "path": True,
 }
 SAMPLERS = {
@@ -50,163 +50,148 @@ SAMPLERS = {
     "easy_to_hard": "EasyToHard",
     "balanced": "Balanced",
 }
-"""Names of the book's samplers, and their classes."""
+"""Samplers of the book: name in the configuration, and class name."""
 _SOURCES = ("function", "recipe", "remote", "model", "name", "options")
 COLUMNS = (
     *("prompt", "messages", "reference", "label", "images", "videos", "tools"),
     *("response", "chosen", "rejected"),
 )
-"""What a row of the data can have."""
+"""Columns of the data."""
 
 
 def one_of(self: Any, *names: str) -> None:
-    """Refuse two keys that say the same thing in different ways."""
-    given = [name for name in names if getattr(self, name) is not None]
-    if len(given) > 1:
-        raise ConfigError(given[1], f"got it beside {given[0]}, expected one of {', '.join(names)}")
+    """Raise `ConfigError` if more than one of the keys is set."""
+    present = [name for name in names if getattr(self, name) is not None]
+    if len(present) > 1:
+        raise ConfigError(present[1], f"got it beside {present[0]}, expected one of {', '.join(names)}")
 
 
 def needs(self: Any, name: str, other: str) -> None:
-    """Refuse a key that does nothing without another one."""
+    """Raise `ConfigError` if a key is set without another one that it requires."""
     if getattr(self, name) and getattr(self, other) is None:
         raise ConfigError(name, f"got {getattr(self, name)!r} without {other}, which it is for")
-
-
-def _check_config(self: Any) -> None:
-    if self.config is not None and not isinstance(self.config.get("model_type"), str):
-        raise ConfigError("config.model_type", "is missing, expected transformers' name of a kind of model, as llama")
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """The policy: weights from `path`, random ones from `config`, or what `builder` returns."""
+class ModelSource:
+    """What the sections of models have in common."""
 
     SHORT: ClassVar[str] = "path"
+
+    path: str | None
+    config: Mapping[str, Any] | None
+
+    def __post_init__(self) -> None:
+        checked(self)
+        sources = ("path", "config", "builder") if hasattr(self, "builder") else ("path", "config")
+        one_of(self, *sources)
+        if "builder" in sources:
+            needs(self, "options", "builder")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ConfigError("config.model_type", "missing, expected a model type of transformers, such as llama")
+
+    @property
+    def given(self) -> bool:
+        """Whether the section names a model."""
+        return any(getattr(self, name, None) is not None for name in ("path", "config", "builder"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(ModelSource):
+    """The policy: weights from `path`, random weights from `config`, or the result of `builder`."""
 
     path: str | None = key(None, path=True, anew=("config", "builder", "options", "tokenizer", "processor"))
-    """A folder that transformers can load, or a name on the hub."""
-    config: Mapping[str, Any] | None = key(None, whole="model_type", anew=("path", "builder", "options"))
-    """A transformers configuration with its `model_type`, for random weights; without one, changes to the base's."""
+    """Folder that transformers can load, or a model name on the Hugging Face Hub."""
+    config: Mapping[str, Any] | None = key(None, complete_with="model_type", anew=("path", "builder", "options"))
+    """Transformers configuration with its `model_type`, for random weights; without it, changes to that of the base."""
     builder: str | None = key(None, anew=("path", "config", "options", "tokenizer", "processor"), **FUNCTION)
-    """A function that returns an `Actor`, or a model and its tokenizer; it is called with `options`."""
+    """Function that returns an `Actor`, or a model and its tokenizer; called with `options`."""
     options: Mapping[str, Any] = key({})
-    """Arguments of `builder`, by name."""
+    """Keyword arguments of `builder`."""
     tokenizer: str | None = key(None, path=True)
-    """The folder or hub name of the tokenizer; null: the model's own."""
+    """Folder or hub name of the tokenizer; null: that of the model."""
     processor: str | None = key(None, path=True)
-    """The folder or hub name of the processor of images; null: the model's own."""
+    """Folder or hub name of the image processor; null: that of the model."""
     precision: Literal["float32", "bfloat16", "autocast"] = key("float32")
-    """`float32`, `bfloat16` (short weights, float32 copies in the optimizer) or `autocast` (float32 weights, passes in
-    bfloat16)."""
+    """`float32`, `bfloat16` (bfloat16 weights, float32 copies in the optimizer) or `autocast` (float32 weights, model
+    passes in bfloat16)."""
     attention: str | None = key(None, free=True)
-    """transformers' `attn_implementation` (eager, sdpa, flash_attention_2, flex_attention, varlen, ...); null: its
-    choice."""
+    """Attention implementation of transformers (eager, sdpa, flash_attention_2, flex_attention, varlen, ...); null: the
+    default of transformers."""
     gradient_checkpointing: bool = key(False, free=True)
-    """Whether activations are computed again in the backward pass, for less memory."""
+    """Recompute activations in the backward pass to save memory."""
     lora: Mapping[str, Any] | None = key(None)
-    """Options of `peft.LoraConfig` (`r`, `lora_alpha`, `target_modules`, ...), to train adapters alone; null: all
+    """Options of `peft.LoraConfig` (`r`, `lora_alpha`, `target_modules`, ...) to train adapters; null: train all
     weights."""
     suppress: tuple[int, ...] = key((), low=0)
-    """Ids of tokens that are never sampled and have no probability in training."""
-
-    def __post_init__(self) -> None:
-        checked(self)
-        one_of(self, "path", "config", "builder")
-        needs(self, "options", "builder")
-        _check_config(self)
-
-    @property
-    def given(self) -> bool:
-        """Whether there is any."""
-        return (self.path, self.config, self.builder) != (None, None, None)
+    """Token ids that are never sampled and have probability 0 in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Critic:
-    """The critic, of algorithms that have one: by default a copy of the actor's trunk."""
-
-    SHORT: ClassVar[str] = "path"
+class Critic(ModelSource):
+    """The critic of algorithms that have one; by default it begins with the weights of the policy."""
 
     path: str | None = key(None, path=True, anew=("config",))
-    """The folder or hub name of a model to begin from; null: the actor's weights."""
-    config: Mapping[str, Any] | None = key(None, whole="model_type", anew=("path",))
-    """A transformers configuration with its `model_type`, for a critic of random weights."""
+    """Folder or hub name of the initial model; null: the weights of the policy."""
+    config: Mapping[str, Any] | None = key(None, complete_with="model_type", anew=("path",))
+    """Transformers configuration with its `model_type`, for random weights."""
     value_head: Literal["zeros", "normal"] = key("zeros")
-    """How the value head begins: at 0 everywhere, or at random."""
-
-    def __post_init__(self) -> None:
-        checked(self)
-        one_of(self, "path", "config")
-        _check_config(self)
+    """Initialization of the value head: zeros, or random."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Teacher:
-    """The teacher, of algorithms that have one."""
-
-    SHORT: ClassVar[str] = "path"
+class Teacher(ModelSource):
+    """The teacher of algorithms that have one."""
 
     path: str | None = key(None, path=True, anew=("config", "builder", "options"))
-    """A folder that transformers can load, or a name on the hub."""
-    config: Mapping[str, Any] | None = key(None, whole="model_type", anew=("path", "builder", "options"))
-    """A transformers configuration with its `model_type`, for random weights."""
+    """Folder that transformers can load, or a model name on the Hugging Face Hub."""
+    config: Mapping[str, Any] | None = key(None, complete_with="model_type", anew=("path", "builder", "options"))
+    """Transformers configuration with its `model_type`, for random weights."""
     builder: str | None = key(None, anew=("path", "config", "options"), **FUNCTION)
-    """A function that returns the teacher; it is called with `options`."""
+    """Function that returns the teacher; called with `options`."""
     options: Mapping[str, Any] = key({})
-    """Arguments of `builder`, by name."""
-
-    def __post_init__(self) -> None:
-        checked(self)
-        one_of(self, "path", "config", "builder")
-        needs(self, "options", "builder")
-        _check_config(self)
-
-    @property
-    def given(self) -> bool:
-        """Whether there is any."""
-        return (self.path, self.config, self.builder) != (None, None, None)
+    """Keyword arguments of `builder`."""
 
 
-# --- what it learns from ----------------------------------------------------------------------------------------------
+# --- data and rewards ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Prompts (and, for `sft` and `dpo`, answers): from a file, a dataset or a function."""
+    """Training prompts (and answers, for `sft` and `dpo`) from a file, a dataset or a function."""
 
     SHORT: ClassVar[str] = "path"
 
     path: str | None = key(None, path=True, anew=("function", "options", "split", "subset", "columns", "keep"))
-    """A JSONL, JSON or Parquet file, a folder of such files, or a folder or name of a Hugging Face dataset."""
+    """JSONL, JSON or Parquet file, folder of such files, or folder or name of a Hugging Face dataset."""
     function: str | None = key(None, anew=("path", "options", "split", "subset", "columns", "keep"), **FUNCTION)
-    """A function that returns the rows, in place of a file; it is called with `options`."""
+    """Function that returns the rows, instead of a file; called with `options`."""
     options: Mapping[str, Any] = key({})
-    """Arguments of `function`, by name."""
+    """Keyword arguments of `function`."""
     split: str | None = key(None)
-    """The split of a dataset; null: its only one."""
+    """Split of the dataset; null: its only split."""
     subset: str | None = key(None)
-    """The subset of a dataset; null: its only one."""
+    """Subset of the dataset; null: its only subset."""
     columns: Mapping[str, str | None] = key({}, names=COLUMNS)
-    """What a row's parts are called in the data, as {prompt: question, reference: answer}; null: it has none."""
+    """Column names in the data, such as {prompt: question, reference: answer}; null: the data has no such column."""
     keep: tuple[str, ...] | None = key(None)
-    """Which other columns go along to rewards and records, in `info`; null: all."""
+    """Other columns to pass to rewards and records in `info`; null: all."""
     shuffle: bool = key(True)
-    """Whether each epoch goes through the rows in an order of its own, made from the seed."""
+    """Shuffle the rows in each epoch, by the seed."""
     limit: int | None = key(None, low=1)
-    """At most so many rows, the first ones; null: all."""
+    """Use only the first N rows; null: all."""
     held_out: float = key(0, low=0, whole_from=1)
-    """Rows that are set aside for evaluation and never trained on: a share or a count."""
+    """Rows to hold out for evaluation, as a share or a count. They are never trained on."""
     max_prompt_tokens: int | None = key(None, low=1)
-    """Tokens of a prompt, at most; null: as many as the model takes."""
+    """Maximum prompt length in tokens; null: the limit of the model."""
     overflow: Literal["error", "left", "right"] = key("error")
-    """What becomes of a longer prompt: an `error` for it alone, or it is cut on the `left` or the `right`."""
+    """Handling of longer prompts: record an `error` for the prompt, or truncate it on the `left` or the `right`."""
     chat: bool = key(False)
-    """Whether a prompt of plain text becomes a chat with one message of the user."""
+    """Convert a plain text prompt to a chat with one user message."""
     system: str | None = key(None)
-    """A system message, put before every chat that has none; null: none."""
+    """System message to prepend to chats that have none; null: none."""
 
     def __post_init__(self) -> None:
         checked(self)
@@ -225,30 +210,30 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup:
-    """Supervised steps on the rows' `response` before the training; off unless `steps` is above 0."""
+    """Supervised fine-tuning on the rows' `response` before the training; off if `steps` is 0."""
 
     steps: int = key(0, low=0, high=10**6)
-    """At most so many steps; 0: no warm-up."""
+    """Maximum number of supervised steps; 0: no warm-up."""
     target_accuracy: float | None = key(None, above=0, high=1)
-    """Stop when this share of sampled responses succeeds, to rows that it does not learn from; null: after `steps`."""
+    """Stop when the share of successful sampled responses to held-out rows reaches this value; null: after `steps`."""
     eval_interval: int = key(5, low=1)
-    """Steps between looks at that share."""
+    """Steps between measurements of that share."""
     batch_size: int = key(128, low=1, high=10**5)
-    """Rows of each step."""
+    """Rows per step."""
     eval_prompts: int = key(256, low=1, high=10**6)
-    """Rows that are sampled at each look."""
+    """Held-out prompts sampled in each measurement."""
     lr: float = key(3e-3, above=0, high=10)
-    """The learning rate at its highest."""
+    """Peak learning rate."""
     lr_warmup_steps: int = key(30, low=0)
-    """Steps over which the rate rises."""
+    """Number of steps over which the learning rate increases to `lr`."""
     max_grad_norm: float = key(1.0, low=0)
-    """The longest gradient; 0: any."""
+    """Gradient norm above which gradients are clipped; 0 disables clipping."""
 
     def __post_init__(self) -> None:
         checked(self)
 
     def warmup_config(self) -> WarmupConfig:
-        """The same as `rollbook.train.sft_warmup.warm_up` takes it."""
+        """Return the settings for `rollbook.train.sft_warmup.warm_up`."""
         from rollbook.train.optimizer import OptimizerConfig
         from rollbook.train.sft_warmup import WarmupConfig
 
@@ -264,27 +249,26 @@ class Warmup:
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """One source of reward; several are added up by weight."""
+    """A reward source. The rewards of several sources are added, multiplied by their weights."""
 
     SHORT: ClassVar[str] = "function"
 
     function: str | None = key(None, path=True, anew=_SOURCES)
-    """A ready function (`exact_match`, `numeric_match`, `gsm8k`, ...), `module:function` or `file.py:function`."""
+    """Built-in function (`exact_match`, `numeric_match`, `gsm8k`, ...), `module:function` or `file.py:function`."""
     recipe: Mapping[str, Any] | None = key(None, anew=_SOURCES)
-    """Components by the rows' label: {label: [[type, key, weight], ...]}."""
+    """Reward components by the label of a row: {label: [[type, key, weight], ...]}."""
     remote: tuple[str, ...] | None = key(
-        None, anew=_SOURCES, pattern=r"https?://\S+", what="an http:// or https:// URL"
+        None, anew=_SOURCES, pattern=r"https?://\S+", description="an http:// or https:// URL"
     )
-    """The URL of a reward server, or of several that are replicas."""
+    """URL of a reward server, or URLs of its replicas."""
     model: str | None = key(None, path=True, anew=_SOURCES)
-    """The folder or hub name of a sequence classifier."""
+    """Folder or hub name of a sequence classifier."""
     weight: float = key(1.0)
-    """What its scores are multiplied by in the sum."""
-    name: str | None = key(None, pattern=r"[\w.+-]+", what="letters, digits and any of . _ + -")
-    """What it is called in metrics; null: the function's or the model's own name."""
+    """Factor of this source in the sum of rewards."""
+    name: str | None = key(None, pattern=r"[\w.+-]+", description="letters, digits and any of . _ + -")
+    """Name in metrics; null: the name of the function or model."""
     options: Mapping[str, Any] = key({})
-    """What `rollbook.rewards.as_reward` takes beside it: `time_limit`, `on_error`, `pool`, and the function's own
-    arguments."""
+    """Keyword arguments of `rollbook.rewards.as_reward` (`time_limit`, `on_error`, `pool`) and of the function."""
 
     def __post_init__(self) -> None:
         checked(self)
@@ -296,31 +280,30 @@ class Reward:
                 raise ConfigError(f"recipe.{label}", f"got {lines!r}, expected [[type, key, weight], ...]")
         if self.function is not None and not re.fullmatch(rf"{FUNCTION['pattern']}|[\w.-]+\.py|\w+", self.function):
             raise ConfigError(
-                "function", f"got {self.function!r}, expected a ready function's name, {FUNCTION['what']}"
+                "function", f"got {self.function!r}, expected a ready function's name, {FUNCTION['description']}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Conversations of several turns, with a tool or a game; off unless `function` is given."""
+    """Multi-turn episodes with an environment, such as a tool or a game; off unless `function` is set."""
 
     SHORT: ClassVar[str] = "function"
 
     function: str | None = key(None, anew=("options",), **FUNCTION)
-    """Called with a prompt and `options`, it returns the environment of one conversation; null: one response and no
-    more."""
+    """Function that returns the environment of an episode, called with the prompt and `options`; null: single-turn."""
     options: Mapping[str, Any] = key({})
-    """Arguments of `function`, by name."""
+    """Keyword arguments of `function`."""
     max_turns: int = key(8, low=1, high=10**4)
-    """Turns of the model in a conversation, at most."""
+    """Maximum number of model turns in an episode."""
     rewards: Literal["sum", "last"] = key("sum")
-    """What a conversation is worth, of what the environment gave its turns."""
+    """Reward of an episode: the `sum` of the rewards of its turns, or the `last` one."""
     context_limit: int | None = key(None, low=1)
-    """Tokens of a whole conversation, at most; null: the model's positions."""
+    """Maximum number of tokens in an episode; null: the context length of the model."""
     on_truncation: Literal["end", "respond"] = key("end")
-    """What becomes of a turn that a limit cut: it is the `end`, or the environment shall `respond` to it."""
+    """Handling of a turn truncated by a limit: `end` the episode, or let the environment `respond`."""
     workers: int = key(1, low=1, high=1024)
-    """Environments that respond at the same time."""
+    """Number of environments that respond concurrently."""
     episode: Mapping[str, Any] = key({}, names=("on_realign", "on_fork", "template_options"))
     """Options of `rollbook.rollout.Episode`."""
 
@@ -331,27 +314,27 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Who samples: the model itself through transformers, or a server."""
+    """The engine that samples responses: transformers in this process, or a server."""
 
     kind: Literal["transformers", "openai"] = key("transformers", anew=("url", "model", "api_key_env", "options"))
-    """`transformers`: this process, with the weights that are trained; `openai`: a server at `url`, such as vLLM's,
-    which keeps its own weights, whatever is trained: `algorithm.correction` weighs what it samples."""
-    url: str | None = key(None, free=True, pattern=r"https?://\S+", what="an http:// or https:// URL")
-    """Where the server is."""
+    """`transformers`: sample in this process from the weights that are trained; `openai`: a server at `url`, such as
+    vLLM. The server keeps its own weights; `algorithm.correction` corrects for the difference."""
+    url: str | None = key(None, free=True, pattern=r"https?://\S+", description="an http:// or https:// URL")
+    """URL of the server."""
     model: str | None = key(None)
-    """What the server calls the model; null: its only one."""
-    api_key_env: str | None = key(None, free=True, pattern=r"[A-Za-z_]\w*", what="the name of a variable")
-    """The environment variable that holds the server's key; keys themselves do not belong in a file."""
+    """Model name on the server; null: its only model."""
+    api_key_env: str | None = key(None, free=True, pattern=r"[A-Za-z_]\w*", description="the name of a variable")
+    """Environment variable with the API key of the server."""
     timeout: float = key(1800.0, free=True, above=0, high=1e6)
-    """Seconds that a request to the server may take."""
+    """Timeout of a request to the server in seconds."""
     concurrency: int = key(64, free=True, low=1, high=10**5)
-    """Requests to the server that are under way at a time."""
+    """Maximum number of concurrent requests to the server."""
     max_batch_rows: int = key(256, free=True, low=1, high=10**6)
-    """Responses that transformers samples at a time."""
+    """Maximum number of responses that transformers samples in a batch."""
     max_batch_tokens: int = key(262_144, free=True, low=1, high=10**9)
-    """Tokens that it holds at a time."""
+    """Maximum number of tokens in such a batch."""
     options: Mapping[str, Any] = key({})
-    """What the engine's class takes beside these (`dialect`, `logprobs_kind`, `add_special_tokens`, ...)."""
+    """Further keyword arguments of the engine class (`dialect`, `logprobs_kind`, `add_special_tokens`, ...)."""
 
     def __post_init__(self) -> None:
         checked(self)
@@ -364,30 +347,30 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How responses are sampled, in training; how many of each prompt is `algorithm.group_size`."""
+    """Sampling options in training. The number of responses per prompt is `algorithm.group_size`."""
 
     max_tokens: int = key(1024, low=1, high=10**7)
-    """Tokens of a response, at most (of each turn, with an environment)."""
+    """Maximum response length in tokens (of each turn, with an environment)."""
     min_tokens: int = key(0, low=0, high=10**7)
-    """Tokens before which nothing ends a response."""
+    """Minimum response length in tokens."""
     temperature: float = key(1.0, above=0, high=1e4)
-    """What logits are divided by, in sampling and in training."""
+    """Temperature, in sampling and in training."""
     top_p: float = key(1.0, above=0, high=1)
-    """Sample among the likeliest tokens that make up this share."""
+    """Nucleus sampling: sample from the most likely tokens with this total probability."""
     top_k: int = key(-1, low=-1)
-    """Sample among so many of the likeliest tokens; -1: all."""
+    """Sample from the N most likely tokens; -1: all."""
     min_p: float = key(0.0, low=0, high=1)
-    """Leave out tokens that are less likely than this share of the likeliest."""
+    """Exclude tokens less likely than this fraction of the most likely one."""
     first_temperature: float | None = key(None, above=0, high=1e4)
-    """The temperature of the first token alone (FIRE); null: as the others."""
+    """Temperature of the first token (FIRE); null: `temperature`."""
     stop: tuple[str, ...] = key(())
-    """Texts that end a response."""
+    """Stop strings."""
     stop_token_ids: tuple[int, ...] = key((), low=0)
-    """Ids of tokens that end a response, beside the model's own."""
+    """Stop token ids, in addition to those of the model."""
     ignore_eos: bool = key(False)
-    """Whether a response goes on past the model's own end."""
+    """Continue after the model's end token."""
     extra: Mapping[str, Any] = key({})
-    """Options of one kind of server, passed on as they are."""
+    """Server-specific options, passed on unchanged."""
 
     def __post_init__(self) -> None:
         checked(self)
@@ -399,30 +382,30 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
-    """Which records a step learns from."""
+    """Which records a training step takes from the book."""
 
     kind: Literal["on_policy", "replay"] = key(
         "on_policy", anew=("sampler", "sampler_options", "reuse", "rollout_interval")
     )
-    """`on_policy`: those that the step made; `replay`: those that the sampler picks from the book."""
+    """`on_policy`: the groups that the step generated; `replay`: groups that the sampler selects from the book."""
     sampler: str | None = key(None, anew=("sampler_options",), choices=tuple(SAMPLERS))
-    """Who picks in a replay, of the book's samplers; null: `uniform`."""
+    """Sampler of the book for `replay`; null: `uniform`."""
     sampler_options: Mapping[str, Any] = key({})
-    """Options of the sampler, by name."""
+    """Keyword arguments of the sampler."""
     reuse: int | None = key(1, low=1)
-    """How often a record may be learned from; null: for ever."""
+    """Maximum number of times a record is trained on; null: no limit."""
     max_staleness: int | None = key(None, low=0)
-    """How many versions old a record's policy may be; null: any."""
+    """Maximum age of a record in policy versions; null: no limit."""
     rollout_interval: int = key(1, low=1, high=10**4)
-    """New records are made in every so many-th step; in between, a replay learns from what there is."""
+    """Generate new rollouts every N steps; the steps in between replay existing records."""
     timeout: float = key(0.0, free=True, low=0)
-    """Seconds to wait for records that others bring."""
+    """Seconds to wait for records that other processes append."""
     lease_seconds: float = key(3600.0, free=True, low=1, high=1e9)
-    """How long a step's records are this trainer's without a sign of life: longer than a step takes."""
+    """Lease duration in seconds. Must exceed the longest training step."""
     expert: str | None = key(None, path=True)
-    """A book of an expert's records to learn from as well; null: none."""
+    """Book of expert records to mix in; null: none."""
     expert_share: float = key(0.0, low=0, high=1)
-    """The share of a step's records that are the expert's."""
+    """Share of expert records among the records of a step."""
 
     def __post_init__(self) -> None:
         checked(self)
@@ -435,11 +418,11 @@ class ReplayConfig:
         needs(self, "sampler_options", "sampler")
 
     def replay_config(self) -> Taken:
-        """All but `expert`, as a `Trainer` takes it."""
+        """Return the settings for a `Trainer`, without `expert`."""
         from rollbook.train.replay_config import ReplayConfig as Taken
 
-        given = {name: value for name, value in vars(self).items() if name not in ("expert", "sampler")}
-        return Taken(sampler=None if self.sampler is None else SAMPLERS[self.sampler], **given)
+        settings = {name: value for name, value in vars(self).items() if name not in ("expert", "sampler")}
+        return Taken(sampler=None if self.sampler is None else SAMPLERS[self.sampler], **settings)
 
 
 _FREE = {"free": True}
@@ -449,34 +432,34 @@ _FREE = {"free": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a step is made of, and how it is cut."""
+    """Size of a step, and its split into minibatches and micro-batches."""
 
     prompts_per_step: int = key(64, low=1, high=10**6)
-    """Prompts of a step; each has `algorithm.group_size` responses. Of `sft` and `dpo`: rows."""
+    """Prompts per step, each with `algorithm.group_size` responses; for `sft` and `dpo`, rows per step."""
     minibatches: int = key(1, low=1, high=10**4)
-    """Updates of the weights in each pass over a step's records."""
+    """Number of updates in each pass over the records of a step."""
     epochs: int = key(1, low=1, high=10**4)
-    """Passes over a step's records."""
+    """Number of passes over the records of a step."""
     token_budget: int = key(16384, free=True, low=1, high=10**9)
-    """Tokens of one forward and backward pass, at most: less needs less memory, and changes no number but by
-    rounding."""
+    """Maximum number of tokens in one forward and backward pass. A smaller budget needs less memory and changes results
+    by rounding only."""
     packed: bool | None = key(None, free=True)
-    """Whether sequences lie end to end, without padding; null: where the attention makes that cheaper."""
+    """Pack sequences instead of padding them; null: if the attention implementation makes packing cheap."""
     shuffle: bool = key(True)
-    """Whether minibatches are drawn by chance, made from the seed."""
+    """Assign records to minibatches in a random order, by the seed."""
     keep_groups: bool = key(False)
-    """Whether the responses to a prompt stay in one minibatch."""
+    """Keep all responses to a prompt in one minibatch."""
     drop_zero_advantages: bool = key(False)
-    """Whether records whose advantages are all 0 are left out of the passes."""
+    """Leave out records whose advantages are all 0."""
 
     def __post_init__(self) -> None:
         checked(self)
 
     def minibatch_config(self) -> MinibatchConfig:
-        """All but `prompts_per_step`, as a `Learner` takes it."""
+        """Return the settings for a `Learner`, without `prompts_per_step`."""
         from rollbook.train.learner import MinibatchConfig
 
-        names = [one.name for one in dataclasses.fields(MinibatchConfig)]
+        names = [spec.name for spec in dataclasses.fields(MinibatchConfig)]
         return MinibatchConfig(**{name: getattr(self, name) for name in names})
 
 
@@ -485,14 +468,14 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpoints: weights, optimizers, random states, the data's cursor and the book's checkpoint of the same name."""
+    """Checkpoints: weights, optimizer states, random states, position in the data, and a checkpoint of the book."""
 
     interval: int = key(50, low=0)
-    """Steps between checkpoints, which is what a run that is killed loses at most; 0: none in between."""
+    """Steps between checkpoints; 0: none during training. A killed run repeats at most this many steps."""
     keep_last: int | None = key(2, low=1)
-    """How many of the latest are kept, beside step 0; null: all."""
+    """Number of recent checkpoints to keep, beside that of step 0; null: all."""
     save_final: bool = key(True)
-    """Whether there is one after the last step."""
+    """Save a checkpoint after the last step."""
 
     def __post_init__(self) -> None:
         checked(self)
@@ -500,40 +483,40 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Sampled success on prompts that are never trained on."""
+    """Evaluation on prompts that are never trained on."""
 
     data: str | None = key(None, path=True, anew=("function", "options"))
-    """A file or dataset of prompts, with the columns of `data`; null: those that `data.held_out` set aside."""
+    """File or dataset of prompts, with the columns of `data`; null: the rows of `data.held_out`."""
     split: str | None = key(None)
-    """The split of that dataset, or, without one, of `data.path`; null: its only one."""
+    """Split of that dataset or, without one, of `data.path`; null: its only split."""
     function: str | None = key(None, anew=("data", "options"), **FUNCTION)
-    """A function that returns the prompts' rows, in place of a file; it is called with `options`."""
+    """Function that returns the rows, instead of a file; called with `options`."""
     options: Mapping[str, Any] = key({})
-    """Arguments of `function`, by name."""
+    """Keyword arguments of `function`."""
     before: bool = key(True)
-    """Whether there is one before the first step."""
+    """Evaluate before the first step."""
     after: bool = key(True)
-    """Whether there is one after the last step."""
+    """Evaluate after the last step."""
     every: int = key(0, low=0)
-    """Steps between evaluations; 0: none in between."""
+    """Steps between evaluations; 0: none during training."""
     prompts: int | None = key(None, low=1)
-    """At most so many prompts, the same ones each time; null: all."""
+    """Maximum number of prompts, the same in each evaluation; null: all."""
     k: int = key(1, low=1, high=10**4)
-    """Samples of each prompt."""
+    """Samples per prompt."""
     greedy: bool = key(False)
-    """Whether the likeliest token is taken each time, in place of sampling; needs `k` 1."""
+    """Greedy decoding instead of sampling; requires `k` 1."""
     temperature: float | None = key(None, above=0, high=1e4)
-    """What logits are divided by; null: as in training."""
+    """Temperature; null: as in training."""
     top_p: float | None = key(None, above=0, high=1)
-    """Sample among the likeliest tokens that make up this share; null: as in training."""
+    """Nucleus sampling probability; null: as in training."""
     max_tokens: int | None = key(None, low=1, high=10**7)
-    """Tokens of a response, at most; null: as in training."""
+    """Maximum response length in tokens; null: as in training."""
     rewards: tuple[Reward, ...] = key(())
-    """What counts there, as `rewards` has it; none: the same as in training."""
+    """Reward sources of the evaluation, as in `rewards`; empty: those of the training."""
     success: float | str = key(1.0)
-    """The least reward that counts as a success, or the name of the part of it that must be at least 1."""
+    """Minimum reward of a success, or the name of a reward part that must be at least 1."""
     confidence: float = key(0.95, above=0, below=1)
-    """How sure the intervals are."""
+    """Confidence level of the intervals."""
 
     def __post_init__(self) -> None:
         checked(self)
@@ -548,19 +531,19 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """Where metrics go beside the book, which always has them."""
+    """Trackers of metrics, in addition to the book."""
 
     display: bool = key(True)
-    """Whether progress is shown: a live table on a terminal, plain lines elsewhere."""
+    """Show progress: a live table on a terminal, plain lines otherwise."""
     jsonl: bool = key(True)
-    """Whether metrics are written to metrics.jsonl in the run's folder."""
+    """Write metrics to metrics.jsonl in the run's folder."""
     tensorboard: bool = key(False)
-    """Whether metrics are written for TensorBoard, in the run's folder."""
+    """Write metrics for TensorBoard to the run's folder."""
     wandb: Mapping[str, str] | None = key(None, names=("project",))
-    """{project: NAME} or {}: metrics go to Weights & Biases, whose own settings (WANDB_MODE, ...) say whether they are
-    uploaded; null: not."""
-    trackers: tuple[str, ...] = key((), pattern=FUNCTION["pattern"], what="'module:Class' or 'file.py:Class'")
-    """Trackers of one's own, each with `log(step, metrics)` and `close()`; called with those of `folder`, `steps`,
+    """Log metrics to Weights & Biases: {project: NAME} or {}. Its environment variables (WANDB_MODE, ...) apply; null:
+    off."""
+    trackers: tuple[str, ...] = key((), pattern=FUNCTION["pattern"], description="'module:Class' or 'file.py:Class'")
+    """Custom trackers with `log(step, metrics)` and `close()`; the class is called with those of `folder`, `steps`,
     `after` and `config` that its parameters name."""
 
     def __post_init__(self) -> None:
@@ -584,7 +567,7 @@ def _optimizing() -> OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A run, as a whole.
+    """The configuration of a training run.
 
     Sections are given as mappings or as the dataclasses of this module.
 
@@ -598,47 +581,49 @@ class Config:
     weight_decay, max_grad_norm, warmup_steps, schedule, min_lr_ratio, steps)
     """
 
-    name: str = key("run", free=True, pattern=r"[\w.+-]*\w[\w.+-]*", what="letters, digits and any of . _ + -")
-    """What the run is called."""
+    name: str = key("run", free=True, pattern=r"[\w.+-]*\w[\w.+-]*", description="letters, digits and any of . _ + -")
+    """Name of the run."""
     out: str | None = key(None, free=True)
-    """The run's folder; null: runs/NAME."""
+    """Folder of the run; null: runs/NAME."""
     seed: int = key(0, low=0, high=2**32 - 1)
-    """What every random choice of the run is made from."""
+    """Seed of every random choice of the run."""
     steps: int = key(100, free=True, low=0, high=10**9, anew=("epochs",))
-    """Steps of training, all in all, those before a resume included. A change of them drops a file's `epochs`."""
+    """Number of training steps, those before a resume included. Setting it replaces the `epochs` of a base."""
     epochs: float | None = key(None, free=True, above=0, high=10**6)
     """Passes over the training data. Sets `steps` from the number of rows and `batch.prompts_per_step`."""
-    device: str = key("auto", free=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", what="auto, cpu, cuda, cuda:1 or mps")
-    """Where models are; `auto`: on a GPU if there is one."""
+    device: str = key(
+        "auto", free=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", description="auto, cpu, cuda, cuda:1 or mps"
+    )
+    """Device of the models; `auto`: a GPU if there is one."""
     threads: int | None = key(None, free=True, low=1, high=1024)
-    """torch's threads on the CPU, 1 being fastest for models of a few million weights; null: torch's choice."""
+    """Number of CPU threads of torch; 1 is fastest for models of a few million weights. null: the default of torch."""
     deterministic: bool = key(False, free=True)
-    """Whether torch may use only operations that give the same each time, on a GPU too."""
+    """Use only deterministic operations of torch, also on a GPU."""
     resume: bool = key(True, free=True)
-    """Whether a run that is in the folder goes on from its last checkpoint; if not, such a folder is refused."""
+    """Continue a run in the folder from its last checkpoint; if false, such a folder is an error."""
     overwrite: bool = key(False, free=True)
-    """Whether a run that is in the folder is removed first, whatever `resume` says; no other folder is emptied."""
+    """Delete a run in the folder first, regardless of `resume`. Folders without a run are never deleted."""
     nonfinite_limit: int = key(3, free=True, low=1)
-    """Updates in a row that may be skipped because a loss or gradient is not finite, before the run stops."""
+    """Number of consecutive updates with a non-finite loss or gradient after which the run stops."""
     model: Model = field(default_factory=Model)
     critic: Critic = field(default_factory=Critic)
     reference: str | None = key(None, path=True)
-    """The folder or hub name of the model that the KL divergence is from; null: the policy as it was before step 1."""
+    """Folder or hub name of the reference model; null: the policy before step 1."""
     teacher: Teacher = field(default_factory=Teacher)
     data: Data = field(default_factory=Data)
     warmup: Warmup = field(default_factory=Warmup)
     rewards: tuple[Reward, ...] = key(())
-    """Where rewards come from: one of these, or a list whose weighted sum counts."""
+    """Reward sources: one, or a list of which the weighted sum is the reward."""
     environment: Environment = field(default_factory=Environment)
     engine: Engine = field(default_factory=Engine)
     sampling: Sampling = field(default_factory=Sampling)
     algorithm: AlgorithmConfig = field(default_factory=_algorithm)
-    """The preset, and what is different from it; null as the preset: one's own, from its parts."""
+    """The preset and changes to it; with `preset: null`, all settings are given."""
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     batch: Batch = field(default_factory=Batch)
     optimizer: OptimizerConfig = field(default_factory=_optimizing)
     critic_optimizer: OptimizerConfig | None = field(default=None)
-    """The critic's, with the keys of `optimizer`; null: the same as the actor's."""
+    """Optimizer of the critic, with the keys of `optimizer`; null: that of the policy."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata=_FREE)
     evaluation: Evaluation = field(default_factory=Evaluation, metadata=_FREE)
     tracking: Tracking = field(default_factory=Tracking, metadata=_FREE)
@@ -649,49 +634,54 @@ class Config:
         except ConfigError as error:
             raise _placed(error) from None
         check_secrets(plain(self))
-        names = [one.name for one in self.rewards if one.name is not None]
+        names = [source.name for source in self.rewards if source.name is not None]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError("rewards", f"got the name {twice!r} twice, expected names that differ")
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Config:
-        """From a mapping such as `to_dict` gives."""
+    def of(cls, values: Mapping[str, Any]) -> Config:
+        """Build a configuration from a mapping such as `to_dict` returns."""
         try:
-            made: Config = section_of(cls).read(given)
+            config: Config = section_of(cls).read(values)
         except ConfigError as error:
             raise _placed(error) from None
-        return made
+        return config
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """The folder of the run."""
         return Path(self.out) if self.out is not None else Path("runs") / self.name
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, defaults included, as plain values: text, numbers, lists, mappings."""
-        made: dict[str, Any] = plain(self)
-        return made
+        """Return all keys, defaults included, as plain values: text, numbers, lists, mappings."""
+        values: dict[str, Any] = plain(self)
+        return values
 
     def require(self) -> None:
-        """Refuse what cannot be run: a configuration without a model, data, or what its algorithm needs."""
+        """Raise `ConfigError` if a model, data, or something that the algorithm needs is missing."""
         if not self.model.given:
             raise ConfigError("model", "got none, expected one of path, config, builder")
         if not self.data.given:
             raise ConfigError("data", "got none, expected one of path, function")
-        own = self.algorithm
-        if own.needs_rollouts and not (own.needs_teacher or self.rewards or self.environment.function is not None):
-            raise ConfigError("rewards", f"got none, which {own.name} needs; an environment can give them too")
-        if own.needs_teacher and not self.teacher.given:
-            raise ConfigError("teacher", f"got none, which {own.name} needs; expected one of path, config, builder")
-        if own.mixed and self.replay.expert is None:
-            raise ConfigError("replay.expert", f"got none, which {own.name} needs; expected the path of a book")
-        entry = own.estimator_entry
-        lone = own.estimator_options.get("singleton", "zero")
-        if own.group_size == 1 and entry is not None and entry.compares_runs and lone == "zero":
+        algorithm = self.algorithm
+        if algorithm.needs_rollouts and not (
+            algorithm.needs_teacher or self.rewards or self.environment.function is not None
+        ):
+            raise ConfigError("rewards", f"got none, which {algorithm.name} needs; an environment can give them too")
+        if algorithm.needs_teacher and not self.teacher.given:
+            raise ConfigError(
+                "teacher", f"got none, which {algorithm.name} needs; expected one of path, config, builder"
+            )
+        if algorithm.mixed and self.replay.expert is None:
+            raise ConfigError("replay.expert", f"got none, which {algorithm.name} needs; expected the path of a book")
+        entry = algorithm.estimator_entry
+        lone = algorithm.estimator_options.get("singleton", "zero")
+        if algorithm.group_size == 1 and entry is not None and entry.compares_runs and lone == "zero":
             raise ConfigError(
                 "algorithm.group_size",
-                f"got 1, and {own.name} ({own.estimator}) compares the responses to a prompt, expected at least 2",
+                f"got 1, and {algorithm.name} ({algorithm.estimator}) compares the responses to a prompt, expected at "
+                "least 2",
             )
         if self.environment.function is not None:
             for place, value in (
@@ -701,49 +691,55 @@ class Config:
                 if value is not None:
                     instead = "environment.context_limit" if place.startswith("data") else "rewards"
                     raise ConfigError(place, f"got it with an environment, for which {instead} says it")
-        given = (*(self.data.held_out or None, self.evaluation.data, self.evaluation.split, self.evaluation.function),)
-        if self.evaluation.every and set(given) == {None}:
+        sources = (
+            *(self.data.held_out or None, self.evaluation.data, self.evaluation.split, self.evaluation.function),
+        )
+        if self.evaluation.every and set(sources) == {None}:
             raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")
 
     def fingerprint(self) -> str:
-        """A number, as text, of all keys that must not change when an interrupted run goes on."""
+        """Return a hash of all keys that must not change when a run is resumed."""
         fixed = {path: value for path, value, free in leaves(self) if not free}
         text = json.dumps(fixed, sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Difference(NamedTuple):
-    """A key that two configurations disagree on."""
+    """A key whose value differs between two configurations."""
 
     path: str
     before: Any
     after: Any
     free: bool
-    """Whether an interrupted run may go on with the new value."""
+    """Whether a run may be resumed with the new value."""
 
     def __str__(self) -> str:
         return f"{self.path}: {json.dumps(self.after)}, was {json.dumps(self.before)}"
 
 
 def differences(before: Config, after: Config) -> list[Difference]:
-    """The keys whose values differ, in order.
+    """Return the keys whose values differ, in order.
+
+    Args:
+        before: A configuration.
+        after: Another one.
 
     >>> [str(one) for one in differences(Config(), Config(optimizer={"lr": 1e-3}, steps=7))]
     ['steps: 7, was 100', 'optimizer.lr: 0.001, was 1e-06']
     >>> [one.path for one in differences(Config(), Config(optimizer={"lr": 1e-3}, steps=7)) if not one.free]
     ['optimizer.lr']
     """
-    old, new = ({path: (value, free) for path, value, free in leaves(one)} for one in (before, after))
+    old, new = ({path: (value, free) for path, value, free in leaves(config)} for config in (before, after))
     order = list(section_of(Config).keys)
-    found = []
-    for path in sorted({**old, **new}, key=lambda each: order.index(each.partition(".")[0])):
+    changes = []
+    for path in sorted({**old, **new}, key=lambda key_path: order.index(key_path.partition(".")[0])):
         # A mapping that is empty here and has names there differs in those names.
-        if any(path not in one and any(each.startswith(f"{path}.") for each in one) for one in (old, new)):
+        if any(path not in values and any(other.startswith(f"{path}.") for other in values) for values in (old, new)):
             continue
         (was, free), (now, also) = old.get(path, (None, False)), new.get(path, (None, False))
         if was != now:
-            found.append(Difference(path, was, now, free or also))
-    return found
+            changes.append(Difference(path, was, now, free or also))
+    return changes
 
 
 _SYNONYMS = {"n": "group_size"}
@@ -751,17 +747,19 @@ _SYNONYMS = {"n": "group_size"}
 
 
 def _placed(error: ConfigError) -> ConfigError:
-    """A key that is in another section says so: `lr` at the top is `optimizer.lr`."""
+    """Suggest the section of a key that is in another one: `lr` at the top is `optimizer.lr`."""
     name = error.path.rpartition(".")[2]
-    if not error.said.startswith("unknown key"):
+    if not error.message.startswith("unknown key"):
         return error
     top = section_of(Config)
     name = _SYNONYMS.get(name, name)
-    found = [
-        f"{one}.{name}" for one, each in top.keys.items() if (inner := section_in(each.kind)) and name in inner.keys
+    places = [
+        f"{section_name}.{name}"
+        for section_name, spec in top.keys.items()
+        if (inner := section_in(spec.kind)) and name in inner.keys
     ]
-    found = [*([name] if name in top.keys else []), *found]
-    return ConfigError(error.path, unknown(name, (), found).said) if found else error
+    places = [*([name] if name in top.keys else []), *places]
+    return ConfigError(error.path, unknown(name, (), places).message) if places else error
 
 
 __all__ = [

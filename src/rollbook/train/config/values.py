@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 
 class ConfigError(RollbookError, ValueError):
-    """A key that is not as it should be: its `path`, what is wrong (`said`), and the file or argument it came from.
+    """A key that is not as it should be: its `path`, what is wrong (`message`), and the file or argument it came from.
 
     >>> error = ConfigError("lr", "got -1, expected a number above 0").under("optimizer")
     >>> str(error), str(error.at("my.yaml, line 3"))
     ('optimizer.lr: got -1, expected a number above 0', 'optimizer.lr: got -1, expected a number above 0 (my.yaml, line 3)')
     """  # noqa: E501
 
-    def __init__(self, path: str, said: str, source: str = "") -> None:
-        super().__init__(f"{path}: {said}" + (f" ({source})" if source else ""))
-        self.path, self.said, self.source = path, said, source
+    def __init__(self, path: str, message: str, source: str = "") -> None:
+        super().__init__(f"{path}: {message}" + (f" ({source})" if source else ""))
+        self.path, self.message, self.source = path, message, source
 
     def under(self, name: str) -> ConfigError:
         """The same, of a key of `name`."""
-        return ConfigError(f"{name}.{self.path}" if self.path else name, self.said, self.source)
+        return ConfigError(f"{name}.{self.path}" if self.path else name, self.message, self.source)
 
     def at(self, source: str) -> ConfigError:
         """The same, with where it was written."""
-        return ConfigError(self.path, self.said, source)
+        return ConfigError(self.path, self.message, source)
 
 
 class Kind(Protocol):
@@ -87,11 +87,11 @@ class Number:
     `above` and `below` leave the bound itself out. `whole_from`: from there on only whole numbers make sense, as in a
     share (0.1) or a count (100).
 
-    >>> Number(whole=True, low=1).read(1e3), Number(above=0, high=1).expected
+    >>> Number(integer=True, low=1).read(1e3), Number(above=0, high=1).expected
     (1000, 'a number above 0, up to 1')
     """
 
-    whole: bool = False
+    integer: bool = False
     low: float | None = None
     high: float | None = None
     above: float | None = None
@@ -100,7 +100,7 @@ class Number:
 
     @property
     def expected(self) -> str:
-        said = "a whole number" if self.whole else "a number"
+        text = "a whole number" if self.integer else "a number"
         bounds = [
             *([f"from {_short(self.low)}"] if self.low is not None else []),
             *([f"above {_short(self.above)}"] if self.above is not None else []),
@@ -109,27 +109,27 @@ class Number:
             *([f"below {_short(self.below)}"] if self.below is not None else []),
         ]
         open_end = self.low is not None and self.high is None and self.below is None
-        said = " ".join([said, ", ".join(bounds) if self.above is not None else " ".join(bounds)]).strip()
-        said += " on" if open_end else ""
-        return said + (
+        text = " ".join([text, ", ".join(bounds) if self.above is not None else " ".join(bounds)]).strip()
+        text += " on" if open_end else ""
+        return text + (
             f" (a share below {_short(self.whole_from)}, a whole number from there)" if self.whole_from else ""
         )
 
     def read(self, value: Any) -> float | int:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if fits:
-            whole = isinstance(value, int) or value.is_integer()
+            is_whole = isinstance(value, int) or value.is_integer()
             fits = (
-                (not self.whole or whole)
+                (not self.integer or is_whole)
                 and (self.low is None or value >= self.low)
                 and (self.high is None or value <= self.high)
                 and (self.above is None or value > self.above)
                 and (self.below is None or value < self.below)
-                and (self.whole_from is None or value < self.whole_from or whole)
+                and (self.whole_from is None or value < self.whole_from or is_whole)
             )
         if not fits:
             raise _got(value, self.expected)
-        if self.whole or (self.whole_from is not None and value >= self.whole_from):
+        if self.integer or (self.whole_from is not None and value >= self.whole_from):
             return int(value)
         try:
             return float(value)
@@ -147,11 +147,11 @@ class Text:
 
     choices: tuple[str, ...] = ()
     pattern: str = ""
-    what: str = ""
+    description: str = ""
 
     @property
     def expected(self) -> str:
-        return f"one of {', '.join(self.choices)}" if self.choices else self.what or "text"
+        return f"one of {', '.join(self.choices)}" if self.choices else self.description or "text"
 
     def read(self, value: Any) -> str:
         if not isinstance(value, str):
@@ -165,10 +165,10 @@ class Text:
         return value
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def _nearest(name: str, names: Sequence[str]) -> str:
     import difflib
 
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -186,8 +186,8 @@ class Nullable:
         try:
             return None if value is None else self.inner.read(value)
         except ConfigError as error:
-            own = not error.path and error.said.endswith(f"expected {self.inner.expected}")
-            raise ConfigError("", f"{error.said}, or null") if own else error from None
+            is_own = not error.path and error.message.endswith(f"expected {self.inner.expected}")
+            raise ConfigError("", f"{error.message}, or null") if is_own else error from None
 
 
 @dataclass(frozen=True)
@@ -198,12 +198,12 @@ class Either:
 
     @property
     def expected(self) -> str:
-        return " or ".join(each.expected for each in self.kinds)
+        return " or ".join(kind.expected for kind in self.kinds)
 
     def read(self, value: Any) -> Any:
-        for each in self.kinds:
+        for kind in self.kinds:
             try:
-                return each.read(value)
+                return kind.read(value)
             except ConfigError:
                 continue
         raise _got(value, self.expected)
@@ -226,16 +226,16 @@ class Listing:
         alone = not isinstance(value, (list, tuple))
         if alone and (self.length is not None or value is None):
             raise _got(value, self.expected)
-        given = [value] if alone else value
-        if self.length is not None and len(given) != self.length:
+        entries = [value] if alone else value
+        if self.length is not None and len(entries) != self.length:
             raise _got(value, self.expected)
-        made = []
-        for i, each in enumerate(given):
+        checked_entries = []
+        for i, entry in enumerate(entries):
             try:
-                made.append(self.item.read(each))
+                checked_entries.append(self.item.read(entry))
             except ConfigError as error:
                 raise error.under(str(i)) from None
-        return tuple(made)
+        return tuple(checked_entries)
 
 
 @dataclass(frozen=True)
@@ -248,9 +248,9 @@ class Plain:
         if depth > 50:
             raise ConfigError("", "got more than 50 mappings and lists in each other, expected fewer")
         if isinstance(value, Mapping):
-            return _mapping(value, lambda each: self.read(each, depth + 1))
+            return _mapping(value, lambda entry: self.read(entry, depth + 1))
         if isinstance(value, (list, tuple)):
-            return [self.read(each, depth + 1) for each in value]
+            return [self.read(entry, depth + 1) for entry in value]
         if value is None or (isinstance(value, (str, bool, int, float)) and value == value):
             return value
         raise _got(value, self.expected)
@@ -265,8 +265,8 @@ class Table:
 
     @property
     def expected(self) -> str:
-        said = f"a mapping of {', '.join(self.names)}" if self.names else "a mapping"
-        return said if isinstance(self.item, Plain) else f"{said}, each {self.item.expected}"
+        text = f"a mapping of {', '.join(self.names)}" if self.names else "a mapping"
+        return text if isinstance(self.item, Plain) else f"{text}, each {self.item.expected}"
 
     def read(self, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):
@@ -278,25 +278,25 @@ class Table:
 
 
 def _mapping(value: Mapping[Any, Any], read: Callable[[Any], Any]) -> dict[str, Any]:
-    made = {}
-    for name, each in value.items():
+    entries = {}
+    for name, entry in value.items():
         if not isinstance(name, str):
             raise ConfigError("", f"got {name!r} as a name, expected text (in quotes: '{name}')")
         try:
-            made[name] = read(each)
+            entries[name] = read(entry)
         except ConfigError as error:
             raise error.under(name) from None
-    return made
+    return entries
 
 
-def unknown(name: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
+def unknown(name: str, names: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
     """What to say of a key that does not exist: the nearest that does, here or in another section."""
     from rollbook.core.checks import suggest
 
     name = name or "''"
     if elsewhere:
         return ConfigError(name, f"unknown key; did you mean {' or '.join(map(repr, elsewhere))}?")
-    return ConfigError(name, f"unknown key{suggest(name, list(known))}")
+    return ConfigError(name, f"unknown key{suggest(name, list(names))}")
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class Key:
     """Whether an interrupted run may be gone on with under another value."""
     anew: tuple[str, ...] = ()
     """Keys of the same section, of a base, that another value of this one leaves no meaning for; `*`: all."""
-    whole: str = ""
+    complete_with: str = ""
     """Of a mapping: with this name in it, it is complete and takes the place of the base's; otherwise it changes it."""
     path: bool = False
     """Whether a text is, or may be, a path: in a file it is relative to that file."""
@@ -344,21 +344,21 @@ class Section:
         value = self.spread(value)
         if not isinstance(value, Mapping):
             raise _got(value, self.expected)
-        given = {}
-        for name, each in value.items():
+        values = {}
+        for name, entry in value.items():
             if name not in self.keys:
                 raise unknown(str(name), list(self.keys))
             try:
-                given[name] = self.keys[name].kind.read(each)
+                values[name] = self.keys[name].kind.read(entry)
             except ConfigError as error:
                 raise error.under(name) from None
         try:
-            return self.make(given)
+            return self.make(values)
         except ConfigError:
             raise
         except ValueError as error:  # of a dataclass of the library's own: "optimizer.lr: got ..."
-            where, _, said = str(error).partition(": ")
-            raise ConfigError(where.rpartition(".")[2], said) from error
+            where, _, message = str(error).partition(": ")
+            raise ConfigError(where.rpartition(".")[2], message) from error
 
     def spread(self, value: Any) -> Any:
         """A text in place of the section as a mapping of its key, and null as one of none."""
@@ -384,8 +384,8 @@ def kind_of(hint: Any, limits: Mapping[str, Any], section: Callable[[type], Sect
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        rest = [each for each in args if each is not type(None)]
-        kinds = tuple(kind_of(each, limits, section) for each in rest)
+        rest = [arg for arg in args if arg is not type(None)]
+        kinds = tuple(kind_of(arg, limits, section) for arg in rest)
         kind = kinds[0] if len(kinds) == 1 else Either(kinds)
         return kind if len(rest) == len(args) else Nullable(kind)
     if origin is Literal:
@@ -401,7 +401,7 @@ def kind_of(hint: Any, limits: Mapping[str, Any], section: Callable[[type], Sect
     if hint is bool:
         return Switch()
     if hint in (int, float):
-        return Number(whole=hint is int, **limits)
+        return Number(integer=hint is int, **limits)
     if hint is str:
         return Text(**limits)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -415,20 +415,20 @@ def docs_of(cls: type) -> dict[str, str]:
 
     >>> from rollbook.train.optimizer import OptimizerConfig
     >>> docs_of(OptimizerConfig)["eps"]
-    'What AdamW adds to the denominator.'
+    "Term added to AdamW's denominator."
     """
     try:
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except OSError:  # an installation without sources has no strings to show, and needs none to run
         return {}
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     lines = body.body if isinstance(body, ast.ClassDef) else []
     for line, after in itertools.pairwise(lines):
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(after, ast.Expr):
             value = after.value
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                found[line.target.id] = " ".join(value.value.split())
-    return found
+                docs[line.target.id] = " ".join(value.value.split())
+    return docs
 
 
 def key(
@@ -436,23 +436,29 @@ def key(
     *,
     free: bool = False,
     anew: tuple[str, ...] = (),
-    whole: str = "",
+    complete_with: str = "",
     path: bool = False,
     **limits: Any,
 ) -> Any:
-    """A field with its default and limits: `low`, `high`, `above`, `below`, `whole_from` of numbers, `choices`,
-    `pattern`, `what` of texts, `names` of mappings. `free`, `anew`, `whole` and `path` are those of `Key`."""
-    told = {"limits": limits, "free": free, "anew": anew, "whole": whole, "path": path}
+    """Declare a key of a section as a dataclass field.
+
+    Args:
+        default: The default value.
+        free: See `Key`; so are `anew`, `complete_with` and `path`.
+        limits: `low`, `high`, `above`, `below` and `whole_from` of numbers; `choices`, `pattern` and `description` of
+            texts; `names` of mappings.
+    """
+    metadata = {"limits": limits, "free": free, "anew": anew, "complete_with": complete_with, "path": path}
     if isinstance(default, dict):
-        return field(default_factory=dict, metadata=told)
-    return field(default=default, metadata=told)
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def checked(self: Any) -> None:
     """Read every field of a section by its kind, and put what was read in its place."""
-    for name, one in section_of(type(self)).keys.items():
+    for name, spec in section_of(type(self)).keys.items():
         try:
-            value = one.kind.read(getattr(self, name))
+            value = spec.kind.read(getattr(self, name))
         except ConfigError as error:
             raise error.under(name) from None
         object.__setattr__(self, name, value)
@@ -475,39 +481,39 @@ def _section_of(cls: type) -> Section:
     if cls is AlgorithmConfig:
         doc = "The algorithm to begin from; null: one's own, of its parts."
         keys["preset"] = Key("preset", Nullable(Text(choices=tuple(PRESET_NAMES))), "grpo", doc, anew=("*",))
-    for one in dataclasses.fields(cls):
-        told = one.metadata
-        default = one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
-        keys[one.name] = Key(
-            one.name,
-            kind_of(hints[one.name], told.get("limits", {}), section_of),
+    for spec in dataclasses.fields(cls):
+        metadata = spec.metadata
+        default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
+        keys[spec.name] = Key(
+            spec.name,
+            kind_of(hints[spec.name], metadata.get("limits", {}), section_of),
             list(default) if isinstance(default, tuple) else default,
-            docs.get(one.name, ""),
-            told.get("free", False),
-            told.get("anew", _ANEW.get(one.name, ()) if cls is AlgorithmConfig else ()),
-            told.get("whole", ""),
-            told.get("path", False),
+            docs.get(spec.name, ""),
+            metadata.get("free", False),
+            metadata.get("anew", _ANEW.get(spec.name, ()) if cls is AlgorithmConfig else ()),
+            metadata.get("complete_with", ""),
+            metadata.get("path", False),
         )
     if cls is AlgorithmConfig:
         return Section(cls, keys, _algorithm, _of_algorithm, _preset, "preset")
-    usual = {name: plain(one.default) for name, one in keys.items()}
-    return Section(cls, keys, lambda given: cls(**given), vars, lambda values: usual, getattr(cls, "SHORT", ""))
+    usual = {name: plain(spec.default) for name, spec in keys.items()}
+    return Section(cls, keys, lambda values: cls(**values), vars, lambda values: usual, getattr(cls, "SHORT", ""))
 
 
 _ANEW = {"loss": ("loss_options",), "estimator": ("estimator_options",)}
 
 
-def _algorithm(given: dict[str, Any]) -> AlgorithmConfig:
+def _algorithm(values: dict[str, Any]) -> AlgorithmConfig:
     from rollbook.train.algorithm import AlgorithmConfig
 
-    preset = given.pop("preset", "grpo")
-    return AlgorithmConfig(**given) if preset is None else AlgorithmConfig.preset(preset, **given)
+    preset = values.pop("preset", "grpo")
+    return AlgorithmConfig(**values) if preset is None else AlgorithmConfig.preset(preset, **values)
 
 
-def _of_algorithm(one: AlgorithmConfig) -> dict[str, Any]:
+def _of_algorithm(algorithm: AlgorithmConfig) -> dict[str, Any]:
     from rollbook.train.algorithm import PRESET_NAMES
 
-    return {"preset": one.name if one.name in PRESET_NAMES else None, **one.to_dict()}
+    return {"preset": algorithm.name if algorithm.name in PRESET_NAMES else None, **algorithm.to_dict()}
 
 
 def _preset(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -522,8 +528,8 @@ def plain(value: Any) -> Any:
         parts = section.parts(value)
         return {name: plain(parts[name]) for name in section.keys}
     if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {name: plain(entry) for name, entry in value.items()}
+    return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def leaves(config: Any) -> Iterator[tuple[str, Any, bool]]:
@@ -531,14 +537,14 @@ def leaves(config: Any) -> Iterator[tuple[str, Any, bool]]:
 
     def walk(path: str, value: Any, section: Section | None, free: bool) -> Iterator[tuple[str, Any, bool]]:
         if isinstance(value, Mapping) and value:
-            for name, each in value.items():
-                known = section.keys[name] if section is not None else None
-                inner = section_in(known.kind) if known is not None else None
-                mine = free or (known is not None and known.free)
-                yield from walk(f"{path}.{name}" if path else name, each, inner, mine)
+            for name, entry in value.items():
+                spec = section.keys[name] if section is not None else None
+                inner = section_in(spec.kind) if spec is not None else None
+                mine = free or (spec is not None and spec.free)
+                yield from walk(f"{path}.{name}" if path else name, entry, inner, mine)
         elif isinstance(value, list) and section is not None:
-            for i, each in enumerate(value):
-                yield from walk(f"{path}.{i}", each, section, free)
+            for i, entry in enumerate(value):
+                yield from walk(f"{path}.{i}", entry, section, free)
         else:
             yield path, value, free
 
@@ -590,13 +596,13 @@ def _mapped(value: Any, path: str, leaf: Leaf, headers: bool = False, secret: bo
     if isinstance(value, Mapping):
         return {
             name: _mapped(
-                each,
+                entry,
                 f"{path}.{name}" if path else str(name),
                 leaf,
                 name == "headers" or headers,
                 secret or is_secret_name(str(name), strict=headers),
             )
-            for name, each in value.items()
+            for name, entry in value.items()
         }
     if isinstance(value, (list, tuple)):
         return [_mapped(item, f"{path}.{i}", leaf, headers, secret) for i, item in enumerate(value)]
@@ -625,9 +631,9 @@ def _expanded(path: str, text: str, secret: bool) -> str:
     is_url = "://" in text
 
     def variable(match: re.Match[str]) -> str:
-        found = os.environ.get(match[1])
-        if found is None:
+        variable_value = os.environ.get(match[1])
+        if variable_value is None:
             raise ConfigError(path, f"got {match[0]}, and {match[1]} is not set in the environment")
-        return quote(found, safe="") if is_url else found
+        return quote(variable_value, safe="") if is_url else variable_value
 
     return _VARIABLE.sub(variable, text) if secret or is_url else text

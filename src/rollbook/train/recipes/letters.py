@@ -85,10 +85,10 @@ def rows(count: int = 20_000, length: int = 6, seed: int = 0, skip: int = 0) -> 
     if skip + count > len(LETTERS) ** length // 2:
         most = len(LETTERS) ** length // 2 - skip
         raise ValueError(f"count: got {count}, expected at most {most} of {length} letters after the first {skip}")
-    rng, found = random.Random(seed), dict[str, None]()
-    while len(found) < skip + count:
-        found["".join(rng.choices(LETTERS, k=length))] = None
-    answers = [(word, "".join(sorted(word))) for word in itertools.islice(found, skip, None)]
+    rng, words = random.Random(seed), dict[str, None]()
+    while len(words) < skip + count:
+        words["".join(rng.choices(LETTERS, k=length))] = None
+    answers = [(word, "".join(sorted(word))) for word in itertools.islice(words, skip, None)]
     return [{"prompt": f"{word}>", "reference": answer, "response": answer} for word, answer in answers]
 
 
@@ -113,17 +113,17 @@ def taught(
     from rollbook.train.prompts import Prompts
     from rollbook.train.sft_warmup import WarmupConfig, warm_up
 
-    made, words = model(seed, hidden)
-    pace: dict[str, Any] = {} if until is not None else {"schedule": "linear", "floor": 0.03, "steps": steps}
+    network, words = model(seed, hidden)
+    pace: dict[str, Any] = {} if until is not None else {"schedule": "linear", "min_lr_ratio": 0.03, "steps": steps}
     warm_up(
-        Actor(made, tokenizer=words),
+        Actor(network, tokenizer=words),
         Prompts(rows(count, length, seed, skip), seed=seed),
         WarmupConfig(steps=steps, target_accuracy=until, optimizer=OptimizerConfig(lr=3e-3, warmup_steps=30, **pace)),
         reward=reward,
         sampling={"max_tokens": length + 1},
         seed=seed,
     )
-    return made, words
+    return network, words
 
 
 def pairs(
@@ -141,12 +141,12 @@ def pairs(
     from rollbook.train.evaluation import evaluate
     from rollbook.train.prompts import Prompts
 
-    made, words = taught(seed, until=until, count=count, length=length, skip=skip, hidden=hidden)
+    network, words = taught(seed, until=until, count=count, length=length, skip=skip, hidden=hidden)
     tasks = rows(count, length, seed)
-    engine, sampling = TransformersEngine(Actor(made, tokenizer=words)), {"max_tokens": length + 1}
+    engine, sampling = TransformersEngine(Actor(network, tokenizer=words)), {"max_tokens": length + 1}
     answers = evaluate(engine, Prompts(tasks, shuffle=False), reward, sampling=sampling, seed=seed).records
-    given = {record.prompt_text: record.response_text for record in answers}
-    both = [{**row, "chosen": row["reference"], "rejected": given[row["prompt"]]} for row in tasks]
+    wrong = {record.prompt_text: record.response_text for record in answers}
+    both = [{**row, "chosen": row["reference"], "rejected": wrong[row["prompt"]]} for row in tasks]
     return [row for row in both if row["rejected"] not in ("", row["chosen"])]
 
 
@@ -196,8 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the expert's book."""
     import argparse
 
-    whole = argparse.ArgumentParser(prog="python -m rollbook.train.recipes.letters")
-    parser = whole.add_subparsers(required=True).add_parser(
+    program = argparse.ArgumentParser(prog="python -m rollbook.train.recipes.letters")
+    parser = program.add_subparsers(required=True).add_parser(
         "expert", help="write a book of right answers, for `rollbook train letters-mix replay.expert=FOLDER`"
     )
     parser.add_argument("folder", type=Path, help="where the book goes")
@@ -205,8 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=6, help="letters of a word")
     parser.add_argument("--seed", type=int, default=0, help="that of the run which is to learn from it")
     parser.add_argument("--skip", type=int, default=20_000, help="how many words that run has of its own")
-    given = whole.parse_args(arguments)
-    print(f"{expert(**vars(given)):,} right answers in {given.folder}")
+    options = program.parse_args(arguments)
+    print(f"{expert(**vars(options)):,} right answers in {options.folder}")
 
 
 if __name__ == "__main__":
