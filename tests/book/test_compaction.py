@@ -98,11 +98,11 @@ def watched(callback: Callable[[], None]) -> Iterator[None]:
             finally:
                 busy = False
 
-    disk.watch(seen)
+    disk.watch_failpoints(seen)
     try:
         yield
     finally:
-        disk.watch(None)
+        disk.watch_failpoints(None)
 
 
 # --- what goes and what stays -----------------------------------------------------------------------------------
@@ -636,7 +636,7 @@ def killed_at(url: str, at: int) -> None:
     sound(book, {i: record(i) for i in range(4 * at) if i % 4})
     spread(book, [record(i) for i in range(4 * at, 4 * at + 4)], each=4)
     book.delete(uid(4 * at), author="ana")
-    disk.watch(lambda name: os._exit(9) if name in points and next(left) == at else None)
+    disk.watch_failpoints(lambda name: os._exit(9) if name in points and next(left) == at else None)
     book.compact(garbage=0.0, small=1 << 20, grace=0.0)
 
 

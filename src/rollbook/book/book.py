@@ -315,10 +315,10 @@ class Book:
         check_writable(self, "announce")
         version = check_int("version", version)
         with self.ledger.write() as tx:
-            is_new = queue.announce_version(tx, version)
-        for name, settings in self.consumers().items() if is_new else ():
-            if settings.max_staleness is not None:
-                drop_stale_records(self, name)
+            consumers = all_consumers(tx) if queue.announce_version(tx, version) else []
+        for consumer in consumers:
+            if consumer.settings.max_staleness is not None:
+                drop_stale_records(self, consumer.name)
 
     @property
     def policy_version(self) -> int | None:
@@ -334,7 +334,7 @@ class Book:
         book detect records of a version that a rewind abandoned, whenever they are appended.
         """
         with self.ledger.read() as tx:
-            return queue.read_lineage(tx).number
+            return len(queue.read_lineage(tx).branches)
 
     # --- metrics ------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from rollbook.book.consumer import (
     save_settings,
     shift_state,
 )
-from rollbook.book.disk import hit
+from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError
 from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, parsed, write_once
 from rollbook.book.read import read_numbers
@@ -141,7 +141,7 @@ def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
         if keep is not None:
             for old in checkpoint_points(tx)[:-keep]:
                 _forget(tx, old)
-        hit("during checkpoint")
+        hit_failpoint("during checkpoint")
         return used
 
     try:
@@ -248,7 +248,7 @@ def rewind_book(book: Book, name: str, later: str) -> RewindResult:
     check_choice("later", later, ("keep", "drop"))
     with queue.write_drained(book) as tx:
         done = undo_work(tx, book, find_checkpoint(tx, name), later)
-        hit("during rewind")
+        hit_failpoint("during rewind")
     return done
 
 
@@ -276,10 +276,10 @@ def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindRe
             _begin_anew(tx, book, consumer, point, last)
         save_consumer(tx, consumer)
     done = RewindResult(
-        point.name, acks, leases, came, tuple(later_point.name for later_point in reversed(forgotten)), lineage.number
+        point.name, acks, leases, came, tuple(newer.name for newer in reversed(forgotten)), len(lineage.branches)
     )
     detail = {
-        "lineage": lineage.number,
+        "lineage": len(lineage.branches),
         "event": point.event,
         "acks": acks,
         "leases": leases,

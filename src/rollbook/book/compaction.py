@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollbook.book import media, queue
 from rollbook.book.consumer import all_consumers, delete_removed_consumers
 from rollbook.book.content_hash import printed_ids
-from rollbook.book.disk import hit
+from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import CorruptBookError, MissingSegmentError, SegmentBusyError
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.media import open_blob
@@ -309,9 +309,9 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
     done = CompactionResult(before=sum(book.store.segments().values()))
     delete_removed_consumers(book.ledger)
     done.purged = purge(book)
-    hit(_POINT)
+    hit_failpoint(_POINT)
     look_for_forgotten(book)
-    hit(_POINT)
+    hit_failpoint(_POINT)
     for names in _chosen(book, garbage, small):
         _move(book, names, done)
     done.removed += _sweep(book, grace)
@@ -521,9 +521,9 @@ def _put(book: Book, names: Sequence[str], copies: _Copies, done: CompactionResu
     """Put copies of `least` bytes or more in the store and have the ledger point to them; what is still to be put."""
     if copies.size < least:
         return copies
-    hit(_POINT)
+    hit_failpoint(_POINT)
     places = book.store.put(copies.parts)
-    hit(_POINT)
+    hit_failpoint(_POINT)
     fresh = places[0].segment
     records: list[tuple[Any, ...]] = []
     media: list[tuple[Any, ...]] = []
@@ -541,7 +541,7 @@ def _put(book: Book, names: Sequence[str], copies: _Copies, done: CompactionResu
         part = slice(start, start + POINTED_AT_ONCE)
         if not _repoint(book, names, fresh, records[part], media[part], copies.size, start == starts[-1], done):
             return _Copies()
-        hit(_POINT)
+        hit_failpoint(_POINT)
     return _Copies()
 
 
@@ -611,7 +611,7 @@ def _remove(book: Book, names: Sequence[str]) -> int:
                 tx.run("DELETE FROM orphans WHERE segment = ?", (name,))
                 tx.run("DELETE FROM purges WHERE segment = ?", (name,))
                 count += there
-        hit(_POINT)
+        hit_failpoint(_POINT)
     return count
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book.errors import CorruptBookError, UnknownConsumerError
@@ -275,32 +275,36 @@ class ConsumerConfig:
     def _part(self, kind: type) -> Any:
         return next((part for part in (*self.removers, *self.limiters) if type(part) is kind), None)
 
-    @property
+    @cached_property
     def max_uses(self) -> int | None:
-        """After how many acknowledgements a record is done; `None`: never."""
+        """Number of acknowledgements after which a record is done; `None` for no limit."""
         part = self._part(MaxUses)
         limits = [part.uses if part is not None else None if isinstance(self.sampler, Priority) else 1]
         if isinstance(self.sampler, Priority):
             limits.append(self.sampler.most)
         return min((most for most in limits if most is not None), default=None)
 
-    @property
+    @cached_property
     def max_size(self) -> MaxSize | None:
+        """The `MaxSize` remover, if any."""
         part: MaxSize | None = self._part(MaxSize)
         return part
 
-    @property
+    @cached_property
     def max_age(self) -> float | None:
+        """Seconds that a record may wait, or `None`."""
         part = self._part(MaxAge)
         return None if part is None else float(part.seconds)
 
-    @property
+    @cached_property
     def min_size(self) -> int:
+        """Number of records that must be present before a lease, 0 for none."""
         part = self._part(MinSize)
         return 0 if part is None else int(part.size)
 
-    @property
+    @cached_property
     def ratio(self) -> SamplesToInserts | None:
+        """The `SamplesToInserts` limiter, if any."""
         part: SamplesToInserts | None = self._part(SamplesToInserts)
         return part
 
@@ -368,12 +372,11 @@ def parse_state(text: Any) -> State:
     for name, value in state.items():
         shaped = {"ready": list, "shifts": list, "rounds": dict, "group_rounds": dict}.get(name, (int, float))
         numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-        if (
-            not isinstance(value, shaped)
-            or (name == "ready" and len(numbers) != 2)
-            or (name == "shifts" and len(numbers) % 2)
-            or not all(math.isfinite(n) if type(n) is float else type(n) is int and abs(n) < 2**63 for n in numbers)
-        ):
+        valid = isinstance(value, shaped)
+        valid &= (name != "ready" or len(numbers) == 2) and (name != "shifts" or len(numbers) % 2 == 0)
+        for number in numbers:
+            valid &= math.isfinite(number) if type(number) is float else type(number) is int and abs(number) < 2**63
+        if not valid:
             raise CorruptBookError(f"a sampler's state: {name[:40]}: got {str(value)[:100]}, expected finite numbers")
     return state
 
@@ -395,12 +398,7 @@ class Consumer:
     waiting: float = 0.0
     """Until when somebody waits for records, by the database's clock."""
     saved: tuple[Any, ...] = ()
-    """What the ledger has, so that nothing is written that has not changed."""
-
-    def as_saved(self) -> tuple[Any, ...]:
-        """The values that a transaction may change, as the ledger keeps them."""
-        state = json.dumps(self.state)
-        return state, int(self.grouped), self.inserts, self.samples, self.floor, self.generation
+    """The values that the ledger has, so that `save_consumer` writes only changes."""
 
     def item(self, seq: int, uses: int, version: int | None, value: float | None, *, group: bool = False) -> Item:
         """Return what the sampler sees of a record or a group."""
@@ -423,38 +421,55 @@ def shift_state(state: State, seq: int) -> int:
 _COLUMNS = "id, name, settings, state, grouped, inserts, samples, floor, generation, waiting"
 
 
-def _consumer(row: Any) -> Consumer:
-    id_, name, settings, state, grouped, inserts, samples, floor, generation, waiting = row
-    if any(type(n) is not int for n in (id_, grouped, inserts, samples, generation, 0 if floor is None else floor)):
-        raise CorruptBookError(f"consumer {name!r}: got {row[4:]!r}, expected whole numbers")
-    consumer = Consumer(
-        id_, name, parse_settings(settings), parse_state(state), bool(grouped), inserts, samples, floor, generation
-    )
-    consumer.waiting = waiting if isinstance(waiting, float) else 0.0
-    consumer.saved = (state, grouped, inserts, samples, floor, generation)
-    return consumer
-
-
 SELECT_CONSUMERS = f"SELECT {_COLUMNS} FROM consumers ORDER BY id"
 SELECT_CONSUMER = f"SELECT {_COLUMNS} FROM consumers WHERE name = ?"
 """Queries whose rows `parse_consumers` reads."""
 
 
-def parse_consumers(rows: Iterable[Any]) -> list[Consumer]:
-    """Consumers from rows of the ledger."""
-    return list(map(_consumer, rows))
+def parse_consumers(rows: Iterable[Sequence[Any]]) -> list[Consumer]:
+    """Parse rows of `SELECT_CONSUMERS` or `SELECT_CONSUMER`.
+
+    Raises:
+        CorruptBookError: A value has the wrong type; SQLite stores text in a column of numbers, too.
+    """
+    consumers = []
+    for row in rows:
+        number, name, settings, state, grouped, inserts, samples, floor, generation, waiting = row
+        if {*map(type, (number, grouped, inserts, samples, generation, 0 if floor is None else floor))} != {int}:
+            raise CorruptBookError(f"consumer {name!r}: got {row[4:]!r}, expected whole numbers")
+        consumer = Consumer(
+            number,
+            name,
+            parse_settings(settings),
+            parse_state(state),
+            bool(grouped),
+            inserts,
+            samples,
+            floor,
+            generation,
+            waiting if isinstance(waiting, float) else 0.0,
+            saved=(state, grouped, inserts, samples, floor, generation),
+        )
+        consumers.append(consumer)
+    return consumers
 
 
 def all_consumers(tx: Transaction) -> list[Consumer]:
-    """Every consumer of the book, in the order they were made."""
+    """Return every consumer of the book, in the order of creation."""
     return parse_consumers(tx.all(SELECT_CONSUMERS))
 
 
 def find_consumer(tx: Transaction, name: str, lock: bool = False) -> Consumer | None:
-    """The consumer of this name; with `lock`, no other transaction changes its queue until this one ends."""
+    """Return the consumer of this name, or `None`.
+
+    Args:
+        tx: The transaction.
+        name: The consumer's name.
+        lock: Lock its row, so that no other transaction changes its queue until this one ends.
+    """
     check_text("consumer", name, 1, 200)
-    row = tx.one(f"{SELECT_CONSUMER}{tx.lock_row() if lock else ''}", (name,))
-    return None if row is None else _consumer(row)
+    rows = tx.all(f"{SELECT_CONSUMER}{tx.for_update if lock else ''}", (name,))
+    return parse_consumers(rows)[0] if rows else None
 
 
 def get_consumer(tx: Transaction, name: str) -> Consumer:
@@ -560,7 +575,9 @@ def _delete_some(ledger: Ledger, table: str, column: str, consumer: int) -> bool
 
 def save_consumer(tx: Transaction, consumer: Consumer) -> None:
     """Write back what a transaction changed."""
-    now = consumer.as_saved()
+    state = json.dumps(consumer.state)
+    counts = (consumer.inserts, consumer.samples, consumer.floor, consumer.generation)
+    now = (state, int(consumer.grouped), *counts)
     if now != consumer.saved:
         tx.later(
             "consumers",

@@ -1,7 +1,9 @@
-"""The file operations that a folder book is built from, in one place that tests replace to take power or space away.
+"""File operations of folder books, fail-points for tests, private memory maps, and detection of network mounts.
 
-Invariant: what was appended and synced, in a file whose folder was synced, is there after a power loss; every error of
-the system is an `OSError` of its own kind that names the path.
+All writes of a folder book go through `Disk`, which tests replace to simulate power loss and full disks.
+
+Invariant: bytes that were appended and synced, in a file whose folder was synced, survive a power loss. Every system
+error is an `OSError` that names the path.
 """
 
 from __future__ import annotations
@@ -22,29 +24,29 @@ from typing import Any
 
 from rollbook.core.files import FILE, FOLDER
 
-active = False
-"""Whether a callback is set."""
-_callback: Callable[[str], None] | None = None
+failpoints_active = False
+"""Whether a callback is set. Hot paths check it before they call `hit_failpoint`."""
+_failpoint_callback: Callable[[str], None] | None = None
 
 
-def watch(callback: Callable[[str], None] | None) -> None:
-    """Call `callback` with the name of every point that this process reaches; `None` ends it.
+def watch_failpoints(callback: Callable[[str], None] | None) -> None:
+    """Call `callback` with the name of every fail-point that this process reaches, until it is `None`.
 
-    >>> watch(print)
-    >>> hit("after write")
+    >>> watch_failpoints(print)
+    >>> hit_failpoint("after write")
     after write
-    >>> watch(None)
-    >>> hit("after write")
+    >>> watch_failpoints(None)
+    >>> hit_failpoint("after write")
     """
-    global active, _callback
-    _callback = callback
-    active = callback is not None
+    global failpoints_active, _failpoint_callback
+    _failpoint_callback = callback
+    failpoints_active = callback is not None
 
 
-def hit(name: str) -> None:
-    """Report that the point `name` is reached ("after write", "after sync", "after commit", ...)."""
-    if _callback is not None:
-        _callback(name)
+def hit_failpoint(name: str) -> None:
+    """Report that a fail-point is reached ("after write", "after sync", "after commit", ...)."""
+    if _failpoint_callback is not None:
+        _failpoint_callback(name)
 
 
 MOUNTS = Path("/proc/self/mountinfo")

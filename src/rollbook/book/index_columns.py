@@ -108,7 +108,8 @@ def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> l
     mask = _Mask(columns, count)
     trained = np.where(mask.known, mask.counts, response)
     oldest, newest = _versions(columns, mask, count)
-    rewards = _plain(columns, "reward", count)
+    rewards: list[float | None] = physical.numbers(columns["reward"]) if "reward" in columns else [None] * count
+    sizes: list[int | None] = physical.numbers(columns["group_size"]) if "group_size" in columns else [None] * count
     scored = [UNSCORED if reward is None else SCORED if reward == reward else NOT_A_NUMBER for reward in rewards]
     if NOT_A_NUMBER in scored:
         rewards = [reward if flag == SCORED else None for reward, flag in zip(rewards, scored, strict=True)]
@@ -131,7 +132,7 @@ def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> l
         _text(columns, "finish_reason", count),
         _text(columns, "truncate_status", count),
         kinds,
-        _plain(columns, "group_size", count),
+        sizes,
         _text(columns, "parent", count),
     )
     return list(map(IndexColumns._make, zip(*columns_of_tags, strict=True)))
@@ -147,16 +148,12 @@ def reward_of(tag: IndexColumns) -> float | None:
     return math.nan if tag.scored == NOT_A_NUMBER else tag.reward
 
 
-def _plain(columns: Mapping[str, Column], name: str, count: int) -> list[Any]:
-    return physical.numbers(columns[name]) if name in columns else [None] * count
-
-
 def _text(columns: Mapping[str, Column], name: str, count: int) -> list[str | None]:
     strings: list[str | None] = physical.texts(columns[name]) if name in columns else [None] * count
     raw = columns.get(f"{name}__raw")
     if raw is not None:
         strings = physical.decode(FIELDS[name], columns) or strings
-    if raw is not None or (name in columns and any(text is not None and "\0" in text for text in strings)):
+    if raw is not None or "\0" in "".join(filter(None, strings)):
         strings = [None if text is None else _kept(text) for text in strings]
     return strings
 
@@ -389,8 +386,8 @@ def column_types(records: Experiences | RowLayout) -> set[tuple[str, str]]:
     >>> sorted(column_types(Experiences([Experience(tokens=[1, 2, 3])])))
     [('action_mask', 'bool'), ('tokens', 'int32')]
     """
-    return {
-        (name, "x".join([column.dtype, *map(str, column.trailing)]))
-        for name, column in records.columns.items()
-        if isinstance(column, Ragged) and name in FIELDS
-    }
+    types = set()
+    for name, column in records.columns.items():
+        if isinstance(column, Ragged) and name in FIELDS:
+            types.add((name, "x".join([column.dtype, *map(str, column.trailing)])))
+    return types

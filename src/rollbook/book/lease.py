@@ -111,6 +111,16 @@ class Lease:
         self._book = book
         self._wanted = request
         self._claim = claim
+        self.fence = claim.id
+        """The fencing number: larger than that of every lease before; 0 if nothing was leased."""
+        self.uids = claim.uids
+        """The ids of its records, in the sampler's order."""
+        self.weights = claim.weights
+        """Importance weights of a proportional sampler, one per record, at most 1; `None` for other samplers."""
+        self.short = claim.why
+        """Why the lease has fewer records than requested; empty if it has all."""
+        self.partial = list(claim.partial)
+        """Ids of groups that were leased incomplete, because `partial_after` seconds had passed."""
         self._experiences: Experiences | None = None
         self._left = dict(zip(claim.uids, claim.seqs, strict=True))
         self._acks: list[tuple[Any, dict[str, int]]] = []
@@ -120,31 +130,6 @@ class Lease:
         self._renewed = time.monotonic()
         self.expires = claim.expires
         """When it ends without progress, by the database's clock, in seconds since 1970."""
-
-    @property
-    def fence(self) -> int:
-        """The fencing number: larger than that of every lease before; 0 if nothing was leased."""
-        return self._claim.id
-
-    @property
-    def uids(self) -> list[str]:
-        """The ids of its records, in the sampler's order."""
-        return list(self._claim.uids)
-
-    @property
-    def weights(self) -> list[float] | None:
-        """Importance weights of a proportional sampler, one per record, at most 1; `None` for other samplers."""
-        return None if self._claim.weights is None else list(self._claim.weights)
-
-    @property
-    def short(self) -> str:
-        """Empty if all that was asked for is here; otherwise a sentence that says what is not, and why."""
-        return self._claim.why
-
-    @property
-    def partial(self) -> list[str]:
-        """The ids of groups that were handed out incomplete, because `partial_after` seconds had passed."""
-        return list(self._claim.partial)
 
     @property
     def experiences(self) -> Experiences:
@@ -194,7 +179,7 @@ class Lease:
             return self.expires
 
         def transact(tx: Transaction) -> float:
-            self._check(tx, tx.all(f"{_LIVES}{tx.lock_row()}", (self._claim.id,)))
+            self._check(tx, tx.all(f"{_LIVES}{tx.for_update}", (self._claim.id,)))
             tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (tx.now + lasts, lasts, self._claim.id))
             return tx.now + lasts
 
@@ -238,7 +223,7 @@ class Lease:
             if uid not in chosen:
                 raise ValueError(f"priorities: got {uid!r}, which is not acknowledged here")
             priorities_by_seq[chosen[uid]] = check_float(f"priorities[{uid!r}]", value)
-        details_by_seq = {seq: dict(detail or {}) for seq in chosen.values()}
+        details_by_seq = dict.fromkeys(chosen.values(), detail or {})
         for uid, more in (details or {}).items():
             if uid not in chosen:
                 raise ValueError(f"details: got {uid!r}, which is not acknowledged here")
@@ -250,7 +235,8 @@ class Lease:
         except _RetryAckError:
             count = self._ack(chosen, step, priorities_by_seq, details_by_seq)
         self._acks.append((step, chosen))
-        self._settle(chosen)
+        for uid in chosen:
+            self._left.pop(uid, None)
         return count
 
     def _ack(
@@ -277,10 +263,10 @@ class Lease:
                 count += len(self._acknowledged(tx, seqs, step))
             _train(tx, consumer, rows, step, self._claim.id, priorities, details)
             if chosen.keys() >= self._left.keys():
-                queue.end_lease(tx, self._claim.id, "acked")
+                tx.later("leases", "UPDATE leases SET state = 'acked' WHERE id = ?", (self.fence,))
             save_consumer(tx, consumer)
-            if disk.active:
-                disk.hit("during ack")
+            if disk.failpoints_active:
+                disk.hit_failpoint("during ack")
             return count
 
         def committed(tx: Transaction, count: int) -> bool:
@@ -303,7 +289,7 @@ class Lease:
                 queue.requeue_rows(tx, consumer, rows, "nacked", reason)
                 tx.notify(consumer.id)
             if len(chosen) == len(self._left):
-                queue.end_lease(tx, self._claim.id, "nacked")
+                tx.later("leases", "UPDATE leases SET state = 'nacked' WHERE id = ?", (self.fence,))
             save_consumer(tx, consumer)
             return len(rows)
 
@@ -313,7 +299,8 @@ class Lease:
 
         count = write_once(self._book.ledger, transact, committed, shared=True)
         self._acks.append((_NO_STEP, {}))
-        self._settle(chosen)
+        for uid in chosen:
+            self._left.pop(uid, None)
         return count
 
     def _acknowledged(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> set[int]:
@@ -357,10 +344,6 @@ class Lease:
                 raise ValueError(f"uids: got {uid!r}, which this lease does not hold")
         return {uid: there[uid] for uid in listed}
 
-    def _settle(self, chosen: Mapping[str, int]) -> None:
-        for uid in chosen:
-            self._left.pop(uid, None)
-
     def _held(
         self, tx: Transaction, chosen: Mapping[str, int], always: bool = False
     ) -> tuple[Consumer, list[queue.Row]]:
@@ -372,8 +355,8 @@ class Lease:
         name, fence = self._wanted.consumer, self._claim.id
         serial = self._claim.serial or always
         consumer_rows, lease_rows, rows = tx.ask(
-            (f"{SELECT_CONSUMER}{tx.lock_row() if serial else ''}", (name,)),
-            (f"{_LIVES}{tx.lock_row()}", (fence,)),
+            (f"{SELECT_CONSUMER}{tx.for_update if serial else ''}", (name,)),
+            (f"{_LIVES}{tx.for_update}", (fence,)),
             (f"SELECT {queue.ROW_COLUMNS} FROM work WHERE lease = ? ORDER BY seq", (fence,)),
         )
         if not consumer_rows:
@@ -516,7 +499,7 @@ def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest 
     check_text("consumer", name, 1, 200)
     mine = "consumer = (SELECT id FROM consumers WHERE name = ?)"
     rows, [(expired, rested, unseen, version)] = tx.ask(
-        (f"{SELECT_CONSUMER}{tx.lock_row()}", (name,)),
+        (f"{SELECT_CONSUMER}{tx.for_update}", (name,)),
         (
             f"SELECT (SELECT 1 FROM leases WHERE {mine} AND state = 'active' AND "
             "(expires <= ? OR expires > ? + seconds + 1) LIMIT 1), "
@@ -535,19 +518,23 @@ def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest 
     if expired:
         queue.expire_leases(tx, consumer)
     piece = queue.CHUNK
-    done = rerank_queue(tx, consumer, book, piece)
+    done = True
+    if "unranked" in consumer.state or "oversized" in consumer.state:
+        done = rerank_queue(tx, consumer, book, piece)
     if unseen and (settings.bounded if request is None else not takes_in_order(consumer, request)):
         done &= queue.drain_inbox(tx, book, consumer, piece)
     if rested:
         done &= queue.end_cooldowns(tx, consumer, piece)
-    done &= queue.drop_over_age(tx, consumer, piece)
+    if settings.max_age is not None:
+        done &= queue.drop_over_age(tx, consumer, piece)
     bound = settings.max_staleness if request is None or request.max_staleness is None else request.max_staleness
     if version is not None and bound is not None:
         done &= queue.drop_stale_rows(tx, consumer, queue.version_floor(int(version), bound), piece)
     if request is not None and request.max_staleness is not None and settings.max_staleness is None:
         queue.drop_abandoned_rows(tx, consumer)  # a consumer's own bound was held as they came
     if consumer.grouped:
-        done &= queue.build_groups(tx, consumer, piece)
+        if "ungrouped" in consumer.state:
+            done &= queue.build_groups(tx, consumer, piece)
         if settings.partial_after is not None:
             done &= queue.release_due_groups(tx, consumer, piece)
     return consumer, done
@@ -678,29 +665,11 @@ def _empty(why: str) -> Claim:
     return Claim(0, [], [], None, 0.0, 0.0, why)
 
 
-def _ready(tx: Transaction, consumer: Consumer, count: int) -> list[tuple[str, float, float, int | None, int]]:
-    return tx.all(
-        "SELECT gid, rank, weight, size, runs FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?",
-        (consumer.id, count),
-    )
-
-
+_READY = "SELECT gid, rank, weight, size, runs FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?"
 _CLAIMED = (
     f"SELECT {', '.join(f'work.{name}' for name in queue.Row._fields)}, records.uid "
     "FROM work JOIN records ON records.seq = work.seq WHERE work.consumer = ? AND work.state = 'waiting'"
 )
-
-
-class ClaimableRow(NamedTuple):
-    """A record that can be claimed: its row and its id."""
-
-    row: queue.Row
-    uid: str
-
-
-def _parsed(rows: Sequence[Any]) -> list[ClaimableRow]:
-    checked = queue.check_rows(row[:-1] for row in rows)
-    return [ClaimableRow(row, full[-1]) for row, full in zip(checked, rows, strict=True)]
 
 
 def _allowed(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tuple[int, str]:
@@ -715,7 +684,7 @@ def _allowed(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tupl
     left = settings.ratio.samples_left(consumer.inserts, consumer.samples)
     if request.by == "group":
         fits = 0
-        for gid, *_ in _ready(tx, consumer, request.most):
+        for gid, *_ in tx.all(_READY, (consumer.id, request.most)):
             left -= len(queue.select_rows(tx, "consumer = ? AND gid = ? AND state = 'waiting'", (consumer.id, gid)))
             fits += left >= 0
         left = fits
@@ -725,45 +694,47 @@ def _allowed(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tupl
 
 
 def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseRequest, last: bool) -> Claim | None:
-    """Lease what waits; `None` if it is less than was asked for, and this is not the `last` look."""
+    """Lease waiting records; `None` if they are fewer than requested and this is not the `last` attempt."""
     sampler = consumer.settings.sampler
-    most, why = _allowed(tx, consumer, request)
+    most, why = request.most, ""
+    if consumer.settings.min_size or consumer.settings.ratio is not None:
+        most, why = _allowed(tx, consumer, request)
     partial: list[str] = []
     if request.by == "group":
-        ready = _ready(tx, consumer, most)
+        ready = tx.all(_READY, (consumer.id, most))
         units = len(ready)
         if units < request.most and not last:
             return None
         ranks = [rank for _, rank, *_ in ready]
-        if any(type(runs) is not int or not isinstance(size, (int, type(None))) for *_, size, runs in ready):
-            raise CorruptBookError(f"groups: got {str(ready)[:100]}, expected whole numbers")
-        partial = [gid for gid, _, _, size, runs in ready if size is not None and runs < size]
-        rows, [(lease,)] = tx.ask(
-            (
-                f"{_CLAIMED} AND work.gid {tx.in_texts}",
-                (consumer.id, tx.array([gid for gid, *_ in ready])),
-            ),
+        members: dict[str, list[queue.Row]] = {}
+        for gid, _, _, size, runs in ready:
+            if type(runs) is not int or not isinstance(size, (int, type(None))):
+                raise CorruptBookError(f"groups: got {str(ready)[:100]}, expected whole numbers")
+            members[gid] = []
+            if size is not None and runs < size:
+                partial.append(gid)
+        claimed, [(lease,)] = tx.ask(
+            (f"{_CLAIMED} AND work.gid {tx.in_texts}", (consumer.id, tx.array(list(members)))),
             tx.next_number("leases", 1),
         )
-        members: dict[str, list[ClaimableRow]] = {gid: [] for gid, *_ in ready}
-        for candidate in _parsed(sorted(rows)):
-            members[candidate.row.gid].append(candidate)
-        taken = [candidate for group in members.values() for candidate in group]
+        for row in queue.check_rows([values[:-1] for values in sorted(claimed)]):
+            members[row.gid].append(row)
+        taken = [row for group in members.values() for row in group]
         odds = [weight for gid, _, weight, *_ in ready for _ in members[gid]]
         count, total = consumer.state.get("ready", (0, 0.0))
     else:
         in_order = (f"{_CLAIMED} ORDER BY work.rank, work.seq LIMIT ?", (consumer.id, most))
-        rows, [(lease,)] = tx.ask(in_order, tx.next_number("leases", 1))
+        claimed, [(lease,)] = tx.ask(in_order, tx.next_number("leases", 1))
         empty = not takes_in_order(consumer, request)
-        while len(rows) < most and not empty:
-            empty = queue.drain_inbox(tx, book, consumer, max(AHEAD, min(most - len(rows), queue.CHUNK)))
-            rows = tx.all(*in_order)
-        units = len(rows)
+        while len(claimed) < most and not empty:
+            empty = queue.drain_inbox(tx, book, consumer, max(AHEAD, min(most - len(claimed), queue.CHUNK)))
+            claimed = tx.all(*in_order)
+        units = len(claimed)
         if units < request.most and not last:
             return None
-        taken = _parsed(rows)
-        odds = [candidate.row.weight for candidate in taken]
-        ranks = [candidate.row.rank for candidate in taken]
+        taken = queue.check_rows([values[:-1] for values in claimed])
+        odds = [row.weight for row in taken]
+        ranks = [row.rank for row in taken]
         count, total = queue.count_rows(tx, consumer, queue.WAITING) if isinstance(sampler, Proportional) else (0, 0.0)
     if units < most or not why:
         why = "no more was waiting" if request.by == "experience" else "no more groups were complete"
@@ -790,14 +761,15 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
     queue.change_rows(
         tx,
         consumer,
-        [(row, row._replace(state=queue.LEASED, lease=lease)) for row, _ in taken],
-        [queue.Event(queue.LEASED, row.seq, consumer.id, lease=lease) for row, _ in taken],
+        [(row, row._replace(state=queue.LEASED, lease=lease)) for row in taken],
+        [queue.Event(queue.LEASED, row.seq, consumer.id, lease=lease) for row in taken],
     )
     consumer.samples += len(taken)
+    uids = {values[0]: values[-1] for values in claimed}
     return Claim(
         lease,
-        [candidate.row.seq for candidate in taken],
-        [candidate.uid for candidate in taken],
+        [row.seq for row in taken],
+        [uids[row.seq] for row in taken],
         weights,
         tx.now + seconds,
         seconds,

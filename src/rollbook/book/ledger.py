@@ -85,6 +85,8 @@ class Transaction(Protocol):
     """An SQL operator with one parameter, `tx.array(numbers)`: true for a value that is one of them."""
     in_texts: str
     """The same for texts."""
+    for_update: str
+    """The end of a query for rows that this transaction is going to change: a lock, if the database has row locks."""
 
     @property
     def now(self) -> float:
@@ -124,9 +126,6 @@ class Transaction(Protocol):
 
     def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
         """A query that takes `count` consecutive numbers for new rows of "records" or "leases"; it gives the first."""
-
-    def lock_row(self) -> str:
-        """The end of a query for rows that this transaction is going to change."""
 
     def notify(self, consumer: int) -> None:
         """Wake who waits for records of this consumer, once the transaction is committed."""
@@ -282,6 +281,7 @@ def parsed(text: Any, label: str) -> dict[str, Any]:
 class _SQLiteTransaction:
     shard = 0
     in_ints = in_texts = _AMONG
+    for_update = ""
 
     def __init__(self, connection: sqlite3.Connection, now: float) -> None:
         self.connection = connection
@@ -303,16 +303,19 @@ class _SQLiteTransaction:
         if not rows:
             return
         # Binding a `None` takes the driver several times as long as a number: columns without values are left out.
-        values = list(zip(*rows, strict=True))
-        used = [i for i, column in enumerate(values) if column.count(None) < len(column)]
-        names, marks = ", ".join(columns[i] for i in used), ", ".join("?" * len(used))
-        sql = f"INSERT INTO {table} ({names}) VALUES ({marks}) {conflict}"
-        self.connection.executemany(sql, zip(*(values[i] for i in used), strict=True))
+        names: list[str] = []
+        values: list[tuple[Any, ...]] = []
+        for name, column in zip(columns, zip(*rows, strict=True), strict=True):
+            if column.count(None) < len(column):
+                names.append(name)
+                values.append(column)
+        marks = ", ".join("?" * len(names))
+        sql = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks}) {conflict}"
+        self.connection.executemany(sql, zip(*values, strict=True))
 
     def update(self, table: str, keys: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        settings = ", ".join(f"{name} = ?" for name in columns)
-        condition = " AND ".join(f"{name} = ?" for name in keys)
-        self.connection.executemany(f"UPDATE {table} SET {settings} WHERE {condition}", rows)
+        assignments, condition = " = ?, ".join(columns), " = ? AND ".join(keys)
+        self.connection.executemany(f"UPDATE {table} SET {assignments} = ? WHERE {condition} = ?", rows)
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         return self.connection.execute(sql, values).fetchall()
@@ -321,16 +324,17 @@ class _SQLiteTransaction:
         return self.connection.execute(sql, values).fetchone()
 
     def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
-        return [self.connection.execute(sql, values).fetchall() for sql, values in queries]
+        answers = []
+        for sql, values in queries:
+            rows = self.connection.execute(sql, values)
+            answers.append(rows.fetchall())
+        return answers
 
     array = staticmethod(_array)
 
     def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
         key = {"records": "seq", "leases": "id"}[table]
         return f"SELECT COALESCE(MAX({key}), 0) + 1 FROM {table}", ()
-
-    def lock_row(self) -> str:
-        return ""
 
     def notify(self, consumer: int) -> None:
         return None
@@ -426,18 +430,6 @@ def _holder(path: Path | None) -> str:
     return ""
 
 
-@contextmanager
-def take_turn(lock: threading.RLock, timeout: float | None) -> Iterator[float | None]:
-    """Hold the lock between the threads of one process; gives what is left of `timeout`."""
-    begin = time.monotonic()
-    if not lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
-        raise LockTimeoutError(f"another thread of this process held the ledger for {timeout:.3g} s")
-    try:
-        yield None if timeout is None else max(begin + timeout - time.monotonic(), 0.0)
-    finally:
-        lock.release()
-
-
 _left_behind: list[sqlite3.Connection] = []
 """Connections of a parent process: closing one in the child would release the parent's locks."""
 
@@ -476,7 +468,7 @@ class SQLiteLedger:
         """Connect, and remember which file that was."""
         if self.path is None:
             return self._connect()
-        with nullcontext() if self.read_only else self._shared():
+        with nullcontext() if self.read_only else self._shared(self.path):
             while True:
                 # A file system with layers may copy a file, under another inode, when it is first opened for writing.
                 before = identity(self.path)
@@ -492,18 +484,15 @@ class SQLiteLedger:
         return connection
 
     @contextmanager
-    def _shared(self) -> Iterator[None]:
+    def _shared(self, path: Path) -> Iterator[None]:
         """Keep repairs from replacing the ledger."""
-        if self.path is None:
-            yield
-            return
         with ExitStack() as stack:
             try:
-                had = stack.enter_context(folder_lock(self.path.parent, shared=True, seconds=BUSY_SECONDS))
+                locked = stack.enter_context(folder_lock(path.parent, shared=True, seconds=BUSY_SECONDS))
             except (FileNotFoundError, NotADirectoryError):
-                raise moved(self.path) from None
-            if not had:
-                raise BookError(f"{self.path.parent}: a repair held the book for {BUSY_SECONDS:g} s")
+                raise moved(path) from None
+            if not locked:
+                raise BookError(f"{path.parent}: a repair held the book for {BUSY_SECONDS:g} s")
             yield
 
     def _connect(self) -> sqlite3.Connection:
@@ -625,7 +614,7 @@ class SQLiteLedger:
     def write(
         self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
     ) -> Iterator[_SQLiteTransaction]:
-        with self._shared():
+        with nullcontext() if self.path is None else self._shared(self.path):
             yield from self._transaction("BEGIN IMMEDIATE", timeout)
 
     @contextmanager
@@ -634,33 +623,39 @@ class SQLiteLedger:
 
     def _transaction(self, begin: str, timeout: float | None = None) -> Iterator[_SQLiteTransaction]:
         connection = self._current()
-        with take_turn(self._lock, timeout) as seconds:
+        start = time.monotonic()
+        lock = self._lock  # The threads of this process share the connection.
+        if not lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+            raise LockTimeoutError(f"another thread of this process held the ledger for {timeout:.3g} s")
+        try:
+            left = None if timeout is None else max(start + timeout - time.monotonic(), 0.0)
+            self._patiently(connection, begin, left)
             try:
-                self._patiently(connection, begin, seconds)
-                try:
-                    if begin == "BEGIN":
-                        # The first look takes the snapshot, and may meet one who recovers, clears the log or is the
-                        # last to close the book.
-                        self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
-                    if self.path is not None and identity(self.path) != self._identity:
-                        raise moved(self.path)
-                    yield _SQLiteTransaction(connection, self.clock())
-                    if begin != "BEGIN" and disk.active:
-                        disk.hit("before commit")
-                    connection.execute("COMMIT")
-                except BaseException:
-                    if connection.in_transaction:
-                        connection.execute("ROLLBACK")
-                    raise
-            except sqlite3.DatabaseError as error:
-                explained = self._explained(error)
-                if explained is error:
-                    raise
-                raise explained from error
-            except OverflowError as error:
-                raise CorruptBookError(f"{self.path}: a number out of range ({error}); see `rollbook check`") from error
-        if begin != "BEGIN" and disk.active:
-            disk.hit("after commit")
+                if begin == "BEGIN":
+                    # The first query takes the snapshot. It may meet a connection that recovers, clears the log or is
+                    # the last to close the book.
+                    self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
+                if self.path is not None and identity(self.path) != self._identity:
+                    raise moved(self.path)
+                yield _SQLiteTransaction(connection, self.clock())
+                if disk.failpoints_active and begin != "BEGIN":
+                    disk.hit_failpoint("before commit")
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+        except sqlite3.DatabaseError as error:
+            explained = self._explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+        except OverflowError as error:
+            raise CorruptBookError(f"{self.path}: a number out of range ({error}); see `rollbook check`") from error
+        finally:
+            lock.release()
+        if disk.failpoints_active and begin != "BEGIN":
+            disk.hit_failpoint("after commit")
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return every row of one query."""
@@ -724,7 +719,11 @@ def check_text(name: str, text: object, least: int = 1, most: int = 1 << 20) -> 
     if not isinstance(text, str) or not least <= len(text) <= most:
         size = f" of {least} to {most} characters" if isinstance(text, str) and text else " that is not empty" * least
         raise ValueError(f"{name}: got {str(text)[:100]!r}, expected a text{size}")
-    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
         raise ValueError(f"{name}: got {text!r}, expected no NUL and no lone surrogate, which a database cannot keep")
     return text
 

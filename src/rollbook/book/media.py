@@ -46,7 +46,7 @@ import hashlib
 import re
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -235,12 +235,12 @@ class _Cut:
     new: Any
 
 
+@dataclass
 class _Gathered:
     """The media found so far; equal ones are hashed once."""
 
-    def __init__(self) -> None:
-        self.blobs: dict[str, Blob] = {}
-        self._seen: dict[tuple[Any, ...], tuple[str, NDArray[np.uint8]]] = {}
+    blobs: dict[str, Blob] = field(default_factory=dict)
+    _seen: dict[tuple[Any, ...], tuple[str, NDArray[np.uint8]]] = field(default_factory=dict)
 
     def add(self, kind: Kind, content: NDArray[np.uint8], dtype: str = "", shape: tuple[int, ...] = ()) -> str | None:
         """The hash of what `content` holds: a tensor's elements, or bytes in base64; `None` if it is no base64."""
@@ -297,10 +297,13 @@ def extract(records: Experiences, least: int = LEAST, evaluation: Sequence[bool]
     listed: dict[int, list[dict[str, Any]]] = {}
     changed: Columns = {}
     for name, column in columns.items():
-        field = owner(name)
-        if field is None or field[0].kind not in ("json", "media"):
+        entry = owner(name)
+        if entry is None or entry[0].kind not in ("json", "media"):
             continue
-        cuts = (_heavy_entries if field[0].kind == "media" else _heavy_texts)(column, least, gathered)
+        kind = entry[0].kind
+        if kind == "json" and np.diff(_memory(column)[1]).max(initial=0) < least:
+            continue  # Every text is shorter than a medium.
+        cuts = (_heavy_entries if kind == "media" else _heavy_texts)(column, least, gathered)
         if cuts:
             changed[name] = _with_cuts(column, [cut for _, _, cut in cuts])
         for row, at, cut in cuts:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import xxhash
 
-from rollbook.book.disk import hit
+from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import BookError, ConnectionLostError, LockTimeoutError, NotABookError, OutcomeUnknownError
 from rollbook.book.ledger import BUSY_SECONDS, ConcurrentChangeError, Turns
 from rollbook.core.addresses import redacted
@@ -106,6 +106,7 @@ class PostgresTransaction:
 
     in_ints = "= ANY(?::bigint[])"
     in_texts = "= ANY(?::text[])"
+    for_update = " FOR UPDATE"
 
     def __init__(self, connection: psycopg.Connection[Any], pipeline: psycopg.Pipeline, now: float) -> None:
         self.connection = connection
@@ -168,9 +169,6 @@ class PostgresTransaction:
 
     def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
         return "SELECT take_numbers(?, ?)", (f"{table}_numbers", count)
-
-    def lock_row(self) -> str:
-        return " FOR UPDATE"
 
     def notify(self, consumer: int) -> None:
         self.woken.add(consumer)
@@ -395,7 +393,7 @@ class PostgresLedger:
                         yield tx
                         tx.flush()
                         if writes:
-                            hit("before commit")
+                            hit_failpoint("before commit")
                         committing = writes
                         connection.execute("COMMIT")
                         for consumer in tx.woken:
@@ -418,7 +416,7 @@ class PostgresLedger:
                 raise
             raise explained from error
         if writes:
-            hit("after commit")
+            hit_failpoint("after commit")
 
     @contextmanager
     def _begun(self, begin: str, seconds: float) -> Iterator[tuple[psycopg.Connection[Any], float]]:

@@ -55,18 +55,26 @@ if TYPE_CHECKING:
 WORK_TABLE, GROUPS_TABLE = "work", "groups"
 UNDO_COLUMNS = {table: [column.split()[0] for column in TABLES[table][:-1]] for table in (WORK_TABLE, GROUPS_TABLE)}
 _UNDO_LISTED = {table: ", ".join(names) for table, names in UNDO_COLUMNS.items()}
+_UNDO_SELECTED = {table: ", ".join(f"now.{name}" for name in names) for table, names in UNDO_COLUMNS.items()}
 
 
 def save_undo(tx: Transaction, table: str, consumer: int, key: str, values: Sequence[Any]) -> None:
-    """Keep rows as they are, which are about to change, unless they have changed since the last checkpoint already."""
+    """Copy rows that are about to change to the undo log, unless they have changed since the last checkpoint.
+
+    Args:
+        tx: The transaction.
+        table: `WORK_TABLE` or `GROUPS_TABLE`.
+        consumer: The consumer's number.
+        key: The column that selects the rows, `"seq"` or `"gid"`.
+        values: Values of that column.
+    """
     if not values:
         return
-    listed = ", ".join(f"now.{name}" for name in UNDO_COLUMNS[table])
     among = tx.in_ints if key == "seq" else tx.in_texts
-    # What came after the checkpoint was nothing then.
+    # Rows of records that came after the checkpoint did not exist then.
     tx.later(
         f"{table}_before",
-        f"INSERT INTO {table}_before (checkpoint, {_UNDO_LISTED[table]}) SELECT point.event, {listed} "
+        f"INSERT INTO {table}_before (checkpoint, {_UNDO_LISTED[table]}) SELECT point.event, {_UNDO_SELECTED[table]} "
         f"FROM {table} AS now CROSS JOIN (SELECT event, seq FROM checkpoints ORDER BY event DESC LIMIT 1) AS point "
         f"WHERE now.consumer = ? AND now.{key} {among} AND now.seq <= point.seq ON CONFLICT DO NOTHING",
         (consumer, tx.array(values)),
@@ -132,8 +140,12 @@ def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], oth
     members: defaultdict[str, list[Any]] = defaultdict(list)
     for gid, *member in sorted(work_rows, key=itemgetter(2)):
         members[gid].append(member)
-    totals = {gid: total for gid, *total in record_rows}
-    earlier = {gid: row for gid, *row in group_rows}
+    totals: dict[str, Sequence[Any]] = {}
+    for gid, *total in record_rows:
+        totals[gid] = total
+    earlier: dict[str, Sequence[Any]] = {}
+    for gid, *former in group_rows:
+        earlier[gid] = former
     rows = []
     empty = []
     for gid in listed:
@@ -165,30 +177,30 @@ def _refresh_group(
     """A group's row as it is now; `None` if all of it was rewound: there is no such group."""
     runs, size, first, since = total or (0, None, None, None)
     was, rank, had = earlier or (0, UNRANKED, 1.0)
-    if type(was) is not int or not all(type(n) in (int, float) for n in (rank, had, size or 0, since or 0)):
+    if type(was) is not int or not {type(rank), type(had), type(size or 0), type(since or 0)} <= {int, float}:
         raise CorruptBookError(f"groups: {gid!r}: got {str((earlier, size, since))[:100]}, expected numbers")
     settings = consumer.settings
     size = size or settings.group_size
-    waiting = [row for row in members if row[0] == "waiting"]
-    leased = any(row[0] == "leased" for row in members)
+    uses, versions, values, leased = [], [], [], False
+    for state, _, version, value, used in members:
+        leased |= state == LEASED
+        if state == WAITING:
+            uses.append(used)
+            if version is not None:
+                versions.append(version)
+            if value is not None:
+                values.append(value)
     due = None if settings.partial_after is None or since is None else since + settings.partial_after
     # A group of unknown size is what has been brought of it.
     complete = size is None or runs >= size or (due is not None and due <= tx.now)
-    ready = complete and bool(waiting) and not leased and first is not None
+    ready = complete and bool(uses) and not leased and first is not None
     weight = had
-    if other or not (waiting or leased):
+    if other or not (uses or leased):
         rank = UNRANKED
     if ready and first is not None:
         sampler = settings.sampler
-        versions = [row[2] for row in waiting if row[2] is not None]
-        values = [row[3] for row in waiting if row[3] is not None]
-        item = consumer.item(
-            first,
-            min(row[4] for row in waiting),
-            max(versions, default=None),
-            sum(values) / len(values) if values else None,
-            group=True,
-        )
+        mean = sum(values) / len(values) if values else None
+        item = consumer.item(first, min(uses), max(versions, default=None), mean, group=True)
         weight = sampler.weight(item)
         # A place that chance or turns gave is kept, by what was given back too; other ranks follow from the members.
         if not sampler.keeps or rank == UNRANKED or weight != had:
@@ -259,8 +271,8 @@ class Lineage:
     """What the rewinds of a book abandoned.
 
     >>> lineage = Lineage(announced=5, branches=[[5, 100, 200]], top=10, seen=200)
-    >>> lineage.number, lineage.is_abandoned(150, 6), lineage.is_abandoned(150, 5), lineage.is_abandoned(250, 7)
-    (1, True, False, True)
+    >>> lineage.is_abandoned(150, 6), lineage.is_abandoned(150, 5), lineage.is_abandoned(250, 7)
+    (True, False, True)
     """
 
     announced: int | None
@@ -274,11 +286,6 @@ class Lineage:
     """[version, top, after, last]: records of later versions, up to `top`, that came before these were announced."""
     named: list[list[int]] = field(default_factory=list)
     """[abandoned, after, last]: records of which the lineage that they name says otherwise than the rest of this."""
-
-    @property
-    def number(self) -> int:
-        """How many rewinds there were."""
-        return len(self.branches)
 
     def is_abandoned(self, seq: int, version: int | None) -> bool:
         """Whether an abandoned version sampled a record; `version` is its newest one."""
@@ -300,7 +307,7 @@ class Lineage:
         before = len(self.named)
         for i, lineage in enumerate(_named_lineages(records)):
             version = versions[i]
-            if version is None or lineage is None or lineage not in range(self.number + 1):
+            if version is None or lineage is None or lineage not in range(len(self.branches) + 1):
                 continue
             abandoned = any(version > branch for branch, _, _ in self.branches[int(lineage) :])
             if abandoned != self.is_abandoned(base + i, version):
@@ -346,7 +353,7 @@ def name_lineage(records: Experiences | RowLayout) -> bool:
 def read_lineage(tx: Transaction, lock: bool = False) -> Lineage:
     """The policy's announced version, and what was abandoned; with `lock`, nobody else changes it until the end of the
     transaction."""
-    end = f" ORDER BY key{tx.lock_row()}" if lock else ""
+    end = f" ORDER BY key{tx.for_update}" if lock else ""
     return parse_lineage(dict(tx.all(f"SELECT key, value FROM meta WHERE key IN ('policy_version', 'lineage'){end}")))
 
 
@@ -372,8 +379,8 @@ def parse_lineage(values: dict[str, str]) -> Lineage:
 
 
 def save_lineage(tx: Transaction, lineage: Lineage) -> None:
-    """Write what was abandoned; nothing before the first rewind."""
-    if not lineage.number:
+    """Write the lineage; before the first rewind there is nothing to write."""
+    if not lineage.branches:
         tx.run("DELETE FROM meta WHERE key = 'lineage'")
         return
     state = asdict(lineage)
@@ -409,14 +416,6 @@ def branch_lineage(tx: Transaction, version: int | None, seq: int) -> Lineage:
     lineage.announced = version
     save_lineage(tx, lineage)
     return lineage
-
-
-def settle_lineage(tx: Transaction) -> None:
-    """Settle which records came with versions that are about to be announced in this lineage, too."""
-    lineage = read_lineage(tx)
-    if lineage.top is not None and (lineage.announced or 0) < lineage.top:
-        _close_lineage(tx, lineage)
-        save_lineage(tx, lineage)
 
 
 WAITING, COOLING, LEASED, TRAINED, DROPPED = "waiting", "cooling", "leased", "trained", "dropped"
@@ -463,9 +462,11 @@ _EVENT_COLUMNS = ("time", *Event._fields)
 
 def record_events(tx: Transaction, events: Iterable[Event]) -> None:
     """Write events, in order."""
-    tx.insert(
-        "events", _EVENT_COLUMNS, [(tx.now, *e[:6], None if e.detail is None else json.dumps(e.detail)) for e in events]
-    )
+    rows = []
+    for event in events:
+        detail = None if event.detail is None else json.dumps(event.detail)
+        rows.append((tx.now, *event[:6], detail))
+    tx.insert("events", _EVENT_COLUMNS, rows)
 
 
 def select_rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]:
@@ -493,13 +494,13 @@ def select_rows_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int])
     return rows
 
 
-def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, float]]) -> None:
-    """Add to counts (consumer, state, reason, number, weight)."""
+def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, float, int]]) -> None:
+    """Add to counts: (consumer, state, reason, number, weight, `tx.shard`)."""
     # In one order, so that two transactions with the same shard never wait for each other.
     tx.insert(
         "tallies",
         ("consumer", "state", "reason", "n", "weight", "shard"),
-        [(*change, tx.shard) for change in sorted(changes)],
+        sorted(changes),
         "ON CONFLICT (consumer, state, reason, shard) DO UPDATE SET n = tallies.n + excluded.n, "
         # Rounding errors do not outlive the rows they came from.
         "weight = CASE tallies.n + excluded.n WHEN 0 THEN 0 ELSE tallies.weight + excluded.weight END",
@@ -519,52 +520,69 @@ def count_rows(tx: Transaction, consumer: Consumer, *states: str) -> tuple[int, 
 def enter_rows(
     tx: Transaction, consumer: Consumer, rows: Sequence[Row], details: Mapping[int, dict[str, Any]] | None = None
 ) -> None:
-    """Rows for records that this consumer has not seen; groups of a consumer that leases by group are looked at.
-    `details`: what the ledger says beside the reason why a record is dropped, by its number."""
-    changes: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    """Insert rows of records that are new to this consumer, and refresh their groups if it leases by group.
+
+    Args:
+        tx: The transaction.
+        consumer: The consumer.
+        rows: One row per record.
+        details: Details of the events of dropped records, by record number.
+    """
+    about = details or {}
+    changes: dict[tuple[str, str], list[float]] = {}
+    gids: dict[str, None] = {}
+    dropped = []
     for row in rows:
-        entry = changes[row.state, row.reason or ""]
+        entry = changes.setdefault((row.state, row.reason or ""), [0, 0.0])
         entry[0] += 1
         entry[1] += row.weight
+        gids[row.gid] = None
+        if row.state == DROPPED:
+            dropped.append(Event(DROPPED, row.seq, consumer.id, row.reason, detail=about.get(row.seq)))
     tx.insert("work", ("consumer", *Row._fields), [(consumer.id, *row) for row in rows])
-    add_counts(tx, [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight])
-    consumer.inserts += sum(row.state != DROPPED for row in rows)
-    about = details or {}
-    record_events(
-        tx,
-        [
-            Event(DROPPED, row.seq, consumer.id, row.reason, detail=about.get(row.seq))
-            for row in rows
-            if row.state == DROPPED
-        ],
-    )
+    counts = [(consumer.id, *key, int(n), weight, tx.shard) for key, (n, weight) in changes.items() if n or weight]
+    add_counts(tx, counts)
+    consumer.inserts += len(rows) - len(dropped)
+    record_events(tx, dropped)
     if consumer.grouped:
-        refresh_groups(tx, consumer, dict.fromkeys(row.gid for row in rows))
+        refresh_groups(tx, consumer, gids)
 
 
 def change_rows(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]], events: Iterable[Event]) -> None:
-    """Rows that become others (their numbers stay), and the events that say why."""
+    """Update rows, write the events that say why, and refresh their groups if the consumer leases by group.
+
+    Args:
+        tx: The transaction.
+        consumer: The consumer.
+        moves: Each row before and after, with the same record number.
+        events: The events.
+    """
     if not moves:
         return
-    changes: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    changes: dict[tuple[str, str], list[float]] = {}
+    gids: dict[str, None] = {}
+    reranked = set()
     for old, new in moves:
+        gids[new.gid] = None
+        if (old.uses, old.value) != (new.uses, new.value):
+            reranked.add(new.gid)
         for row, sign in ((old, -1), (new, 1)):
-            entry = changes[row.state, row.reason or ""]
+            entry = changes.setdefault((row.state, row.reason or ""), [0, 0.0])
             entry[0] += sign
             entry[1] += sign * row.weight
-        # What is given up counts neither as brought nor as handed out, or its missing uses would hold appends back
-        # for ever; what comes back from there counts again.
+        # Dropped records count neither as inserted nor as sampled, or their missing uses would hold appends back
+        # forever. A record that is offered again counts again.
         if (old.state == DROPPED) != (new.state == DROPPED):
             sign = -1 if new.state == DROPPED else 1
             consumer.inserts += sign
             consumer.samples += sign * (old.uses if sign < 0 else new.uses)
     save_undo(tx, WORK_TABLE, consumer.id, "seq", [new.seq for _, new in moves])
     tx.update("work", ("consumer", "seq"), Row._fields[2:], [(*new[2:], consumer.id, new.seq) for _, new in moves])
-    add_counts(tx, [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight])
+    counts = [(consumer.id, *key, int(n), weight, tx.shard) for key, (n, weight) in changes.items() if n or weight]
+    add_counts(tx, counts)
     record_events(tx, events)
     if consumer.grouped:
-        other = {new.gid for old, new in moves if (old.uses, old.value) != (new.uses, new.value)}
-        refresh_groups(tx, consumer, dict.fromkeys(new.gid for _, new in moves), other)
+        refresh_groups(tx, consumer, gids, reranked)
 
 
 def drop_rows(
@@ -624,16 +642,11 @@ def expire_leases(tx: Transaction, consumer: Consumer) -> None:
     )
     # A holder that acknowledges in this moment has its lease's row.
     for (lease,) in tx.all(
-        f"SELECT id FROM leases WHERE consumer = ? AND state = 'active' AND expires <= ? ORDER BY id{tx.lock_row()}",
+        f"SELECT id FROM leases WHERE consumer = ? AND state = 'active' AND expires <= ? ORDER BY id{tx.for_update}",
         (consumer.id, tx.now),
     ):
-        end_lease(tx, lease, "expired")
+        tx.later("leases", "UPDATE leases SET state = 'expired' WHERE id = ?", (lease,))
         requeue_rows(tx, consumer, select_rows(tx, "lease = ? ORDER BY seq", (lease,)), "expired", None)
-
-
-def end_lease(tx: Transaction, lease: int, state: str) -> None:
-    """A lease's last state."""
-    tx.later("leases", "UPDATE leases SET state = ? WHERE id = ?", (state, lease))
 
 
 def end_cooldowns(tx: Transaction, consumer: Consumer, most: int) -> bool:
@@ -698,7 +711,7 @@ def drop_stale_rows(tx: Transaction, consumer: Consumer, floor: int | None, most
 def drop_abandoned_rows(tx: Transaction, consumer: Consumer) -> None:
     """Drop waiting records that abandoned versions of the policy sampled."""
     lineage = read_lineage(tx)
-    if not lineage.number:
+    if not lineage.branches:
         return
     last = min(after for _, after, _ in lineage.branches)
     lowest = min(version for version, _, _ in lineage.branches)
@@ -742,14 +755,24 @@ def set_announced_version(tx: Transaction, version: int | None) -> None:
 
 
 def announce_version(tx: Transaction, version: int) -> bool:
-    """Write a version that is announced, and return whether it is another one; what is too old by it is dropped piece
-    by piece, by `drop_stale_rows`."""
-    now = announced_version(tx)
+    """Write the announced policy version; `drop_stale_rows` then drops the records that it makes stale.
+
+    Returns:
+        Whether the version is new.
+
+    Raises:
+        BookError: The version is older than the announced one.
+    """
+    lineage = read_lineage(tx)
+    now = lineage.announced
     if now is not None and version < now:
         raise BookError(f"announce: got version {version}, the book has {now}; only a rewind goes back")
     if now == version:
         return False
-    settle_lineage(tx)
+    if lineage.top is not None and (now or 0) < lineage.top:
+        # Settle which records came with versions that are about to be announced in this lineage, too.
+        _close_lineage(tx, lineage)
+        save_lineage(tx, lineage)
     set_announced_version(tx, version)
     record_events(tx, [Event("announced", detail={"version": version})])
     return True
@@ -758,6 +781,7 @@ def announce_version(tx: Transaction, version: int) -> bool:
 QUARANTINED = "quarantined"
 """The reason in `work`, the kind of the events and of the findings."""
 _QUARANTINE_KEY = "quarantine"
+"""The entry of `meta` with the first event that counts; without it, no record is in quarantine."""
 
 
 def add_to_quarantine(tx: Transaction, seqs: Sequence[int], first: int | None = None) -> None:
@@ -820,25 +844,17 @@ def release_quarantine(tx: Transaction) -> int:
     return count
 
 
-_INBOX_COLUMNS = ("consumer", "first", "last", "count", "numbers")
+INBOX_COLUMNS = ("consumer", "first", "last", "count", "numbers")
+"""`numbers` is a JSON list of what the consumer's sampler ranks the records by, if the ledger does not have it."""
 CHUNK = 1000
 """How many records one transaction drains: it holds its locks for a moment only."""
-
-
-def add_to_inbox(
-    tx: Transaction, ids: Sequence[int], first: int, count: int, numbers: Mapping[int, str] | None = None
-) -> None:
-    """Note `count` new records, from number `first` on, for consumers; `numbers`: by consumer, what its sampler ranks
-    them by (a JSON list), where the ledger does not have it."""
-    rows = [(number, first, first + count - 1, count, (numbers or {}).get(number)) for number in sorted(ids)]
-    tx.insert("inbox", _INBOX_COLUMNS, rows)
 
 
 def backfill_consumer(tx: Transaction, consumer: int) -> None:
     """Note all training records of the book for a new consumer, within an exclusive transaction."""
     last, count = tx.one("SELECT MAX(seq), COUNT(*) FROM records WHERE evaluation = 0")
     if count:
-        tx.insert("inbox", _INBOX_COLUMNS, [(consumer, 1, last, count, None)])
+        tx.insert("inbox", INBOX_COLUMNS, [(consumer, 1, last, count, None)])
 
 
 def add_consumer(tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
@@ -904,8 +920,9 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
         done.append(first)
     key = consumer.settings.sampler.key
     bounded = consumer.settings.max_staleness is not None
-    lineage = read_lineage(tx)
-    floor = version_floor(lineage.announced, consumer.settings.max_staleness)
+    meta = dict(tx.all(f"SELECT key, value FROM meta WHERE key IN ('policy_version', 'lineage', '{_QUARANTINE_KEY}')"))
+    lineage = parse_lineage(meta)
+    floor = version_floor(lineage.announced, consumer.settings.max_staleness) if bounded else None
     column = f", {key}" if key in index_columns.IndexColumns._fields else ""
     # Numbers of a range that are not in `records` are of evaluation records.
     records = tx.all(
@@ -918,7 +935,7 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
     elif key is not None:
         unknown = [row[0] for row in records if row[0] not in values and row[3] is None]
         values.update(zip(unknown, read_numbers(book, tx, unknown, key), strict=True))
-    quarantined = find_quarantined(tx, [row[0] for row in records])
+    quarantined = find_quarantined(tx, [row[0] for row in records]) if _QUARANTINE_KEY in meta else set()
     rows = []
     details = {}
     for seq, gid, version, gone, newest, *_ in records:
@@ -928,7 +945,8 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
         dropped = gone or (QUARANTINED if seq in quarantined else "stale" if stale else None)
         rows.append(new_row(consumer, seq, gid, version, values.get(seq), dropped))
     enter_rows(tx, consumer, rows, details)
-    drop_over_size(tx, consumer, CHUNK)
+    if consumer.settings.max_size is not None:
+        drop_over_size(tx, consumer, CHUNK)
     if done:
         tx.later("inbox", f"DELETE FROM inbox WHERE consumer = ? AND first {tx.in_ints}", (consumer.id, tx.array(done)))
     if cut is not None:

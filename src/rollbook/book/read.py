@@ -48,6 +48,7 @@ _WHOLE_BYTES = 16 << 10
 """A frame of at most this size is read whole: the requests for ranges take longer than the bytes."""
 Location = tuple[int, str | None, int, int, int, str | None, int]
 """seq, segment, start, size, slot, why it is gone, bytes (an equal share of the frame)"""
+_SLOT = operator.itemgetter(4)
 
 
 class Frames:
@@ -167,15 +168,21 @@ def _all_in_order(slots: Sequence[Any], count: int) -> bool:
 
 def locate(source: Ledger | Transaction, seqs: Sequence[int]) -> dict[int, Location]:
     """Where records lie."""
-    rows: dict[int, Location] = {}
+    where: dict[int, Location] = {}
     sql = f"SELECT seq, segment, start, size, slot, gone, bytes FROM records WHERE seq {source.in_ints}"
     for start in range(0, len(seqs), 10_000):
-        rows.update((row[0], row) for row in source.all(sql, (source.array(seqs[start : start + 10_000]),)))
-    return rows
+        for row in source.all(sql, (source.array(seqs[start : start + 10_000]),)):
+            where[row[0]] = row
+    return where
 
 
-def check_present(book: Book, seqs: Sequence[int], where: Mapping[int, Location]) -> None:
-    """Raise if one of these records is not in the book, or has no bytes."""
+def check_present(book: Book, seqs: Sequence[int], where: Mapping[int, Location]) -> list[Location]:
+    """Return the locations of these records, in this order.
+
+    Raises:
+        BookError: A record is not in the book, or its bytes are gone.
+    """
+    locations = []
     for seq in seqs:
         if seq not in where:
             raise BookError(f"record number {seq}: there is none in the book")
@@ -183,6 +190,8 @@ def check_present(book: Book, seqs: Sequence[int], where: Mapping[int, Location]
             with book.ledger.read() as tx:
                 (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
             raise BookError(f"{uid}: its bytes are gone ({where[seq][5] or 'never stored'})")
+        locations.append(where[seq])
+    return locations
 
 
 def retried(
@@ -205,11 +214,11 @@ def retried(
     for attempt in range(_ATTEMPTS):
         where = locate(book.ledger, seqs) if located is None or attempt else located
         if skip:
-            where = {seq: place for seq, place in where.items() if place[1] is not None}
+            places = [where[seq] for seq in seqs if seq in where and where[seq][1] is not None]
         else:
-            check_present(book, seqs, where)
+            places = check_present(book, seqs, where)
         try:
-            return read([where[seq] for seq in seqs if seq in where])
+            return read(places)
         except MissingSegmentError as missing:
             gone = missing
     raise CorruptBookError(f"{gone}: a segment that the ledger refers to; see `rollbook check`") from None
@@ -225,10 +234,10 @@ def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool =
     if not seqs:
         return Experiences()
     for _ in range(_ATTEMPTS):
-        where = locate(book.ledger, seqs)
-        check_present(book, seqs, where)
+        places = check_present(book, seqs, locate(book.ledger, seqs))
         try:
-            return _read_records(book, [where[seq] for seq in seqs], verify, media)
+            parts = _parts(book, places, verify, sparse=media or not verify)
+            return _complete(book, places, parts, verify, media)
         except MissingSegmentError as error:  # Compaction moved it.
             missing = error
     raise CorruptBookError(f"{missing}: a segment that the ledger refers to; see `rollbook check`") from None
@@ -249,21 +258,20 @@ def fetch_present(
     """
 
     def read(places: list[Location]) -> tuple[list[int], Experiences]:
-        return [place[0] for place in places], _read_records(book, places, verify, media)
+        if not places:
+            return [], Experiences()
+        parts = _parts(book, places, verify, sparse=media or not verify)
+        return [place[0] for place in places], _complete(book, places, parts, verify, media)
 
     return retried(book, seqs, read, skip=True, located=located) if seqs else ([], Experiences())
 
 
-def _read_records(book: Book, places: Sequence[Location], verify: bool, media: bool) -> Experiences:
-    if not places:
-        return Experiences()
-    if media or not verify:
-        parts = _parts(book, places, verify, sparse=True)
-        records = restore_media(book, _joined(parts)) if media else _joined(parts)
-        if not verify or not parts.sparse or _match(book, records, places, parts.sparse):
-            return records
-    records = gather(book, places, verify)
-    return restore_media(book, records) if media else records
+def _complete(book: Book, places: Sequence[Location], parts: _Parts, verify: bool, media: bool) -> Experiences:
+    """Join the records of each frame and restore their media; read frames whole if a sparse record is damaged."""
+    records = restore_media(book, _joined(parts)) if media else _joined(parts)
+    if verify and parts.sparse and not _match(book, records, places, parts.sparse):
+        records = restore_media(book, gather(book, places, verify))
+    return records
 
 
 def _match(book: Book, records: Experiences, where: Sequence[Location], rows: Sequence[int]) -> bool:
@@ -318,8 +326,11 @@ def gather(
 
 
 def check_slots(place: Place, slots: Sequence[Any], count: int) -> None:
-    """Refuse slots that a frame of so many records has not; SQLite keeps whatever it is given, text for numbers too."""
-    if not all(type(slot) is int and 0 <= slot < count for slot in slots):
+    """Raise `CorruptBookError` if a frame of `count` records lacks one of these slots.
+
+    The types are checked because SQLite stores text in a column of numbers, too.
+    """
+    if slots and ({*map(type, slots)} != {int} or min(slots) < 0 or max(slots) >= count):
         raise CorruptBookError(
             f"segment {place.segment}, byte {place.offset}: {count} records, none in slot {str(slots)[:80]}"
         )
@@ -355,11 +366,12 @@ def _parts(
     for i, location in enumerate(where):
         grouped.setdefault(location[1:4], []).append(i)
     frames = {Place(*place): indices for place, indices in grouped.items()}
-    rows = _sparse_rows(book, frames, where, only) if sparse else {}
+    slots = {place: list(map(_SLOT, map(where.__getitem__, indices))) for place, indices in frames.items()}
+    shares = {place: where[indices[0]][6] for place, indices in frames.items()}
+    rows = _sparse_rows(book, slots, shares, only) if sparse else {}
     rest = [place for place in frames if place not in rows]
     parts = {place: [records] for place, records in rows.items()}
     for memory, run in read_runs(book, rest):
-        slots = {place: [where[i][4] for i in frames[place]] for place in run}
         stacked = _stacked(memory, run, verify, slots) if together else None
         if stacked is not None:
             parts.update({place: [] for place in run} | {run[0]: [stacked]})
@@ -375,12 +387,13 @@ def _parts(
                 records = only_fields(records, only)
             check_slots(place, slots[place], len(records))
             # A whole frame in order is private memory as it is; anything else is gathered.
-            parts[place] = [records if _all_in_order(slots[place], len(records)) else records.take(slots[place])]
+            in_order = slots[place] == list(range(len(records)))
+            parts[place] = [records if in_order else records.take(slots[place])]
     order = [i for indices in frames.values() for i in indices]
     return _Parts(
         [records for place in frames for records in parts[place]],
         None if order == list(range(len(order))) else order,
-        sorted(i for place in rows for i in frames[place]),
+        sorted([i for place in rows for i in frames[place]]),
     )
 
 
@@ -400,18 +413,29 @@ def _stacked(
 
 
 def _sparse_rows(
-    book: Book, frames: Mapping[Place, list[int]], where: Sequence[Location], only: Collection[str] | None
+    book: Book, frames: Mapping[Place, list[Any]], shares: Mapping[Place, Any], only: Collection[str] | None
 ) -> dict[Place, Experiences]:
-    """The records of the frames of which few are read, where that goes well; the others are to be read whole."""
+    """Read single records of frames of which few records are needed.
+
+    Args:
+        book: The book.
+        frames: The slots to read of each frame. Slots and shares come from the ledger and may have any type.
+        shares: The bytes per record of each frame.
+        only: Fields to read; all if `None`.
+
+    Returns:
+        The records by frame. Frames that are missing here have to be read whole.
+    """
     places, slots, spare = [], [], []
-    for place, indices in frames.items():
-        numbers = [where[i][4] for i in indices]
-        share = where[indices[0]][6]
-        plain = all(type(number) is int for number in (place.length, share, *numbers))
-        if plain and place.length > max(_WHOLE_BYTES, _WHOLE * share * len(indices)):
+    for place, numbers in frames.items():
+        share = shares[place]
+        plain = {*map(type, (place.length, share, *numbers))} == {int}
+        if plain and place.length > max(_WHOLE_BYTES, _WHOLE * share * len(numbers)):
             places.append(check_place(place))
             slots.append(numbers)
             spare.append(share * len(set(numbers)) // 2)
+    if not places:
+        return {}
     readers = [
         _tolerate(read_rows(place.length, sorted(set(numbers)), only))
         for place, numbers in zip(places, slots, strict=True)

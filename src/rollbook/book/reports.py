@@ -208,28 +208,25 @@ def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
     """
     if not isinstance(metrics, Mapping):
         raise ValueError(f"metrics: got {type(metrics).__name__}, expected numbers by name")
-    return {_name(name): _number(name, value) for name, value in metrics.items()}
-
-
-def _name(name: Any) -> str:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"metrics: got the name {name!r}, expected a text that is not empty")
-    return name
-
-
-def _number(name: str, value: Any) -> int | float | str:
-    if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
-        hint = "; .item() gives a tensor's" if hasattr(value, "item") else ""
-        raise ValueError(f"metrics[{name!r}]: got {str(value)[:60]!r}, expected an int or a float{hint}")
-    if isinstance(value, Integral) and -_MOST <= int(value) < _MOST:
-        return int(value)
-    try:
-        number = float(value)
-    except OverflowError:
-        raise ValueError(f"metrics[{name!r}]: got {value.__class__.__name__}, too large for a float") from None
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    numbers: dict[str, int | float | str] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"metrics: got the name {name!r}, expected a text that is not empty")
+        if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
+            hint = "; .item() gives a tensor's" if hasattr(value, "item") else ""
+            raise ValueError(f"metrics[{name!r}]: got {str(value)[:60]!r}, expected an int or a float{hint}")
+        if isinstance(value, Integral) and -_MOST <= int(value) < _MOST:
+            numbers[name] = int(value)
+            continue
+        try:
+            number = float(value)
+        except OverflowError:
+            raise ValueError(f"metrics[{name!r}]: got {value.__class__.__name__}, too large for a float") from None
+        if math.isfinite(number):
+            numbers[name] = number
+        else:
+            numbers[name] = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    return numbers
 
 
 def finite_numbers(metrics: Mapping[str, Any], label: str) -> dict[str, float]:

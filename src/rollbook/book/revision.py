@@ -19,7 +19,7 @@ import xxhash
 from rollbook.book import content_hash, index_columns, queue
 from rollbook.book.consumer import Consumer, all_consumers, save_consumer
 from rollbook.book.content_hash import is_late
-from rollbook.book.disk import Disk, hit
+from rollbook.book.disk import Disk, hit_failpoint
 from rollbook.book.errors import BookError, ConflictError
 from rollbook.book.ledger import Transaction, check_text, chunks, let_others
 from rollbook.book.media import extract
@@ -597,7 +597,7 @@ def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str 
     for start in range(0, len(seqs), _AT_ONCE):
         with queue.write_drained(book) as tx:
             count += _delete(tx, book, seqs[start : start + _AT_ONCE], author, reason)
-        hit("during delete")
+        hit_failpoint("during delete")
         if start + _AT_ONCE < len(seqs):
             let_others(book.ledger)
     return count

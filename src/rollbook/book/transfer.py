@@ -18,7 +18,7 @@ from rollbook.book import queue
 from rollbook.book.append import AppendResult
 from rollbook.book.checkpoint import find_checkpoint, free_leased, undo_work, void_leases
 from rollbook.book.consumer import all_consumers, delete_removed_consumers, save_consumer
-from rollbook.book.disk import Disk, hit
+from rollbook.book.disk import Disk, hit_failpoint
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
 from rollbook.book.ledger import TABLES, Ledger, SQLiteLedger, Transaction, check_writable, chunks
 from rollbook.book.read import check_slots
@@ -204,13 +204,13 @@ def _to_folder(book: Book, address: str, name: str | None, options: Mapping[str,
     try:
         with open(aside, **options) as copy:
             _fill(book, copy, name)
-        hit("before rename")
+        hit_failpoint("before rename")
         disk.rename(aside, target)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     disk.sync_folder(above)
-    hit("after rename")
+    hit_failpoint("after rename")
     return open(address, "r+", **options)
 
 
@@ -233,7 +233,7 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
                         f"data: {redacted(str(options.get('data')))!r} holds segments already, expected an empty place"
                     )
                 _fill(book, copy, name)
-            hit("before rename")
+            hit_failpoint("before rename")
             with connection.transaction():
                 # Only an empty schema is dropped: one that others filled meanwhile is an error.
                 connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {}").format(sql.Identifier(schema)))
@@ -242,7 +242,7 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
         except BaseException:
             connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(aside)))
             raise
-    hit("after rename")
+    hit_failpoint("after rename")
     return open(address, "r+", **options)
 
 
@@ -269,7 +269,7 @@ def _fill(book: Book, copy: Book, name: str | None) -> None:
                         f"SELECT setval('{table}_numbers', (SELECT COALESCE(MAX({key}), 0) + 1 FROM {table}), false)"
                     )
         delete_removed_consumers(copy.ledger)
-        hit("during snapshot")
+        hit_failpoint("during snapshot")
         _copy_records(book, source, copy)
         _copy_media(book, source, copy)
     with copy.ledger.write() as out:
@@ -291,7 +291,7 @@ def _fill(book: Book, copy: Book, name: str | None) -> None:
             out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (last,))
         detail = json.loads(out.one("SELECT value FROM meta WHERE key = 'from'")[0])
         queue.record_events(out, [queue.Event("copied", reason=name, detail=detail)])
-        hit("end of snapshot")
+        hit_failpoint("end of snapshot")
 
 
 @contextmanager

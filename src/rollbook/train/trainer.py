@@ -24,7 +24,7 @@ from rollbook.algorithms.shaping import RunningNorm
 from rollbook.batch.columns import mask_unpredicted
 from rollbook.book.book import Book
 from rollbook.book.checkpoint import forget_checkpoint
-from rollbook.book.disk import hit
+from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import ConnectionLostError, OutcomeUnknownError
 from rollbook.book.lease import Lease
 from rollbook.core.checks import check_float, check_int
@@ -344,10 +344,10 @@ class Trainer:
                 learned = self.learner.update(
                     records, step=step, expert=expert, weights=self._weights(lease, len(records))
                 )
-            hit("learnt")
+            hit_failpoint("learnt")
             with metrics.time("acknowledge"):
                 self._acknowledge(lease, step, self._placements(lease, learned))
-                hit("acknowledged")
+                hit_failpoint("acknowledged")
                 self.done = step
                 self._announce()
         metrics.add(
@@ -357,7 +357,7 @@ class Trainer:
         )
         self._add_divergence(metrics, records[: len(leased)])
         self.track(step, metrics.values())
-        hit("stepped")
+        hit_failpoint("stepped")
         return Report(step, metrics.values(), lease.uids)
 
     def collect(self, prompts: Sequence[Prompt], metrics: StepMetrics | None = None) -> Experiences:
@@ -412,9 +412,9 @@ class Trainer:
         missing, collected, appended, dropped, failures = self.prompts_per_step, 0, 0, 0, list[str | None]()
         for _ in range(1 + self.algorithm.refill):
             records = self.collect(prompts.take(missing, step), metrics)
-            hit("made")
+            hit_failpoint("made")
             appended += self.book.append(records).admitted
-            hit("appended")
+            hit_failpoint("appended")
             collected += len(records)
             failures.append(_common_failure(records))
             if not self.algorithm.drop_constant_groups:
@@ -575,7 +575,7 @@ class Trainer:
             engine.version = self.done
         settings = {"sampling": self.sampling, "seed": self.seed, "environment": self.environment, **options}
         evaluation = evaluate(engine, prompts, reward, step=self.done, book=self.book, **settings)
-        hit("evaluated")
+        hit_failpoint("evaluated")
         self.track(self.done, evaluation.metrics())
         return evaluation
 
@@ -637,7 +637,7 @@ class Trainer:
         if any(point.name == name for point in self.book.checkpoints()):
             forget_checkpoint(self.book, name)
         self.book.checkpoint(name)
-        hit("book's checkpoint")
+        hit_failpoint("book's checkpoint")
         told: dict[str, Any] = {
             "seed": self.seed,
             "algorithm": self.algorithm.name,
@@ -659,7 +659,7 @@ class Trainer:
             told=told,
         )
         checkpoint.prune(self.folder, self.keep)
-        hit("before forgetting")
+        hit_failpoint("before forgetting")
         there = {checkpoint.name_of(one.step) for one in checkpoint.saved(self.folder)}
         for point in self.book.checkpoints():
             # Also what a process would have forgotten that was killed before it came to this.

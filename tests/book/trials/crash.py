@@ -90,7 +90,7 @@ class Worker:
     def live(self, doom: tuple[str, int] | None, retries: list[Piece], pause: float) -> None:
         """Work until death, at the n-th time a window is reached if that is its doom."""
         self.doom = doom
-        disk.watch(self.reached)
+        disk.watch_failpoints(self.reached)
         acts = [self.append] * 5 + [self.take] * 5 + [self.revise] * 2 + [self.compact]
         if doom is not None and doom[0] in BIAS:
             acts += [getattr(self, BIAS[doom[0]])] * 13

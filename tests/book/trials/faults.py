@@ -130,7 +130,7 @@ def _hold(url: str, say: Callable[[str], None], ended: Path, seed: int) -> None:
 
     book = repeat(lambda: _open(url), say)
     book.close()
-    disk.watch(reached)
+    disk.watch_failpoints(reached)
     _write(url, say, 9, ended, seed)
 
 

@@ -150,8 +150,8 @@ def is_name(text: object) -> bool:
 
 
 def check_name(segment: str) -> str:
-    """The name, if it is one."""
-    if not is_name(segment):
+    """Return the name, or raise `CorruptBookError` if it is not a segment's name."""
+    if not isinstance(segment, str) or _NAME.fullmatch(segment) is None:
         raise CorruptBookError(
             f"segment {segment!r} is not a segment's name (16 hex digits, '-', 16 hex digits, '.rbs')"
         )
@@ -323,8 +323,8 @@ class FileSegmentStore:
             file, fresh, base = self._file, not self._size, self._size or ALIGN
             try:
                 size = self._size + self.disk.append(file, [header(), *pieces] if fresh else pieces)
-                if disk.active:
-                    disk.hit("after write")
+                if disk.failpoints_active:
+                    disk.hit_failpoint("after write")
                 self.disk.sync(file)
                 if fresh:
                     self.disk.sync_folder(self.folder)
@@ -340,8 +340,8 @@ class FileSegmentStore:
                 with suppress(OSError):
                     self._end()
                 raise
-        if disk.active:
-            disk.hit("after sync")
+        if disk.failpoints_active:
+            disk.hit_failpoint("after sync")
         segment = os.path.basename(file.path)
         return [Place(segment, base + at, length) for at, length in places]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from rollbook.book.disk import Disk, hit
+from rollbook.book.disk import Disk, hit_failpoint
 from rollbook.book.errors import MissingSegmentError
 from rollbook.book.segments.files import (
     ALIGN,
@@ -285,8 +285,8 @@ class FsspecSegmentStore:
         name = new_name()
         self._store.write(name, [header(), *pieces])
         # A store takes an object whole: it is written and it stays at the same moment.
-        hit("after write")
-        hit("after sync")
+        hit_failpoint("after write")
+        hit_failpoint("after sync")
         return [Place(name, ALIGN + at, length) for at, length in places]
 
     def get(self, place: Place) -> memoryview:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rollbook.book.disk import hit
+from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import BookError, MissingSegmentError, NotABookError
 from rollbook.book.ledger import Transaction
 from rollbook.book.postgres import CONNECTIONS, PostgresLedger
@@ -106,7 +106,7 @@ class PostgresSegmentStore:
                     connection.execute(self._sql(_PUT), (_row_name(name, number), data))
 
         self._run(insert)
-        hit("after write")
+        hit_failpoint("after write")
         return [Place(name, ALIGN + start, length) for start, length in spans]
 
     def get(self, place: Place) -> memoryview:
