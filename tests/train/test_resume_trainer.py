@@ -178,7 +178,7 @@ SETTINGS: dict[str, Setting] = {
     "running norm": {"changes": {"reward_norm": "mean_std"}},
     "dropped groups": {"reward": rarely, "changes": {"drop_constant_groups": True, "refill": 2, "n": 4}},
     "replay": {"intake": ReplayConfig(**REPLAY)},
-    "newest first": {"intake": ReplayConfig(**{**REPLAY, "sampler": "Last", "max_staleness": 1})},
+    "newest first": {"intake": ReplayConfig(**{**REPLAY, "sampler": "last", "max_staleness": 1})},
     "expert": {"algorithm": "mix", "intake": ReplayConfig(expert_share=0.4)},
     "replay and expert": {"algorithm": "mix", "intake": ReplayConfig(**REPLAY, expert_share=0.4)},
     "given answers": {"algorithm": "sft"},

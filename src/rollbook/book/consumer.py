@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollbook.book.errors import CorruptBookError, UnknownConsumerError
 from rollbook.book.ledger import Ledger, Transaction, check_text, check_writable, chunks, parsed
-from rollbook.book.sampler import SAMPLERS, First, Item, Priority, Sampler, State, built, described
+from rollbook.book.sampler import SAMPLERS, First, Item, Priority, Sampler, State, part_from_json, part_to_json
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 
 if TYPE_CHECKING:
@@ -144,12 +144,19 @@ expected a slack of at least 36
         return max(math.floor((exact(self.slack) - self._cursor(inserts, samples)) / exact(self.ratio)), 0)
 
 
-REMOVERS: dict[str, type] = {kind.__name__: kind for kind in (MaxSize, MaxAge, MaxUses)}
-LIMITERS: dict[str, type] = {kind.__name__: kind for kind in (MinSize, SamplesToInserts)}
+Remover = MaxSize | MaxAge | MaxUses
+Limiter = MinSize | SamplesToInserts
+REMOVERS: dict[str, type[Remover]] = {"max_size": MaxSize, "max_age": MaxAge, "max_uses": MaxUses}
+LIMITERS: dict[str, type[Limiter]] = {"min_size": MinSize, "samples_to_inserts": SamplesToInserts}
+"""Removers and rate limiters by name, as in the saved settings of a consumer."""
 
 
 def check_together(
-    removers: tuple[Any, ...], limiters: tuple[Any, ...], uses: int | None, group_size: int | None, partial: bool
+    removers: Sequence[Remover],
+    limiters: Sequence[Limiter],
+    uses: int | None,
+    group_size: int | None,
+    partial: bool,
 ) -> None:
     """Raise `ValueError` if these parts could keep leases or appends waiting for ever."""
     for kind in (*REMOVERS.values(), *LIMITERS.values()):
@@ -223,8 +230,8 @@ class ConsumerConfig:
     """
 
     sampler: Sampler = field(default_factory=First)
-    removers: tuple[Any, ...] = ()
-    limiters: tuple[Any, ...] = ()
+    removers: tuple[Remover, ...] = ()
+    limiters: tuple[Limiter, ...] = ()
     max_staleness: int | None = None
     """How many policy versions behind the announced one a record's oldest token may be."""
     keep_stale: bool = False
@@ -240,17 +247,16 @@ class ConsumerConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if (
-            type(self.sampler).__name__ not in SAMPLERS
-            or type(self.sampler) is not SAMPLERS[type(self.sampler).__name__]
-        ):
-            raise ValueError(f"sampler: got {self.sampler!r}, expected one of {', '.join(SAMPLERS)}")
+        if type(self.sampler) not in SAMPLERS.values():
+            names = ", ".join([kind.__name__ for kind in SAMPLERS.values()])
+            raise ValueError(f"sampler: got {self.sampler!r}, expected one of {names}")
         for name, kinds in (("removers", REMOVERS), ("limiters", LIMITERS)):
             setting = getattr(self, name)
             parts = setting if isinstance(setting, (list, tuple)) else (setting,)
             for part in parts:
                 if type(part) not in kinds.values():
-                    raise ValueError(f"{name}: got {part!r}, expected any of {', '.join(kinds)}")
+                    expected = ", ".join([kind.__name__ for kind in kinds.values()])
+                    raise ValueError(f"{name}: got {part!r}, expected any of {expected}")
             object.__setattr__(self, name, tuple(parts))
         if self.max_staleness is not None:
             check_int("max_staleness", self.max_staleness)
@@ -316,9 +322,9 @@ class ConsumerConfig:
     def to_json(self) -> str:
         """As the ledger keeps it."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain["sampler"] = described(self.sampler)
-        plain["removers"] = [described(part) for part in self.removers]
-        plain["limiters"] = [described(part) for part in self.limiters]
+        plain["sampler"] = part_to_json(SAMPLERS, self.sampler)
+        plain["removers"] = [part_to_json(REMOVERS, part) for part in self.removers]
+        plain["limiters"] = [part_to_json(LIMITERS, part) for part in self.limiters]
         # Numbers of numpy are numbers too.
         return json.dumps(plain, sort_keys=True, default=lambda n: int(n) if hasattr(n, "__index__") else float(n))
 
@@ -332,9 +338,9 @@ class ConsumerConfig:
         for name in ("sampler", "removers", "limiters"):
             if name not in plain or (name != "sampler" and not isinstance(plain[name], list)):
                 raise ValueError(f"a consumer's settings: {name}: got {plain.get(name)!r}, expected what it is made of")
-        plain["sampler"] = built(SAMPLERS, "sampler", plain["sampler"])
-        plain["removers"] = tuple(built(REMOVERS, "remover", part) for part in plain["removers"])
-        plain["limiters"] = tuple(built(LIMITERS, "limiter", part) for part in plain["limiters"])
+        plain["sampler"] = part_from_json(SAMPLERS, "sampler", plain["sampler"])
+        plain["removers"] = tuple([part_from_json(REMOVERS, "remover", part) for part in plain["removers"]])
+        plain["limiters"] = tuple([part_from_json(LIMITERS, "limiter", part) for part in plain["limiters"]])
         return cls(**plain)
 
     def changed(self, options: dict[str, Any]) -> ConsumerConfig:

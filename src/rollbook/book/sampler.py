@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import xxhash
 
@@ -41,6 +42,8 @@ class Item:
     group: bool = False
 
 
+Part = TypeVar("Part")
+"""A sampler, remover or limiter: a frozen dataclass."""
 State = dict[str, Any]
 """A sampler's state, kept in the ledger: JSON, at most a few numbers."""
 
@@ -286,26 +289,48 @@ class Balanced(_Ordered):
         state["round"] = max(int(state.get("round", 0)), math.floor(rank) - 1)
 
 
-SAMPLERS: dict[str, type] = {
-    kind.__name__: kind for kind in (First, Last, NewestPolicy, Uniform, Proportional, Priority, EasyToHard, Balanced)
+SAMPLERS: dict[str, type[Sampler]] = {
+    "first": First,
+    "last": Last,
+    "newest_policy": NewestPolicy,
+    "uniform": Uniform,
+    "proportional": Proportional,
+    "priority": Priority,
+    "easy_to_hard": EasyToHard,
+    "balanced": Balanced,
 }
+"""Samplers by name, as in the saved settings of a consumer and in training configurations."""
 
 
-def described(part: Any) -> dict[str, Any]:
-    """A sampler, remover or limiter as JSON: its name and its options."""
-    return {"name": type(part).__name__, **asdict(part)}
+def part_to_json(kinds: Mapping[str, type[Part]], part: Part) -> dict[str, Any]:
+    """Return a sampler, remover or limiter as JSON: its name and its options.
+
+    >>> part_to_json(SAMPLERS, EasyToHard())
+    {'name': 'easy_to_hard', 'key': 'reward', 'ascending': False}
+    """
+    [name] = [name for name, kind in kinds.items() if kind is type(part)]
+    return {"name": name, **asdict(part)}  # type: ignore[call-overload]
 
 
-def built(kinds: dict[str, type], label: str, description: Any) -> Any:
-    """The part that `described` described; only those that are known are ever made."""
+def part_from_json(kinds: Mapping[str, type[Part]], label: str, description: object) -> Part:
+    """Create the sampler, remover or limiter that `part_to_json` described.
+
+    Args:
+        kinds: The classes that may be created, by name.
+        label: Prefix of error messages.
+        description: JSON from a ledger, which may hold anything.
+
+    Raises:
+        ValueError: Unknown name, unknown option or missing option.
+    """
     if not isinstance(description, dict) or str(description.get("name")) not in kinds:
         raise ValueError(f"{label}: got {description!r}, expected one of {', '.join(kinds)}")
     kind = kinds[str(description["name"])]
-    names = {f.name for f in fields(kind)}
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items() if k != "name"}
     if not names.issuperset(options):
         raise ValueError(f"{label} {description['name']}: unknown option {sorted(set(options) - names)[0]!r}")
-    needed = {f.name for f in fields(kind) if f.default is MISSING}
+    needed = {f.name for f in fields(kind) if f.default is MISSING}  # type: ignore[arg-type]
     if not needed.issubset(options):
         raise ValueError(f"{label} {description['name']}: {sorted(needed - set(options))[0]!r} is missing")
     return kind(**options)

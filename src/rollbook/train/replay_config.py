@@ -40,7 +40,7 @@ class ReplayConfig:
     kind: str = "on_policy"
     """`on_policy`: what was made for the step, once; `replay`: what the sampler chooses, again and again."""
     sampler: str | None = None
-    """How a replay chooses: a sampler of `rollbook.book` by name, such as `Uniform` or `Last`; none: `Uniform`."""
+    """How a replay chooses: a sampler of `rollbook.book.sampler.SAMPLERS` by name; `None` for `"uniform"`."""
     sampler_options: dict[str, Any] | None = None
     """Options of the sampler, by name."""
     reuse: int | None = 1
@@ -84,7 +84,7 @@ class ReplayConfig:
         made: dict[str, Any] = {"max_staleness": self.max_staleness}
         if self.kind == "replay":
             try:
-                made["sampler"] = SAMPLERS[self.sampler or "Uniform"](**(self.sampler_options or {}))
+                made["sampler"] = SAMPLERS[self.sampler or "uniform"](**(self.sampler_options or {}))
             except TypeError as error:
                 raise ValueError(f"intake.sampler_options: {error}") from None
             made |= {"removers": (MaxUses(self.reuse),), "seed": seed}

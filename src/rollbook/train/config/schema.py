@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+from rollbook.book.sampler import SAMPLERS
 from rollbook.train.config.values import (
     ConfigError,
     check_secrets,
@@ -40,17 +41,6 @@ FUNCTION: dict[str, Any] = {
     "what": "'module:function' or 'file.py:function'",
     "path": True,
 }
-SAMPLERS = {
-    "first": "First",
-    "last": "Last",
-    "newest_policy": "NewestPolicy",
-    "uniform": "Uniform",
-    "proportional": "Proportional",
-    "priority": "Priority",
-    "easy_to_hard": "EasyToHard",
-    "balanced": "Balanced",
-}
-"""Names of the book's samplers, and their classes."""
 _SOURCES = ("function", "recipe", "remote", "model", "name", "options")
 COLUMNS = (
     *("prompt", "messages", "reference", "label", "images", "videos", "tools"),
@@ -436,8 +426,7 @@ class ReplayConfig:
         """All but `expert`, as a `Trainer` takes it."""
         from rollbook.train.replay_config import ReplayConfig as Taken
 
-        given = {name: value for name, value in vars(self).items() if name not in ("expert", "sampler")}
-        return Taken(sampler=None if self.sampler is None else SAMPLERS[self.sampler], **given)
+        return Taken(**{name: value for name, value in vars(self).items() if name != "expert"})
 
 
 _FREE = {"free": True}
