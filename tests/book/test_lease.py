@@ -572,7 +572,7 @@ def test_samples_to_inserts_holds_leases_and_appends(url: str) -> None:
         assert ledger(book) == before
         with pytest.raises(BackPressureError, match=r"got 5 records at once.* append_size = 4"):
             book.append(records(5, start=4))
-        assert book.append(records(4)).known == 4  # What is known brings nothing and is not held back.
+        assert book.append(records(4)).existing == 4  # What is known brings nothing and is not held back.
         assert book.append(records(9, start=50), evaluation=True).admitted == 9
         done = threading.Event()
 

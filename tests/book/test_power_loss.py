@@ -218,6 +218,6 @@ def test_an_append_is_there_as_a_whole_or_not_at_all(tmp_path: Path, window: str
     with rollbook.open(url) as book:
         assert len(book) == (12 if window == "after commit" else 4)
         again = book.append(made(Piece("a", 2, 8)))
-        assert (again.known, again.admitted) == ((8, 0) if window == "after commit" else (0, 8))
+        assert (again.existing, again.admitted) == ((8, 0) if window == "after commit" else (0, 8))
     log.feed("did append a/2/8")
     assert check(url, log) == []

@@ -109,7 +109,7 @@ def test_a_copy_is_the_book(book: Book, target: str) -> None:
         told = json.loads(rows(copy, "SELECT value FROM meta WHERE key = 'from'")[0][0])
         assert told == {"book": other, "event": before[1][-1][0], "checkpoint": None, "from": None}
         # Both go on, on their own.
-        assert copy.append([record(1, 0, version=1), record(4, 0).replace(multi_modal_inputs=picture(1))]).known == 2
+        assert copy.append([record(1, 0, version=1), record(4, 0).replace(multi_modal_inputs=picture(1))]).existing == 2
         assert sequence(copy, "group", 2, 1) == sequence(book, "group", 2, 1)
         assert copy.append(some(range(20, 22))).admitted == 4
         assert len(copy) == len(book) + 4

@@ -114,8 +114,8 @@ def test_receipts_tell_what_became_of_their_own(url: str) -> None:
             ]
             revised = record(suffix="c")
         assert [receipt.result() for receipt in receipts] == [
-            AppendResult(admitted=1, known=1),
-            AppendResult(known=1),
+            AppendResult(admitted=1, existing=1),
+            AppendResult(existing=1),
             AppendResult(admitted=1, stale=1),
             AppendResult(),
         ]

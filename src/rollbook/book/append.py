@@ -74,7 +74,7 @@ class AppendResult:
     """What an append did: how many records are new, how many were there already, how many of those got new fields."""
 
     admitted: int = 0
-    known: int = 0
+    existing: int = 0
     revised: int = 0
     stale: int = 0
     """Of the admitted ones, how many were too old for some consumer as they came."""
@@ -82,7 +82,7 @@ class AppendResult:
     def __add__(self, other: AppendResult) -> AppendResult:
         return AppendResult(
             self.admitted + other.admitted,
-            self.known + other.known,
+            self.existing + other.existing,
             self.revised + other.revised,
             self.stale + other.stale,
         )
@@ -243,7 +243,7 @@ def append_records(
                 continue
         known_count, revised = known_count + doubled, len(fates)
         if admit is None or admit.stale is None:
-            return AppendResult(known=known_count, revised=revised), fates
+            return AppendResult(existing=known_count, revised=revised), fates
 
         book.known_column_types |= admit.columns
         book.pending_tokenizer = None
@@ -260,7 +260,7 @@ def _deduplicate(pending: PendingAppend) -> tuple[PendingAppend, int]:
     first: dict[str, int] = {}
     for i, uid in enumerate(pending.uids):
         j = first.setdefault(uid, i)
-        if pending.digests.whole[i] != pending.digests.whole[j]:
+        if pending.digests.full[i] != pending.digests.full[j]:
             raise ConflictError(f"append: records {j} and {i} are different and have the same id {uid!r}")
     return pending.take(list(first.values())), len(pending.uids) - len(first)
 
@@ -284,8 +284,8 @@ def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, 
                 raise ConflictError(
                     f"{uid}: got it for {_purpose(pending.evaluation)}, it is there for {_purpose(evaluation)}"
                 )
-            same = stored_hash is not None and bytes(stored_hash) == pending.digests.whole[i]
-            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, pending.digests.whole[i])):
+            same = stored_hash is not None and bytes(stored_hash) == pending.digests.full[i]
+            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, pending.digests.full[i])):
                 known_count += 1
             elif gone is not None:
                 # What was sampled is the same: it stays gone, and late fields have nothing to be added to.
@@ -562,7 +562,7 @@ def insert_records(
     for i, tag in enumerate(pending.tags):
         content, core, slot = None, None, None
         if stored is not None:
-            content, core, slot = pending.digests.whole[i], pending.digests.core[i], i
+            content, core, slot = pending.digests.full[i], pending.digests.core[i], i
         rows.append((base + i, *tag, int(pending.evaluation), tx.now, 0, content, core, *place, slot, share, gone))
         events.append(queue.Event("admitted", base + i, detail=detail))
     tx.insert("records", _COLUMNS, rows)
@@ -734,7 +734,7 @@ def _commit(book: Book, admits: Sequence[AppendTransaction], timeout: float | No
 class Receipt(Future[AppendResult]):
     """What becomes of the records of one `add`: `result()` waits until they are durable, or raises why they are not."""
 
-    asked = False
+    retrieved = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -743,12 +743,12 @@ class Receipt(Future[AppendResult]):
 
     def result(self, timeout: float | None = None) -> AppendResult:
         """What the append did with these records."""
-        self.asked = True
+        self.retrieved = True
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Why they were refused; `None` if they were not."""
-        self.asked = True
+        self.retrieved = True
         return super().exception(timeout)
 
 
@@ -832,7 +832,7 @@ class Writer:
         self._thread.join()
 
     def _complain(self) -> None:
-        failed, self._failed = [receipt for receipt in self._failed if not receipt.asked], []
+        failed, self._failed = [receipt for receipt in self._failed if not receipt.retrieved], []
         if failed:
             failed[0].result()
 

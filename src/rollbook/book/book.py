@@ -87,8 +87,8 @@ class Book:
     >>> group = [rollbook.Experience(eid={"batch": 0, "task": 1, "run": r}, tokens=[1, 2, 3 + r], reward=float(r),
     ...                              group_size=2) for r in range(2)]
     >>> book.append(group)
-    AppendResult(admitted=2, known=0, revised=0, stale=0)
-    >>> book.append(group).known
+    AppendResult(admitted=2, existing=0, revised=0, stale=0)
+    >>> book.append(group).existing
     2
     >>> with book.lease(1, by="group") as lease:
     ...     print(lease.experiences.values("reward"))

@@ -66,7 +66,7 @@ class Finding:
 
     kind: str
     severity: str
-    what: str
+    description: str
     where: str
     """A record's id, a segment, a consumer or a table."""
     remedy: str
@@ -127,7 +127,7 @@ class Report:
             "findings": [{name: getattr(finding, name) for name in Finding.__slots__} for finding in self.findings],
             "repairs": dict(self.repairs),
             "repaired": [
-                {name: getattr(finding, name) for name in ("kind", "what", "where")} for finding in self.repaired
+                {name: getattr(finding, name) for name in ("kind", "description", "where")} for finding in self.repaired
             ],
             "aside": self.aside,
         }
@@ -143,7 +143,7 @@ class Problem(NamedTuple):
     kind: str
     seq: int
     uid: str
-    what: str
+    description: str
     mend: Any = None
     """Of `tags` those of the record, of `uses` the hashes of its media."""
 
@@ -303,7 +303,7 @@ def check(book: Book, *, deep: bool = True) -> Report:
     True
     >>> with book.ledger.write() as tx:
     ...     _ = tx.run("UPDATE records SET reward = 2.0")
-    >>> [(finding.kind, finding.what) for finding in check(book).findings]
+    >>> [(finding.kind, finding.description) for finding in check(book).findings]
     [('tags', 'reward: the ledger has 2.0, the record 1.0')]
     """
     report = Report(book.url, deep)
@@ -394,7 +394,7 @@ def _types(book: Book, report: Report) -> None:
 
 def _records(book: Book, report: Report) -> None:
     for problem in record_problems(book, report.deep, report):
-        report.add(problem.kind, problem.what, problem.uid)
+        report.add(problem.kind, problem.description, problem.uid)
 
 
 def _media(book: Book, report: Report) -> None:

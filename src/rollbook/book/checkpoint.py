@@ -53,7 +53,7 @@ class Checkpoint:
     """
 
     name: str
-    made: float
+    created: float
     """Seconds since 1970, by the database's clock."""
     event: int
     """The number of the ledger's event that made it: what has a larger one came later."""
@@ -86,7 +86,7 @@ class Point(NamedTuple):
     name: str
     event: int
     seq: int
-    made: float
+    created: float
     state: dict[str, Any]
 
 
@@ -219,7 +219,7 @@ def list_checkpoints(book: Book) -> list[Checkpoint]:
     """See `Book.checkpoints`."""
     with book.ledger.read() as tx:
         points = checkpoint_points(tx)
-    return [Checkpoint(p.name, p.made, p.event, p.seq, p.state["policy_version"]) for p in points]
+    return [Checkpoint(p.name, p.created, p.event, p.seq, p.state["policy_version"]) for p in points]
 
 
 def forget_checkpoint(book: Book, name: str) -> None:

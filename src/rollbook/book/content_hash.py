@@ -105,7 +105,7 @@ _QUIET = {"float16": (0x7C00, 0x7E00), "bfloat16": (0x7F80, 0x7FC0)}
 class ContentHashes(NamedTuple):
     """One pair of 16-byte digests per record."""
 
-    whole: list[bytes]
+    full: list[bytes]
     """Of everything: equal if and only if the records are."""
     core: list[bytes]
     """Of everything but the late fields (see `is_late`): equal if one record can be the other with more known of it."""
@@ -113,7 +113,7 @@ class ContentHashes(NamedTuple):
     def take(self, indices: Iterable[int]) -> ContentHashes:
         """Those of the records at `indices`."""
         chosen = list(indices)
-        return ContentHashes([self.whole[i] for i in chosen], [self.core[i] for i in chosen])
+        return ContentHashes([self.full[i] for i in chosen], [self.core[i] for i in chosen])
 
 
 def is_late(field: Field) -> bool:
@@ -149,10 +149,10 @@ def content_hashes(records: Experiences | RowLayout, ids: Ids | None = None) -> 
     >>> record = Experience(eid={"batch": 1, "task": 2, "suffix": "a"}, tokens=[1, 2, 3], info={"a": 1, "b": 2})
     >>> other = Experience(tokens=[1, 2, 3], reward=1.0, policy_versions=3)
     >>> alone, beside = content_hashes(Experiences([record])), content_hashes(Experiences([other, record]))
-    >>> alone.whole[0] == beside.whole[1], alone.whole[0].hex()
+    >>> alone.full[0] == beside.full[1], alone.full[0].hex()
     (True, '0d14085f88b1b4d5b088912f5eb41e0d')
     >>> scored = content_hashes(Experiences([record.replace(reward=0.5)]))
-    >>> scored.core == alone.core, scored.whole == alone.whole
+    >>> scored.core == alone.core, scored.full == alone.full
     (True, False)
     """
     count, columns = len(records), records.columns

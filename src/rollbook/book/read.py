@@ -285,7 +285,7 @@ def _match(book: Book, records: Experiences, where: Sequence[Location], rows: Se
     expected = {seq: None if digest is None else bytes(digest) for seq, digest in hashes}
     chosen = records if len(rows) == len(records) else records.take(list(rows))
     try:
-        return [expected.get(where[i][0]) for i in rows] == content_hashes(chosen).whole
+        return [expected.get(where[i][0]) for i in rows] == content_hashes(chosen).full
     except (WireError, ValueError):
         return False
 

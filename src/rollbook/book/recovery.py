@@ -803,7 +803,7 @@ def _insert(
             f"INSERT INTO records ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
             [
                 (
-                    *(seqs[i], *entries[i], int(purposes[i]), tx.now, 0, digest.whole[i], digest.core[i]),
+                    *(seqs[i], *entries[i], int(purposes[i]), tx.now, 0, digest.full[i], digest.core[i]),
                     *(place.segment, place.offset, place.length, slot, share),
                 )
                 for i, (slot, _, _) in enumerate(mine)
@@ -888,7 +888,7 @@ def _unsound(address: str, path: Path) -> str | None:
         raise
     except (BookError, OSError, sqlite3.Error) as error:
         return str(error)
-    return next((f"{finding.where}: {finding.what}" for finding in report.findings), None)
+    return next((f"{finding.where}: {finding.description}" for finding in report.findings), None)
 
 
 _UNMENDED = {"orphan", "unused", "stranger", "event", QUARANTINED}
@@ -1049,16 +1049,16 @@ def _mend_records(book: Book, report: Report) -> None:
                 settings = ", ".join(f"{name} = ?" for name in index_columns.IndexColumns._fields)
                 tx.run(f"UPDATE records SET {settings} WHERE seq = ?", (*problem.mend, problem.seq))
                 tx.run("UPDATE work SET gid = ? WHERE seq = ?", (problem.mend.gid, problem.seq))
-            report.did("tags", problem.what, problem.uid)
+            report.did("tags", problem.description, problem.uid)
         elif problem.kind == "uses":
             with book.ledger.write() as tx:
                 tx.run("DELETE FROM media_uses WHERE seq = ?", (problem.seq,))
                 tx.many(
                     "INSERT INTO media_uses (hash, seq) VALUES (?, ?)", [(key, problem.seq) for key in problem.mend]
                 )
-            report.did("uses", problem.what, problem.uid)
+            report.did("uses", problem.description, problem.uid)
         else:
-            bad.append((problem.seq, problem.uid, problem.what))
+            bad.append((problem.seq, problem.uid, problem.description))
             if len(bad) >= PAGE:
                 _give_up(book, bad, report)
                 bad = []

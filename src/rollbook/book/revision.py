@@ -48,10 +48,10 @@ class Difference(NamedTuple):
     """Its name; of an entry of a dict, `info.score`."""
     stored: str
     """The values, abbreviated."""
-    given: str
+    new: str
 
     def __str__(self) -> str:
-        return f"{self.field}: stored {self.stored}, given {self.given}"
+        return f"{self.field}: stored {self.stored}, given {self.new}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ def rewrite_records(
         places = book.store.put(parts)
         media = dict(zip(blobs, places[1:], strict=True))
         found_tags = index_columns.index_columns(records)
-        digest = content_hash.content_hashes(records).whole if hashes is None else [hashes[i] for i, *_ in rewritten]
+        digest = content_hash.content_hashes(records).full if hashes is None else [hashes[i] for i, *_ in rewritten]
         values: dict[str, list[float | None]] = {}
         with queue.write_drained(book, timeout=timeout) as tx:
             if _revisions(tx, seqs) != before or not book.store.has(places[0].segment):
@@ -440,7 +440,7 @@ def add_fields(
             )
         return (addition.merged, addition.added) if addition.added else None
 
-    digest = [pending.digests.whole[i] for i in indices]
+    digest = [pending.digests.full[i] for i in indices]
     seqs = [seq for _, seq in revisions]
     revised = rewrite_records(
         book, seqs, change, kind="revised", author=author, reason="append", hashes=digest, also=also, timeout=timeout

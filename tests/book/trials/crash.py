@@ -116,7 +116,7 @@ class Worker:
                 done = writer.add(made(piece)).result()
         else:
             done = book.append(made(piece))
-        if done.admitted + done.known != piece.count:
+        if done.admitted + done.existing != piece.count:
             raise AssertionError(f"{piece}: {done}")
         self.say(f"did append {piece}")
 
@@ -124,7 +124,7 @@ class Worker:
         """A new piece, or one that is known already."""
         if self.mine and self.random.random() < 0.15:
             piece = self.random.choice(self.mine)
-            if book.append(made(piece)).known != piece.count:
+            if book.append(made(piece)).existing != piece.count:
                 raise AssertionError(f"{piece}: appended again, and it was not all known")
             self.say("did refuse")
             return

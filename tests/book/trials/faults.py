@@ -79,7 +79,7 @@ def _write(url: str, say: Callable[[str], None], number: int, ended: Path, seed:
         piece = Piece(f"w{number}-{os.getpid()}", task, chance.choice((1, 2, 4)))
         say(f"try append {piece}")
         done = repeat(lambda piece=piece: book.append(made(piece)), say)  # type: ignore[misc]
-        if done.admitted + done.known != piece.count:
+        if done.admitted + done.existing != piece.count:
             raise AssertionError(f"{piece}: {done}")
         say(f"did append {piece}")
         if number == 0 and task % 5 == 0:
