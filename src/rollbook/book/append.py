@@ -134,12 +134,12 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def as_experiences(experiences: Any) -> Experiences:
-    """One record, some, or columns, as columns."""
+def as_experiences(experiences: Experience | Iterable[Experience]) -> Experiences:
+    """Return one record, several, or columns as columns."""
     return experiences if isinstance(experiences, Experiences) else from_rows(_rows(experiences), copy=False)
 
 
-def _rows(records: Any) -> list[Any]:
+def _rows(records: Experience | Iterable[Experience]) -> list[Experience]:
     from rollbook.core.experience import Experience
 
     if isinstance(records, Experience):
@@ -181,7 +181,7 @@ def _has_long_text(layout: RowLayout) -> bool:
 
 
 def append_records(
-    book: Book, experiences: Any, *, evaluation: bool, author: str, timeout: float | None
+    book: Book, experiences: Experience | Iterable[Experience], *, evaluation: bool, author: str, timeout: float | None
 ) -> tuple[AppendResult, dict[str, str]]:
     """See `Book.append`; also, by id, which records were "admitted", too old as they came ("stale") or "revised"."""
     records = experiences if isinstance(experiences, Experiences) else _rows(experiences)
@@ -297,7 +297,7 @@ def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, 
     return list(fresh), known_count, revisions
 
 
-def _purpose(evaluation: Any) -> str:
+def _purpose(evaluation: bool) -> str:
     return "evaluation" if evaluation else "training"
 
 

@@ -69,6 +69,7 @@ from rollbook.core.checks import check_choice, check_float, check_int
 if TYPE_CHECKING:
     from rollbook.book.check import Report
     from rollbook.book.query import Result
+    from rollbook.book.read import Operand, RecordIds
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
     from rollbook.core.ids import EID
@@ -202,7 +203,7 @@ class Book:
         listed = [eids] if hasattr(eids, "uid") or isinstance(eids, (str, Mapping)) else list(eids)
         return append_tombstones(self, listed, reason, group_size) if listed else 0
 
-    def drop(self, uids: Any, reason: str = "filtered", *, consumer: str | None = None) -> int:
+    def drop(self, uids: RecordIds, reason: str = "filtered", *, consumer: str | None = None) -> int:
         """Drop records that are waiting or cooling down; they still count for their groups.
 
         Args:
@@ -400,7 +401,7 @@ class Book:
         check_choice("retrain", retrain, (False, True, "group"))
         return revision.revise_records(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
 
-    def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
+    def redact(self, uids: RecordIds, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
         """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
 
         Records are redacted in chunks: a call that fails leaves the rest unchanged, and repeating it finishes.
@@ -418,7 +419,7 @@ class Book:
         revision.check_signature(author, reason)
         return revision.redact_records(self, uids_of(uids), list(fields), author=author, reason=reason)
 
-    def delete(self, uids: Any, *, author: str, reason: str | None = None) -> int:
+    def delete(self, uids: RecordIds, *, author: str, reason: str | None = None) -> int:
         """Delete records; the next compaction removes their bytes.
 
         The ledger keeps their ids, so that they are not admitted again. Records are deleted in chunks: a call that
@@ -493,7 +494,7 @@ class Book:
         """Iterate over the records as they are now, in the order of admission, without those that have no bytes."""
         return iter(self.where())
 
-    def get(self, uids: Any) -> Experiences:
+    def get(self, uids: RecordIds) -> Experiences:
         """Return records by id, in this order."""
         return fetch(self, seqs_of(self, uids_of(uids)))
 
@@ -509,7 +510,7 @@ class Book:
     def __bool__(self) -> bool:
         return True
 
-    def where(self, *conditions: tuple[str, str, Any], **equal: Any) -> Selection:
+    def where(self, *conditions: tuple[str, str, Any], **equal: Operand) -> Selection:
         """Select records by conditions: `("reward", ">", 0.5)`, `("info.level", "in", [1, 2])`, `task="a"`.
 
         Columns are those of the ledger (`rollbook.book.read.LEDGER_COLUMNS`), texts and numbers of a record, and

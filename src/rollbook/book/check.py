@@ -24,6 +24,7 @@ from rollbook.core.errors import WireError
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
+    from rollbook.core.experiences import Experiences
 
 
 LISTED = 100
@@ -211,7 +212,7 @@ def _problems(book: Book, rows: Sequence[_Row], deep: bool) -> Iterator[Problem]
         yield from _in_frame(book, frame, mine)
 
 
-def _in_frame(book: Book, frame: Any, rows: Sequence[_Row]) -> Iterator[Problem]:
+def _in_frame(book: Book, frame: Experiences, rows: Sequence[_Row]) -> Iterator[Problem]:
     inside = []
     for row in rows:
         if type(row.slot) is int and 0 <= row.slot < len(frame):

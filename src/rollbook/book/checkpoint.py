@@ -93,17 +93,18 @@ class Point(NamedTuple):
 def checkpoint_points(tx: Transaction) -> list[Point]:
     """Every checkpoint, oldest first."""
     rows = tx.all("SELECT name, event, seq, made, state FROM checkpoints ORDER BY event")
-    return [_point(*row) for row in rows]
+    return [_point(row) for row in rows]
 
 
-def _point(name: Any, event: Any, seq: Any, created: Any, state: Any) -> Point:
-    """A checkpoint's row, which anybody may have written."""
+def _point(row: Sequence[Any]) -> Point:
+    """Parse a checkpoint's row, which anybody may have written."""
+    name, event, seq, created, state = row
     fields = parsed(state, f"checkpoint {name!r}")
     consumers, version = fields.get("consumers"), fields.get("policy_version")
-    each_told = isinstance(consumers, list) and all(
+    valid = isinstance(consumers, list) and all(
         isinstance(entry, dict) and type(entry.get("id")) is int for entry in consumers
     )
-    if not each_told or any(type(number) is not int for number in (event, seq, 0 if version is None else version)):
+    if not valid or any(type(number) is not int for number in (event, seq, 0 if version is None else version)):
         raise CorruptBookError(f"checkpoint {name!r}: got {str(state)[:100]!r}, expected what every consumer was like")
     return Point(name, event, seq, created, fields)
 
@@ -117,7 +118,7 @@ def find_checkpoint(tx: Transaction, name: str) -> Point:
     if row is None:
         names = [repr(checkpoint) for (checkpoint,) in tx.all("SELECT name FROM checkpoints ORDER BY event")]
         raise KeyError(f"checkpoint: got {name!r}, the book has {', '.join(names) or 'none'}")
-    return _point(*row)
+    return _point(row)
 
 
 # --- making and forgetting ----------------------------------------------------------------------------------------

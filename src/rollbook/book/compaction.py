@@ -416,7 +416,7 @@ class _Copies:
         self.owners: list[list[_Row] | _Medium] = []
         self.size = 0
 
-    def add(self, part: Any, owner: list[_Row] | _Medium) -> None:
+    def add(self, part: bytes | bytearray | memoryview, owner: list[_Row] | _Medium) -> None:
         self.parts.append(part)
         self.owners.append(owner)
         self.size += len(part)

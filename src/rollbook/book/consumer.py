@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book.errors import CorruptBookError, UnknownConsumerError
-from rollbook.book.ledger import Ledger, Transaction, check_text, check_writable, chunks, parsed
+from rollbook.book.ledger import Ledger, LedgerValue, Transaction, check_text, check_writable, chunks, parsed
 from rollbook.book.sampler import SAMPLERS, First, Item, Priority, Sampler, State, part_from_json, part_to_json
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 
@@ -356,7 +356,7 @@ _MAX_NUMBER = 1 << 20  # characters of settings or of a sampler's state; both ar
 
 
 @lru_cache(maxsize=64)
-def parse_settings(text: Any) -> ConsumerConfig:
+def parse_settings(text: LedgerValue) -> ConsumerConfig:
     """ConsumerConfig from a ledger that anybody may have written."""
     if not isinstance(text, str) or len(text) > _MAX_NUMBER:
         raise CorruptBookError(f"a consumer's settings: got {str(text)[:100]!r}, expected a short text")
@@ -366,7 +366,7 @@ def parse_settings(text: Any) -> ConsumerConfig:
         raise CorruptBookError(f"a consumer's settings: got {text[:100]!r}, which cannot be read: {error}") from None
 
 
-def parse_state(text: Any) -> State:
+def parse_state(text: LedgerValue) -> State:
     """A sampler's state from a ledger that anybody may have written: finite numbers, by name or in a list or dict.
 
     >>> parse_state('{"clock": 1.5, "ready": [2, 2.0]}')["ready"]
@@ -509,7 +509,7 @@ def _last_number(tx: Transaction) -> int:
     return last if row is None else max(last, _numberof("last_consumer", row[0]))
 
 
-def _numberof(key: str, text: Any) -> int:
+def _numberof(key: str, text: LedgerValue) -> int:
     """A consumer's number from a ledger that anybody may have written."""
     if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 18:
         raise CorruptBookError(f"meta: {key[:40]}: got {str(text)[:40]!r}, expected a whole number")

@@ -317,11 +317,11 @@ def _rows(
     return [head + H(data[a:b]) for a, b in pairwise(bounds)]
 
 
-def _boxed(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
+def _boxed(name: str, dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> bytes:
     return _head(name, _form(dtype, shape)) + _elements(dtype, data)
 
 
-def _elements(dtype: str, data: Any) -> bytes:
+def _elements(dtype: str, data: bytes | memoryview) -> bytes:
     values = np.frombuffer(data, dtype=np.uint8)
     if dtype in ("float16", "float32", "float64"):
         values = values.view(dtype)

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from rollbook.core.files import FILE, FOLDER
 
@@ -306,7 +305,7 @@ class _Map:
             "data": (self._address + skip, False),
         }
 
-    def __del__(self, _munmap: Any = _munmap, _live: dict[int, int] = _live) -> None:
+    def __del__(self, _munmap: Callable[[int, int], int] = _munmap, _live: dict[int, int] = _live) -> None:
         if _live.pop(self._address, 0):
             _munmap(self._address, self._length)
 

@@ -205,7 +205,7 @@ class _Mask:
         return self.aside[i] if i in self.aside else self.bits[self.offsets[i] : self.offsets[i + 1]]
 
 
-def _elements(dtype: str, data: Any) -> NDArray[Any]:
+def _elements(dtype: str, data: bytes | memoryview) -> NDArray[Any]:
     """A tensor's elements, each a number or, of types that numpy lacks, a row of bytes."""
     values = np.frombuffer(data, dtype=np.uint8)
     if dtype in COLUMNAR:

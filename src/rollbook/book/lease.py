@@ -44,6 +44,7 @@ from rollbook.core.metrics import advise
 if TYPE_CHECKING:
     from rollbook.batch import Batch
     from rollbook.book.book import Book
+    from rollbook.book.read import RecordIds
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
 
@@ -53,7 +54,8 @@ LOOK_SECONDS = 0.25
 """How long a wait for more lasts at most before another look, whatever it hears."""
 LAST_LOOK = 0.5
 """How long the last look waits for other writers, in seconds."""
-_NO_STEP = object()
+_NO_STEP = -1
+"""The step of a `nack` in the list of calls."""
 
 
 class LeaseRequest(NamedTuple):
@@ -123,7 +125,7 @@ class Lease:
         """Ids of groups that were leased incomplete, because `partial_after` seconds had passed."""
         self._experiences: Experiences | None = None
         self._left = dict(zip(claim.uids, claim.seqs, strict=True))
-        self._acks: list[tuple[Any, dict[str, int]]] = []
+        self._acks: list[tuple[int | None, dict[str, int]]] = []
         """The step and the records (id, number) of every `ack`."""
         self._lost = False
         self._seconds = claim.seconds
@@ -183,7 +185,7 @@ class Lease:
             tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (tx.now + lasts, lasts, self._claim.id))
             return tx.now + lasts
 
-        self.expires = write_once(self._book.ledger, transact, lambda tx, _: False, shared=True)
+        self.expires = write_once(self._book.ledger, transact, lambda tx, _: False)
         self._seconds, self._renewed = lasts, time.monotonic()
         return self.expires
 
@@ -191,7 +193,7 @@ class Lease:
         self,
         step: int | None = None,
         *,
-        uids: Any = None,
+        uids: RecordIds | None = None,
         priorities: Mapping[str, float] | None = None,
         detail: Mapping[str, Any] | None = None,
         details: Mapping[str, Mapping[str, Any]] | None = None,
@@ -272,9 +274,9 @@ class Lease:
         def committed(tx: Transaction, count: int) -> bool:
             return len(self._acknowledged(tx, seqs, step)) == count > 0
 
-        return write_once(self._book.ledger, transact, committed, shared=True)
+        return write_once(self._book.ledger, transact, committed)
 
-    def nack(self, reason: str = "given back", *, uids: Any = None, drop: bool = False) -> int:
+    def nack(self, reason: str = "given back", *, uids: RecordIds | None = None, drop: bool = False) -> int:
         """Give records back, to be offered again at the place they had, or (`drop=True`) to be dropped; how many."""
         check_text("reason", reason)
         chosen = self._chosen(uids)
@@ -297,7 +299,7 @@ class Lease:
             sql = f"SELECT 1 FROM work WHERE lease = ? AND seq {tx.in_ints}"
             return tx.one(sql, (self._claim.id, tx.array(list(chosen.values())))) is None
 
-        count = write_once(self._book.ledger, transact, committed, shared=True)
+        count = write_once(self._book.ledger, transact, committed)
         self._acks.append((_NO_STEP, {}))
         for uid in chosen:
             self._left.pop(uid, None)
@@ -323,7 +325,7 @@ class Lease:
             return 0
         return len(acknowledged)
 
-    def _chosen(self, uids: Any, repeated_step: Any = _NO_STEP) -> dict[str, int]:
+    def _chosen(self, uids: RecordIds | None, repeated_step: int | None = _NO_STEP) -> dict[str, int]:
         """The records of a call, by id; of an `ack`, those too that were acknowledged in the same step already."""
         if not self._claim.id:
             return {}
@@ -385,16 +387,25 @@ class Lease:
 
     # --- async: the same, in a thread -------------------------------------------------------------------------
 
-    async def aack(self, step: int | None = None, **options: Any) -> int:
-        """`ack` without blocking the event loop."""
-        return await asyncio.to_thread(self.ack, step, **options)
+    async def aack(
+        self,
+        step: int | None = None,
+        *,
+        uids: RecordIds | None = None,
+        priorities: Mapping[str, float] | None = None,
+        detail: Mapping[str, Any] | None = None,
+        details: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> int:
+        """Call `ack` without blocking the event loop."""
+        options = {"uids": uids, "priorities": priorities, "detail": detail, "details": details}
+        return await asyncio.to_thread(self.ack, step, **options)  # type: ignore[arg-type]
 
-    async def anack(self, reason: str = "given back", **options: Any) -> int:
-        """`nack` without blocking the event loop."""
-        return await asyncio.to_thread(self.nack, reason, **options)
+    async def anack(self, reason: str = "given back", *, uids: RecordIds | None = None, drop: bool = False) -> int:
+        """Call `nack` without blocking the event loop."""
+        return await asyncio.to_thread(self.nack, reason, uids=uids, drop=drop)
 
     async def arenew(self, seconds: float | None = None) -> float:
-        """`renew` without blocking the event loop."""
+        """Call `renew` without blocking the event loop."""
         return await asyncio.to_thread(self.renew, seconds)
 
     # --- a sequence, and a context ----------------------------------------------------------------------------
@@ -645,7 +656,7 @@ def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | No
         # The last look is for what is there now: it waits for other writers, too, if only for a moment.
         lock_wait = max(end - time.monotonic(), LAST_LOOK if last else 0.0) if timeout else None
         try:
-            done, claim = write_once(book.ledger, transact, committed, shared=True, timeout=lock_wait)
+            done, claim = write_once(book.ledger, transact, committed, lock_wait)
             if not done:
                 let_others(book.ledger)
         except UnknownConsumerError:
@@ -781,7 +792,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
 
 def check_request(
     consumer: str,
-    count: Any,
+    count: int,
     by: str,
     max_staleness: int | None,
     seconds: float | None,

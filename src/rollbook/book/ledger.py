@@ -19,7 +19,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -61,6 +61,8 @@ IN_ONE = 500
 """How many values one `IN (...)` holds; SQLite's own limit is 999 in old builds."""
 
 Result = TypeVar("Result")
+LedgerValue = int | float | str | bytes | None
+"""A value of any column: SQLite stores values of other types than the column's, too."""
 _AMONG = "IN (SELECT value FROM json_each(?))"
 
 
@@ -145,11 +147,15 @@ class Ledger(Protocol):
     """A database that keeps a book's ledger."""
 
     dialect: str
-    clock: Any
-    """What tells the time instead of the database, in tests; `None` in PostgreSQL."""
 
-    def write(self, *, shared: bool = False, durable: bool = True, timeout: float | None = None) -> Any:
-        """A context that gives a `Transaction` and commits it unless it is left by an error.
+    @property
+    def clock(self) -> Callable[[], float] | None:
+        """Tells the time instead of the database, in tests; `None` in PostgreSQL."""
+
+    def write(
+        self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
+    ) -> AbstractContextManager[Transaction]:
+        """Begin a write transaction, which the context commits unless an exception leaves it.
 
         Args:
             shared: Run beside other shared transactions; by default no other transaction writes.
@@ -163,8 +169,8 @@ class Ledger(Protocol):
             OutcomeUnknownError: The connection broke during the commit.
         """
 
-    def read(self) -> Any:
-        """A context that gives a `Transaction` that sees one state of the book."""
+    def read(self) -> AbstractContextManager[Transaction]:
+        """Begin a transaction that sees one state of the book."""
 
     in_ints: str
     """As of a `Transaction`, for `all`."""
@@ -175,9 +181,13 @@ class Ledger(Protocol):
     def array(self, values: Sequence[Any]) -> Any:
         """As of a `Transaction`."""
 
-    def turn(self, consumer: int, seconds: float | None, stop: threading.Event) -> Any:
-        """A context that gives a `Waiter` to one caller at a time, of all processes, in the order they came; `None` if
-        it is not the caller's turn within so many seconds, or `stop` is set."""
+    def turn(
+        self, consumer: int, seconds: float | None, stop: threading.Event
+    ) -> AbstractContextManager[Waiter | None]:
+        """Wait in line, with callers of all processes; the context gives a `Waiter` to one of them at a time.
+
+        It gives `None` if the caller's turn does not come within so many seconds, or `stop` is set.
+        """
 
     def bounds(self) -> tuple[int, int]:
         """Return the largest record number and event number such that nothing below them is still being written."""
@@ -231,23 +241,31 @@ def write_once(
     transact: Callable[[Transaction], Result],
     committed: Callable[[Transaction, Result], bool],
     timeout: float | None = None,
-    begin: Callable[..., Any] | None = None,
-    **options: Any,
+    begin: Callable[[float | None], AbstractContextManager[Transaction]] | None = None,
 ) -> Result:
-    """Run a write transaction; one that a broken connection ended is looked up, and run again if it had no effect.
+    """Run a write transaction exactly once, also if the connection breaks.
 
     Args:
+        ledger: The ledger.
         transact: The body of the transaction.
-        committed: Looks for a trace of a transaction that had this result.
-        begin: Begins the transaction; by default `ledger.write`.
-        options: Those of `begin`.
+        committed: Checks for a trace of a transaction that had this result. It is called after a broken connection; if
+            it finds none, the transaction runs again.
+        timeout: How many seconds to wait for other writers, `BUSY_SECONDS` by default.
+        begin: Begins the transaction, with a timeout; by default it is `ledger.write(shared=True)`.
+
+    Returns:
+        The result of `transact`.
+
+    Raises:
+        LockTimeoutError: Other writers held the ledger for so long.
+        OutcomeUnknownError: The server could not be asked whether the transaction took effect.
     """
     results: list[Result] = []
     start = time.monotonic()
     patience = BUSY_SECONDS if timeout is None else timeout
     while True:
         try:
-            with (begin or ledger.write)(timeout=timeout, **options) as tx:
+            with ledger.write(shared=True, timeout=timeout) if begin is None else begin(timeout) as tx:
                 results.append(transact(tx))
             return results[-1]
         except (ConnectionLostError, OutcomeUnknownError) as error:
@@ -263,16 +281,23 @@ def write_once(
             timeout = left
 
 
-def parsed(text: Any, label: str) -> dict[str, Any]:
-    """A dict from JSON that a ledger holds, which anybody may have written.
+def parsed(text: LedgerValue, label: str) -> dict[str, Any]:
+    """Parse a JSON object from a ledger, which anybody may have written.
+
+    Args:
+        text: The JSON.
+        label: Prefix of error messages.
+
+    Raises:
+        CorruptBookError: It is not a JSON object.
 
     >>> parsed('{"step": 3}', "a detail")
     {'step': 3}
     """
     try:
-        fields = json.loads(text)
+        fields = json.loads(text)  # type: ignore[arg-type]
     except (RecursionError, TypeError, ValueError) as error:
-        raise CorruptBookError(f"{label}: got {str(text)[:100]!r}, which is no JSON: {str(error)[:100]}") from None
+        raise CorruptBookError(f"{label}: got {str(text)[:100]!r}, invalid JSON: {str(error)[:100]}") from None
     if not isinstance(fields, dict):
         raise CorruptBookError(f"{label}: got {str(text)[:100]!r}, expected a dict")
     return fields

@@ -137,21 +137,21 @@ def _size(length: int, described: int) -> int:
     return -(-(_UNIT + length + described) // _UNIT) * _UNIT
 
 
-def _checksum(*pieces: Any) -> int:
+def _checksum(*pieces: bytes | memoryview) -> int:
     state = xxhash.xxh3_64()
     for piece in pieces:
         state.update(piece)
     return state.intdigest()
 
 
-def _digest(kind: Kind, described: bytes, payload: Any) -> str:
+def _digest(kind: Kind, described: bytes, payload: bytes | memoryview) -> str:
     # Of one cryptographic hash: whoever may write to a book must not be able to pass a medium off as another's.
     state = hashlib.sha256(b"rollbook medium 1\0" + kind.encode() + b"\0" + described + b"\0")
     state.update(payload)
     return state.hexdigest()
 
 
-def blob_size(head: Any) -> int:
+def blob_size(head: bytes | memoryview) -> int:
     """How many bytes the blob takes that begins with `head`, its first 64 bytes or more: what its header says."""
     return _read_header(memoryview(head).cast("B"))[-1]
 
@@ -171,7 +171,7 @@ def _read_header(view: memoryview) -> tuple[Kind, int, int, bytes, int, int]:
     return _KINDS[kind - 1], described, length, digest, checksum, _size(length, described)
 
 
-def open_blob(data: Any, *, verify: bool = False) -> Blob:
+def open_blob(data: bytes | memoryview, *, verify: bool = False) -> Blob:
     """The blob that `data` is, nothing copied; `WireError` for damage.
 
     The checksum is always compared, which finds accidents. `verify=True` computes the hash again, which finds forgery

@@ -37,7 +37,10 @@ from rollbook.core.ids import EID, step_of
 from rollbook.core.ragged import promote
 
 if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
     from rollbook.book.book import Book
+    from rollbook.book.ledger import LedgerValue
 
 
 _NUMBERS = {pa.from_numpy_dtype(np.dtype(name)): name for name in COLUMNAR if DTYPES[name].storage == name}
@@ -576,9 +579,9 @@ def _connection(memory: int, threads: int) -> Iterator[Any]:
 class _Watch:
     """Interrupts a connection when its time is over."""
 
-    def __init__(self, connection: Any, seconds: float) -> None:
+    def __init__(self, connection: DuckDBPyConnection, seconds: float) -> None:
         self.expired = False
-        self._connection: Any = connection
+        self._connection: DuckDBPyConnection | None = connection
         self._seconds = seconds
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -595,7 +598,7 @@ class _Watch:
         # Again and again: an interrupt that comes between two steps of a query is forgotten by the next.
         while not self._done.wait(0.02):
             with self._lock:
-                if not self._done.is_set():
+                if self._connection is not None and not self._done.is_set():
                     self._connection.interrupt()
 
     def check(self) -> None:
@@ -615,7 +618,7 @@ class _Watch:
 # --- what may run -----------------------------------------------------------------------------------------------
 
 
-def _check_reads(query: str, connection: Any) -> None:
+def _check_reads(query: str, connection: DuckDBPyConnection) -> None:
     """Refuse what is not one reading statement, by name. (That it could not do harm is the connection's part.)"""
     duckdb = _duckdb()
     text = query.encode()  # tokens are counted in bytes
@@ -639,7 +642,7 @@ def _check_reads(query: str, connection: Any) -> None:
         raise QueryError(f"query: got {name}, expected one statement that reads: {_READS}")
 
 
-def _explained(text: bytes, words: list[str], starts: list[int], connection: Any) -> str:
+def _explained(text: bytes, words: list[str], starts: list[int], connection: DuckDBPyConnection) -> str:
     """The statement that an EXPLAIN is about."""
     duckdb = _duckdb()
     first = 2 if words[1] in ("ANALYZE", "VERBOSE") else 1
@@ -707,8 +710,10 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         self.readers: list[pa.RecordBatchReader] = []
         self.closed = False
 
-    def scanner(self, columns: list[str] | None = None, filter: Any = None, **options: Any) -> _Scan:
-        """The rows that pass the filter, of these columns (default: all), as DuckDB calls for them."""
+    def scanner(
+        self, columns: list[str] | None = None, filter: ds.Expression | None = None, **options: str | int | None
+    ) -> _Scan:
+        """Return the rows that pass the filter, of these columns (default: all), as DuckDB calls it."""
         names = self.offered.names if columns is None else columns
         needed = [*names, *self._only_in(filter, names)]
         try:
@@ -735,7 +740,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
             with contextlib.suppress(pa.ArrowException, OSError, QueryError):
                 reader.close()  # reads what is left, which is at most what was read ahead
 
-    def _only_in(self, filter: Any, names: list[str]) -> list[str]:
+    def _only_in(self, filter: ds.Expression | None, names: list[str]) -> list[str]:
         """The columns that the filter reads beside those that are wanted."""
         if filter is None:
             return []
@@ -1028,7 +1033,7 @@ def arrow_types(noted: Iterable[tuple[str, str]]) -> dict[str, pa.DataType]:
     return types
 
 
-def _parse_type(text: object) -> pa.DataType | None:
+def _parse_type(text: LedgerValue) -> pa.DataType | None:
     match = _TENSOR.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[1] not in _PORTABLE or match[1] not in DTYPES:
         return None

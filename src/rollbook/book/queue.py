@@ -42,7 +42,7 @@ from rollbook.book.consumer import (
     save_settings,
 )
 from rollbook.book.errors import BookError, CorruptBookError
-from rollbook.book.ledger import TABLES, Transaction, chunks, let_others, parsed
+from rollbook.book.ledger import TABLES, LedgerValue, Transaction, chunks, let_others, parsed
 from rollbook.book.read import read_numbers
 from rollbook.core.columns import texts
 
@@ -957,10 +957,10 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
     return len(done) == len(ranges)
 
 
-def _parse_numbers(numbers: Any, count: int) -> list[float | None]:
+def _parse_numbers(numbers: LedgerValue, count: int) -> list[float | None]:
     """A list of numbers from a ledger that anybody may have written."""
     try:
-        values = json.loads(numbers)
+        values = json.loads(numbers)  # type: ignore[arg-type]
     except (RecursionError, TypeError, ValueError):
         values = None
     if not isinstance(values, list) or len(values) != count or {type(n) for n in values} - {int, float, type(None)}:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
     from rollbook.core.ids import EID
 
+    RecordId = str | EID | Experience
+    RecordIds = RecordId | Iterable[RecordId]
+
 
 Result = TypeVar("Result")
 _ATTEMPTS = 20
@@ -594,8 +597,8 @@ def read_numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> 
     return index_columns.number_column(gather(book, [where[seq] for seq in seqs]), key) if seqs else []
 
 
-def uid_of(record: str | EID | Experience) -> str:
-    """The id, from an id or from what has one."""
+def uid_of(record: RecordId) -> str:
+    """Return the id of a record, from the id itself, an `EID` or an `Experience`."""
     if isinstance(record, str):
         return check_text("uid", record, 0)
     uid = getattr(getattr(record, "eid", record), "uid", None)
@@ -604,10 +607,10 @@ def uid_of(record: str | EID | Experience) -> str:
     return uid
 
 
-def uids_of(records: Any) -> list[str]:
-    """Several ids, from one or many."""
+def uids_of(records: RecordIds) -> list[str]:
+    """Return the distinct ids of one record or of several."""
     if isinstance(records, str) or hasattr(records, "uid") or hasattr(records, "eid"):
-        return [uid_of(records)]
+        return [uid_of(records)]  # type: ignore[arg-type]
     return list(dict.fromkeys(uid_of(record) for record in records))
 
 
@@ -619,7 +622,9 @@ _ASKED = tuple(
     )
 )
 """What a condition can be on, with the entries of `info` and `metrics`."""
+Operand = str | float | bool | None | Sequence[str | float | bool]
 Condition = tuple[str, str, Any]
+"""Column, operator (one of `OPERATORS`) and operand."""
 _TESTS: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq,
     "==": operator.eq,
@@ -733,8 +738,8 @@ class Selection:
         self._asked = list(conditions)
         self._order = order
 
-    def where(self, *conditions: Condition, **equal: Any) -> Selection:
-        """These records, narrowed."""
+    def where(self, *conditions: Condition, **equal: Operand) -> Selection:
+        """Return those of these records that also meet these conditions; see `Book.where`."""
         return Selection(self._book, [*self._asked, *parse_conditions(conditions, equal)], self._order)
 
     @property

@@ -63,6 +63,7 @@ from rollbook.core.files import FOLDER, make_private, private_opener
 from rollbook.core.wire import HEADER_BYTES, decode, read_header
 
 if TYPE_CHECKING:
+    from rollbook.book.ledger import LedgerValue
     from rollbook.book.segments.files import SegmentStore
     from rollbook.core.experiences import Experiences
 
@@ -463,7 +464,7 @@ def _told_apart(tables: list[str], rows: list[Row]) -> list[str]:
     return ["media_uses"] if "media_uses" in tables and all(len(text) == 64 for text in first) else []
 
 
-def _fits(value: Any, column: list[str]) -> bool:
+def _fits(value: LedgerValue, column: list[str]) -> bool:
     if value is None:
         return "NOT" not in column and "KEY" not in column
     return type(value) in _TYPES[column[1]]
@@ -894,7 +895,7 @@ def _unsound(address: str, path: Path) -> str | None:
 _UNMENDED = {"orphan", "unused", "stranger", "event", QUARANTINED}
 
 
-def _mended(book: Book, report: Report, copy: Any, offer: bool) -> Report:
+def _mended(book: Book, report: Report, copy: Callable[[], str], offer: bool) -> Report:
     """Mend a book whose ledger can be read."""
     before = check(book)
     well = set(before.counts) <= _UNMENDED

@@ -140,7 +140,7 @@ def new_name() -> str:
     return f"{time.time_ns():016x}-{os.urandom(8).hex()}.rbs"
 
 
-def is_name(text: object) -> bool:
+def is_name(text: str | bytes | float | None) -> bool:
     """Whether it is a name as `new_name` makes them: no folder, no dots but the suffix's.
 
     >>> is_name(new_name()), is_name("../" + new_name()), is_name("..")

@@ -34,6 +34,7 @@ from rollbook.book.segments.files import (
 from rollbook.core.addresses import redacted
 
 if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
     from typing_extensions import Buffer
 
 Key = TypeVar("Key")
@@ -144,7 +145,7 @@ class _Objects:
             fs.makedirs(self.root, exist_ok=True)
             fs.pipe_file(self._path(name), data, mode="create")
 
-    def _bytes(self, fs: Any, place: Place, start: int, stop: int) -> bytes:
+    def _bytes(self, fs: AbstractFileSystem, place: Place, start: int, stop: int) -> bytes:
         try:
             data: bytes = fs.cat_file(self._path(place.segment), start=start, end=stop)
         except FileNotFoundError:
