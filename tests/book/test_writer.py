@@ -57,7 +57,7 @@ def test_flush_waits_until_all_is_durable(durable_url: str) -> None:
             assert len(other) == 3
         writer.flush()
         writer.close()
-        with pytest.raises(BookError, match="writer: it is closed"):
+        with pytest.raises(BookError, match="writer: closed"):
             writer.add(records(1, start=3))
         writer.close()
 

@@ -1,7 +1,7 @@
 """Appending records: preparation, transaction, group commit and the streaming writer.
 
 Appends of several threads are written together, with one sync of the segment and one commit of the ledger: the first
-thread writes its append; threads that come meanwhile wait, and the first of them then writes all that wait.
+thread writes its append, later ones wait, and the first of those then writes all waiting appends.
 
 Invariant: bytes are in the store before the ledger refers to them, and the ledger has all records of an append or none.
 Appending a record again changes nothing; a different record under its id is rejected before anything is written.
@@ -71,13 +71,16 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class AppendResult:
-    """What an append did: how many records are new, how many were there already, how many of those got new fields."""
+    """Counts of the records of an append."""
 
     admitted: int = 0
+    """New records."""
     existing: int = 0
+    """Records that the book already had."""
     revised: int = 0
+    """Records that the book had, to which the append added fields."""
     stale: int = 0
-    """Of the admitted ones, how many were too old for some consumer as they came."""
+    """Admitted records that were too old for some consumer on arrival."""
 
     def __add__(self, other: AppendResult) -> AppendResult:
         return AppendResult(
@@ -732,7 +735,7 @@ def _commit(book: Book, admits: Sequence[AppendTransaction], timeout: float | No
 
 
 class Receipt(Future[AppendResult]):
-    """What becomes of the records of one `add`: `result()` waits until they are durable, or raises why they are not."""
+    """A future for the records of one `Writer.add`: `result()` waits until they are durable, or raises."""
 
     retrieved = False
 
@@ -742,22 +745,22 @@ class Receipt(Future[AppendResult]):
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> AppendResult:
-        """What the append did with these records."""
+        """Wait until the records are durable and return their counts."""
         self.retrieved = True
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Why they were refused; `None` if they were not."""
+        """Wait, and return the exception of the append, or `None`."""
         self.retrieved = True
         return super().exception(timeout)
 
 
 class Writer:
-    """Appends in the background; made by `book.writer(delay=...)`. Threads may share it.
+    """A background writer that batches small appends; created by `Book.writer`. Thread-safe.
 
-    Records wait at most `delay` seconds, or until `batch` of them are together, and are then admitted in one append
-    (one sync, one frame). If one of them is refused, the pieces are appended one by one, so that only the one at fault
-    fails. While the book holds inserts back, `add` blocks once `most` records wait.
+    Records wait at most `delay` seconds, or until there are `batch` of them, and are then appended together (one sync,
+    one frame). If that fails, the parts are appended one by one, so that only the faulty one fails. While rate limiters
+    hold appends back, `add` blocks once `most` records wait.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -786,7 +789,17 @@ class Writer:
         self._thread.start()
 
     def add(self, experiences: Experience | Iterable[Experience]) -> Receipt:
-        """Take records; the receipt's `result()` waits until they are durable."""
+        """Queue records for the next append. Later changes to them have no effect.
+
+        Args:
+            experiences: One record or several.
+
+        Returns:
+            A receipt, whose `result()` waits until the records are durable.
+
+        Raises:
+            BookError: The writer is closed.
+        """
         self._check_process()
         # Columns hold what the records were now, not what the caller makes of them before the flush.
         columns = as_experiences(experiences).compact()
@@ -795,7 +808,7 @@ class Writer:
             while self._count >= self._most and not self._closing:
                 self._changed.wait()
             if self._closing:
-                raise BookError("writer: it is closed")
+                raise BookError("writer: closed")
             if not self._pending:
                 self._since = time.monotonic()
             self._pending.append((columns, receipt))
@@ -804,7 +817,15 @@ class Writer:
         return receipt
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until all that was added is durable; raises what struck any of it, unless its receipt was asked."""
+        """Wait until all added records are durable.
+
+        Args:
+            timeout: Seconds to wait; `None` for no limit.
+
+        Raises:
+            TimeoutError: Some records are not durable yet.
+            Exception: The first failure of an append whose receipt was not read.
+        """
         self._check_process()
         with self._changed:
             self._hurry = bool(self._pending)
@@ -815,7 +836,11 @@ class Writer:
         self._complain()
 
     def close(self) -> None:
-        """Flush and end; raises what struck any of the records, unless its receipt was asked."""
+        """Flush and stop the writer.
+
+        Raises:
+            Exception: The first failure of an append whose receipt was not read.
+        """
         self._end()
         self._complain()
 

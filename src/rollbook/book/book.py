@@ -304,7 +304,7 @@ class Book:
         max_staleness: int | None = None,
         seconds: float | None = None,
     ) -> Lease:
-        """Lease without blocking the event loop, with the arguments of `lease`; a cancelled wait claims nothing."""
+        """Call `lease`, with its arguments, without blocking the event loop. A cancelled wait claims nothing."""
         check_writable(self, "lease")
         request = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
         return await alease_records(self, request, timeout)
@@ -312,7 +312,14 @@ class Book:
     # --- policy versions ----------------------------------------------------------------------------------------
 
     def announce(self, version: int) -> None:
-        """Set the current policy version, from which staleness is counted. It never decreases."""
+        """Set the current policy version, from which staleness is counted.
+
+        Args:
+            version: The version of the weights that sample from now on.
+
+        Raises:
+            BookError: The version is older than the announced one; only `rewind` goes back.
+        """
         check_writable(self, "announce")
         version = check_int("version", version)
         with self.ledger.write() as tx:
@@ -341,6 +348,10 @@ class Book:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store metrics of a training step; SQL sees them in `events`, as the JSON of `detail`.
+
+        Args:
+            step: The training step.
+            metrics: Numbers by name; NaN and infinity are allowed.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -495,7 +506,18 @@ class Book:
         return iter(self.where())
 
     def get(self, uids: RecordIds) -> Experiences:
-        """Return records by id, in this order."""
+        """Return records by id.
+
+        Args:
+            uids: One id or record, or several.
+
+        Returns:
+            The records, in this order, each once.
+
+        Raises:
+            KeyError: An id is not in the book.
+            BookError: The bytes of a record are gone.
+        """
         return fetch(self, seqs_of(self, uids_of(uids)))
 
     def __contains__(self, uid: object) -> bool:
@@ -552,11 +574,22 @@ class Book:
         return run_sql(self, query, parameters, memory, seconds)
 
     def counts(self, consumer: str = TRAIN) -> reports.Counts:
-        """Return a consumer's counts: admitted = waiting + leased + trained + dropped, by reason."""
+        """Return a consumer's counts: admitted = waiting + leased + trained + dropped.
+
+        Args:
+            consumer: The consumer group.
+        """
         return reports.counts(self, consumer)
 
     def history(self, uid: str | EID | Experience) -> list[reports.Entry]:
-        """Return the events of a record, in order."""
+        """Return the events of a record, in order.
+
+        Args:
+            uid: The record's id, or the record.
+
+        Raises:
+            KeyError: The id is not in the book.
+        """
         return reports.history(self, uid_of(uid))
 
     @property
@@ -613,7 +646,7 @@ class Book:
         return check(self, deep=deep)
 
     def close(self) -> None:
-        """Stop writing and close files; whatever a method returned is durable in any case."""
+        """Close files and connections. Idempotent; completed calls are durable with or without it."""
         self.closed = True
         if self.compactor is not None:
             self.compactor.join()
@@ -674,17 +707,29 @@ def open(
     disk: Disk | None = None,
     **settings: Any,
 ) -> Book:
-    """Open a book, or make it.
+    """Open a book, or create it.
 
-    `url` is a folder (`runs/first`; the folder of a run stands for its book), `memory:`, or
-    `postgresql://user@host/database` (`?schema=NAME` for more than one book in a database); the password comes
-    from `PGPASSWORD` or `~/.pgpass`, or stands in the URL, and is never shown.
-    `mode`: "a" makes it if it is not there, "r+" wants it there, "r" only reads. `tokenizer` (or
-    its fingerprint): a book takes records of one tokenizer, and keeps its vocabulary, so that its texts can be shown
-    without it. `quota`: the most bytes its data may take. `data`: for
-    PostgreSQL, a folder or an object store (any fsspec address) for the data instead of the database. `settings`: those
-    of the consumer group "train" (see `Book.consumer`). `clock` replaces the database's clock in simulations, `disk`
-    the file operations in trials.
+    Args:
+        url: A folder (or the folder of a run, for its book), `memory:`, or `postgresql://user@host/database`, with
+            `?schema=NAME` for more than one book in a database. The password comes from `PGPASSWORD`, `~/.pgpass` or
+            the URL, and is never shown.
+        mode: `"a"` creates the book if it does not exist, `"r+"` requires it, `"r"` opens it for reading.
+        tokenizer: The tokenizer of the records, or its fingerprint. A book takes records of one tokenizer and stores
+            its vocabulary, so that texts can be shown without it.
+        quota: Maximum size of the data in bytes.
+        data: For PostgreSQL, a folder or object store (any fsspec URL) for the data instead of the database.
+        storage_options: Options of that fsspec file system.
+        segment_bytes: Size at which a segment is finished.
+        clock: Replaces the database's clock in simulations.
+        disk: Replaces the file operations in tests.
+        settings: Settings of the consumer group "train"; see `Book.consumer`.
+
+    Returns:
+        The book, a context manager.
+
+    Raises:
+        NotABookError: There is no book at this address, or this version cannot read it.
+        BookError: The book was written with another tokenizer, or has its data elsewhere.
 
     >>> import rollbook
     >>> with rollbook.open("memory:") as book:

@@ -58,12 +58,12 @@ KINDS: dict[str, tuple[str, str]] = {
     "leftover": (NOTE, f"none is needed; {_MEND} moves it away"),
     "stranger": (NOTE, "none: the book never reads it"),
 }
-"""Every kind of finding: how grave it is, and what helps."""
+"""Kinds of findings, with their severity and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be (`error`), or that is left over and harms nobody (`note`)."""
+    """A problem (`error`) or a harmless leftover (`note`)."""
 
     kind: str
     severity: str
@@ -75,20 +75,20 @@ class Finding:
 
 @dataclass(slots=True)
 class Report:
-    """What a check found, or a repair did."""
+    """The result of a check or a repair."""
 
     url: str
     deep: bool = True
-    """Whether every byte of the data was looked at, or only what is needed to find it."""
+    """Whether every byte of the data was checked, or only where it is."""
     records: int = 0
     media: int = 0
     segments: int = 0
     bytes: int = 0
-    """What was looked at; the bytes are those of the segments."""
+    """What was checked; the bytes are those of the segments."""
     findings: list[Finding] = field(default_factory=list)
-    """What is wrong now: at most `LISTED` of a kind."""
+    """Current findings, at most `LISTED` of a kind."""
     counts: Counter[str] = field(default_factory=Counter)
-    """How many findings there are of each kind."""
+    """Number of findings of each kind."""
     repaired: list[Finding] = field(default_factory=list)
     """What a repair did, recovered and could not recover; counted in `repairs`."""
     repairs: Counter[str] = field(default_factory=Counter)
@@ -97,25 +97,38 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; what is merely left over is not."""
+        """Whether there is no error; notes do not count."""
         return not any(KINDS[kind][0] == ERROR for kind in self.counts)
 
     def add(self, kind: str, description: str, where: str = "") -> None:
-        """Note a finding."""
+        """Add a finding.
+
+        Args:
+            kind: A key of `KINDS`.
+            description: What is wrong.
+            where: A record's id, a segment, a consumer or a table.
+        """
         self.counts[kind] += 1
         if self.counts[kind] <= LISTED:
             severity, remedy = KINDS[kind]
             self.findings.append(Finding(kind, severity, description, where, remedy))
 
     def did(self, kind: str, description: str, where: str = "", count: int = 1) -> None:
-        """Note what a repair did."""
+        """Add an action of a repair.
+
+        Args:
+            kind: The kind of finding that was repaired.
+            description: What was done.
+            where: A record's id, a segment, a consumer or a table.
+            count: How often it was done; nothing is added for 0.
+        """
         if count:
             self.repairs[kind] += count
             if sum(repair.kind == kind for repair in self.repaired) < LISTED:
                 self.repaired.append(Finding(kind, NOTE, description, where, ""))
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the report as a dict for JSON."""
         return {
             "url": self.url,
             "ok": self.ok,

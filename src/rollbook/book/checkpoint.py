@@ -65,7 +65,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class RewindResult:
-    """What a rewind did."""
+    """The result of a rewind."""
 
     checkpoint: str
     acks: int

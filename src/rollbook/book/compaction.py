@@ -279,7 +279,7 @@ _POINT = "during compaction"
 
 @dataclass(slots=True)
 class CompactionResult:
-    """What a compaction did."""
+    """The result of a compaction."""
 
     before: int = 0
     """Bytes in the store."""

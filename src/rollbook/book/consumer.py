@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=64)
 def exact(number: float) -> Fraction:
-    """The number as it is written: sums of it are not off by a rounding, at which both sides could wait.
+    """Return the decimal number that `repr` prints, without the rounding error of a float.
 
     >>> exact(0.1) * 3 == exact(0.3)
     True
@@ -33,14 +33,18 @@ def exact(number: float) -> Fraction:
 
 
 def _at_least(bound: Fraction) -> str:
-    """A number to write that is not below the bound."""
+    """Format a number that is at least the bound."""
     near = float(bound)
     return repr(near if exact(near) >= bound else math.nextafter(near, math.inf)).removesuffix(".0")
 
 
 @dataclass(frozen=True)
 class MaxSize:
-    """At most `size` records wait when records have come; the oldest (or those of the worst rank) make room for them.
+    """Remover: keep at most `size` waiting records.
+
+    Args:
+        size: The maximum.
+        drop: Which records to drop when new ones arrive: `"oldest"`, or `"worst"` by the sampler's rank.
 
     >>> MaxSize(10_000).drop
     'oldest'
@@ -56,7 +60,7 @@ class MaxSize:
 
 @dataclass(frozen=True)
 class MaxAge:
-    """Nothing waits longer than `seconds` after it was admitted."""
+    """Remover: drop records that have waited longer than `seconds` since they were admitted."""
 
     seconds: float
 
@@ -67,7 +71,10 @@ class MaxAge:
 
 @dataclass(frozen=True)
 class MaxUses:
-    """A record is handed out until it was acknowledged `uses` times; `None`: for ever. Without this part: once."""
+    """Remover: lease a record until it was acknowledged `uses` times, or without limit if `None`.
+
+    Without this part a record is used once.
+    """
 
     uses: int | None
 
@@ -78,7 +85,7 @@ class MaxUses:
 
 @dataclass(frozen=True)
 class MinSize:
-    """Nothing is handed out before `size` records wait, rest or are leased."""
+    """Rate limiter: lease nothing until `size` records are waiting, cooling down or leased."""
 
     size: int
 
@@ -88,12 +95,21 @@ class MinSize:
 
 @dataclass(frozen=True)
 class SamplesToInserts:
-    """Keep the records handed out near `ratio` times the records brought, within `slack` records either way.
+    """Rate limiter: keep the number of leased records within `slack` of `ratio` times the number of appended records.
 
-    Whoever is ahead waits: `append` while too much is unread (back-pressure), `lease` while too little is there. With
-    `c = inserts * ratio - samples - min_size * ratio`, a lease of k needs `c - k >= -slack`, an append of m needs
-    `c + m * ratio <= slack`. `lease_size` and `append_size` are the largest of each that will be asked for. What was
-    given up (dropped, too old, too many) counts on neither side. Numbers mean what they print: 0.1 is a tenth.
+    The side that is ahead waits: `append` (back-pressure) or `lease`. With
+    `c = inserts * ratio - samples - min_size * ratio`, a lease of k needs `c - k >= -slack`, and an append of m needs
+    `c + m * ratio <= slack`. Dropped records count on neither side. Numbers are exact decimals: 0.1 is a tenth.
+
+    Args:
+        ratio: Leased records per appended record.
+        slack: Allowed difference, in leased records.
+        min_size: Lease nothing before so many records were appended.
+        lease_size: Size of the largest lease.
+        append_size: Size of the largest append.
+
+    Raises:
+        ValueError: The slack is so small that leases and appends could wait for each other forever.
 
     >>> SamplesToInserts(ratio=2.0, slack=64, lease_size=64, append_size=8).inserts_left(0, 0)
     32
@@ -134,13 +150,23 @@ expected a slack of at least 36
         return (inserts - self.min_size) * exact(self.ratio) - samples
 
     def samples_left(self, inserts: int, samples: int) -> int:
-        """How many records may be handed out now."""
+        """Return how many records may be leased now.
+
+        Args:
+            inserts: Records appended so far.
+            samples: Records leased so far.
+        """
         if inserts < self.min_size:
             return 0
         return max(math.floor(self._cursor(inserts, samples) + exact(self.slack)), 0)
 
     def inserts_left(self, inserts: int, samples: int) -> int:
-        """How many records may be brought now."""
+        """Return how many records may be appended now.
+
+        Args:
+            inserts: Records appended so far.
+            samples: Records leased so far.
+        """
         return max(math.floor((exact(self.slack) - self._cursor(inserts, samples)) / exact(self.ratio)), 0)
 
 
@@ -158,7 +184,7 @@ def check_together(
     group_size: int | None,
     partial: bool,
 ) -> None:
-    """Raise `ValueError` if these parts could keep leases or appends waiting for ever."""
+    """Raise `ValueError` if these parts could keep leases or appends waiting forever."""
     for kind in (*REMOVERS.values(), *LIMITERS.values()):
         if sum(isinstance(part, kind) for part in (*removers, *limiters)) > 1:
             raise ValueError(f"{kind.__name__}: got it twice, expected it once")
@@ -210,41 +236,37 @@ NUMBERS = (
     "step",
     "group_size",
 )
-"""The tags of a record that are numbers."""
+"""Numeric index columns of a record."""
 
 
 @dataclass(frozen=True)
 class ConsumerConfig:
-    """How one consumer group takes records.
-
-    `sampler` orders what waits (first in, first out); `removers` and `limiters` are any of those of `rollbook.book`.
-    Without `MaxUses` a record is trained on once, by every sampler but `Priority`. `max_staleness`: how many policy
-    versions behind the announced one a record's oldest token may be; `keep_stale` keeps the bytes of those too old.
-    `group_size`: how many runs make a group whose records do not say so; `partial_after`: seconds after which an
-    incomplete group is handed out as it is. `lease_seconds`: how long a lease lives without progress, and so how long
-    the records of a holder that was killed are away. `max_attempts`: how often a record may be leased in vain before it
-    is dropped. `seed`: of the samplers' chance.
+    """Settings of a consumer group.
 
     >>> ConsumerConfig().max_uses, ConsumerConfig(sampler=Priority()).max_uses
     (1, None)
     """
 
     sampler: Sampler = field(default_factory=First)
+    """Order of the waiting records."""
     removers: tuple[Remover, ...] = ()
+    """Any of `MaxSize`, `MaxAge`, `MaxUses`. Without `MaxUses` a record is used once, except by `Priority`."""
     limiters: tuple[Limiter, ...] = ()
+    """Any of `MinSize`, `SamplesToInserts`."""
     max_staleness: int | None = None
     """How many policy versions behind the announced one a record's oldest token may be."""
     keep_stale: bool = False
-    """Whether the bytes of records that are too old are kept for inspection."""
+    """Keep the bytes of stale records for inspection."""
     group_size: int | None = None
-    """How many runs make a group whose records do not say so."""
+    """Number of runs in a group whose records do not state it."""
     partial_after: float | None = None
-    """Seconds after which an incomplete group is handed out as it is; `None`: never."""
+    """Seconds after which an incomplete group is leased; `None` for never."""
     lease_seconds: float = 300.0
-    """How long a lease lives without progress."""
+    """Seconds without progress after which a lease ends, and the records of a holder that died are offered again."""
     max_attempts: int | None = None
     """How often a record may be given back before it is dropped."""
     seed: int = 0
+    """Seed of random samplers."""
 
     def __post_init__(self) -> None:
         if type(self.sampler) not in SAMPLERS.values():
@@ -320,7 +342,7 @@ class ConsumerConfig:
         return bool(self.removers) or self.max_staleness is not None
 
     def to_json(self) -> str:
-        """As the ledger keeps it."""
+        """Return the settings as JSON, as the ledger stores them."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["sampler"] = part_to_json(SAMPLERS, self.sampler)
         plain["removers"] = [part_to_json(REMOVERS, part) for part in self.removers]
@@ -330,7 +352,14 @@ class ConsumerConfig:
 
     @classmethod
     def from_json(cls, text: str) -> ConsumerConfig:
-        """Back from the ledger; a part that this version does not know is refused."""
+        """Parse settings from JSON.
+
+        Args:
+            text: The result of `to_json`.
+
+        Raises:
+            ValueError: A setting or a part is unknown or invalid.
+        """
         plain = json.loads(text)
         names = {f.name for f in fields(cls)}
         if not isinstance(plain, dict) or not names.issuperset(plain):
@@ -344,11 +373,18 @@ class ConsumerConfig:
         return cls(**plain)
 
     def changed(self, options: dict[str, Any]) -> ConsumerConfig:
-        """These settings with some of them replaced."""
+        """Return a copy with some settings replaced.
+
+        Args:
+            options: New values by name.
+
+        Raises:
+            ValueError: A setting is unknown or invalid.
+        """
         by_name = {f.name: f for f in fields(self)}
         for name in options:
             if name not in by_name:
-                raise ValueError(f"consumer: {name!r} is none of its settings{suggest(name, by_name)}")
+                raise ValueError(f"consumer: unknown setting {name!r}{suggest(name, by_name)}")
         return replace(self, **options)
 
 
@@ -357,7 +393,7 @@ _MAX_NUMBER = 1 << 20  # characters of settings or of a sampler's state; both ar
 
 @lru_cache(maxsize=64)
 def parse_settings(text: LedgerValue) -> ConsumerConfig:
-    """ConsumerConfig from a ledger that anybody may have written."""
+    """Parse settings from a ledger, which anybody may have written."""
     if not isinstance(text, str) or len(text) > _MAX_NUMBER:
         raise CorruptBookError(f"a consumer's settings: got {str(text)[:100]!r}, expected a short text")
     try:
@@ -367,7 +403,10 @@ def parse_settings(text: LedgerValue) -> ConsumerConfig:
 
 
 def parse_state(text: LedgerValue) -> State:
-    """A sampler's state from a ledger that anybody may have written: finite numbers, by name or in a list or dict.
+    """Parse a sampler's state from a ledger, which anybody may have written: numbers, or lists or dicts of numbers.
+
+    Raises:
+        CorruptBookError: It is not valid JSON, or a number is not finite.
 
     >>> parse_state('{"clock": 1.5, "ready": [2, 2.0]}')["ready"]
     [2, 2.0]
@@ -389,7 +428,7 @@ def parse_state(text: LedgerValue) -> State:
 
 @dataclass
 class Consumer:
-    """A consumer group as one transaction sees it."""
+    """A consumer group, as one transaction sees it."""
 
     id: int
     name: str
@@ -402,7 +441,7 @@ class Consumer:
     """Waiting records whose oldest token is older than this version have been dropped."""
     generation: int
     waiting: float = 0.0
-    """Until when somebody waits for records, by the database's clock."""
+    """Until when a lease waits for records, by the database's clock."""
     saved: tuple[Any, ...] = ()
     """The values that the ledger has, so that `save_consumer` writes only changes."""
 
@@ -414,8 +453,9 @@ class Consumer:
 
 
 def shift_state(state: State, seq: int) -> int:
-    """How many records that rewinds dropped are before this one: what is brought again after a rewind is ranked, by
-    order or by chance, as it was the first time.
+    """Return how many records before this one were dropped by rewinds.
+
+    Ranks do not count them, so that records that are appended again after a rewind get the ranks of the first time.
 
     >>> shift_state({"shifts": [20, 10, 30, 15]}, 20), shift_state({"shifts": [20, 10, 30, 15]}, 21)
     (0, 10)
@@ -479,7 +519,7 @@ def find_consumer(tx: Transaction, name: str, lock: bool = False) -> Consumer | 
 
 
 def get_consumer(tx: Transaction, name: str) -> Consumer:
-    """The consumer of this name, which must be there."""
+    """Return the consumer of this name, or raise `UnknownConsumerError`."""
     consumer = find_consumer(tx, name)
     if consumer is None:
         names = [row[0] for row in tx.all("SELECT name FROM consumers ORDER BY id")]
@@ -488,12 +528,12 @@ def get_consumer(tx: Transaction, name: str) -> Consumer:
 
 
 def unknown_consumer(name: str, names: list[str]) -> UnknownConsumerError:
-    """The error for a name that is none of the book's consumers."""
-    return UnknownConsumerError(f"consumer: got {name!r}, which the book does not have{suggest(name, names)}")
+    """Return the error for an unknown consumer."""
+    return UnknownConsumerError(f"consumer: unknown consumer group {name!r}{suggest(name, names)}")
 
 
 def create_consumer(tx: Transaction, name: str, settings: ConsumerConfig) -> Consumer:
-    """A new consumer; its waiting room is empty until `work.enrol` fills it."""
+    """Create a consumer; `queue.backfill_consumer` offers it the records of the book."""
     number = 1 + _last_number(tx)
     tx.run(
         f"INSERT INTO consumers (made, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, 0, 0, NULL, 0, NULL)",
@@ -595,7 +635,7 @@ def save_consumer(tx: Transaction, consumer: Consumer) -> None:
 
 
 def save_settings(tx: Transaction, consumer: Consumer, settings: ConsumerConfig) -> None:
-    """Other settings for everybody; a sampler's state does not outlive it."""
+    """Replace a consumer's settings; the state of a sampler that is replaced is dropped."""
     if settings.sampler != consumer.settings.sampler:
         consumer.state = {key: value for key, value in consumer.state.items() if key in ("ready", "shifts")}
     consumer.settings = settings

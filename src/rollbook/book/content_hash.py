@@ -87,9 +87,6 @@ def _print_parts(parts: list[str], are_numbers: NDArray[np.integer[Any]]) -> lis
     return parts
 
 
-FORMAT = 1
-"""Of the digests; a ledger that holds others compares records, not digests."""
-
 _CORE = b"rollbook core 1\0"
 _WHOLE = b"rollbook whole 1\0"
 _ABSENT = b""

@@ -1,8 +1,8 @@
-"""Leases: an atomic claim on records or whole groups, with a fencing number and an end.
+"""Leases: atomic claims on records or groups, with a fencing number and an expiry time.
 
-Invariant: a record is in at most one living lease of a consumer. Delivery is at least once; acknowledgement is exactly
-once: a lease that has ended, by its holder or by the database's clock, changes nothing any more and raises
-`LeaseLostError`, unless it repeats an acknowledgement that the ledger has.
+Invariant: a record is in at most one active lease of a consumer. Delivery is at least once; acknowledgement is exactly
+once: a lease that was ended, by its holder or by the database's clock, changes nothing and raises `LeaseLostError`,
+unless the call repeats an acknowledgement that the ledger has.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
 
 AHEAD = 256
-"""How many records a lease that takes them in order takes out of the inbox at once."""
+"""How many records a lease in order of admission drains from the inbox at once."""
 LOOK_SECONDS = 0.25
-"""How long a wait for more lasts at most before another look, whatever it hears."""
+"""Longest wait between two attempts, in seconds."""
 LAST_LOOK = 0.5
-"""How long the last look waits for other writers, in seconds."""
+"""How long the last attempt waits for other writers, in seconds."""
 _NO_STEP = -1
 """The step of a `nack` in the list of calls."""
 
 
 class LeaseRequest(NamedTuple):
-    """What a lease asks for."""
+    """The arguments of a lease."""
 
     consumer: str
     most: int
@@ -67,7 +67,7 @@ class LeaseRequest(NamedTuple):
     max_staleness: int | None
     seconds: float | None
     holder: str
-    """Host, process, and a token of the call, by which a lease is found whose commit got no answer."""
+    """Host, process and a random token, which identifies a lease whose commit was not confirmed."""
     exact: bool = False
     """All or nothing."""
     create: bool = False
@@ -75,7 +75,7 @@ class LeaseRequest(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What a lease got: records (number, id) in the order of their ranks, with their importance weights."""
+    """The records of a lease (numbers and ids, in the order of their ranks) and their importance weights."""
 
     id: int
     seqs: list[int]
@@ -84,7 +84,7 @@ class Claim(NamedTuple):
     expires: float
     seconds: float
     why: str
-    """Why it is less than was asked for; empty if it is not."""
+    """Why there are fewer records than requested; empty if there are not."""
     partial: Sequence[str] = ()
     """Groups that are not complete."""
     serial: bool = False
@@ -92,11 +92,11 @@ class Claim(NamedTuple):
 
 
 class Lease:
-    """Records that are this holder's until it acknowledges them, gives them back, or makes no progress for too long.
+    """Records claimed by this process until it acknowledges them, gives them back, or makes no progress for too long.
 
-    Use it as a context: leaving it by an exception, or without `ack`, gives the records back. Every `batch`,
-    `experiences` and `renew` is progress and starts the time anew; a holder that hangs loses its records to others, and
-    its `ack` then raises `LeaseLostError`.
+    Use it as a context manager: leaving it with an exception, or without `ack`, gives the records back. `batch`,
+    `experiences` and `renew` are progress and restart the expiry time. A holder that hangs loses its records, and its
+    `ack` then raises `LeaseLostError`.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -135,7 +135,7 @@ class Lease:
 
     @property
     def experiences(self) -> Experiences:
-        """Its records."""
+        """The records, in the sampler's order. The first access reads them."""
         if self._experiences is None:
             self._experiences = fetch(self._book, self._claim.seqs)
         if self._left:
@@ -162,7 +162,7 @@ class Lease:
         return batch
 
     def _progress(self) -> None:
-        """Start the time anew, once a good part of it is over: a database is not written for every look."""
+        """Renew the lease if a good part of its time is over, so that not every access writes to the database."""
         if self._book.ledger.clock is None and time.monotonic() - self._renewed < self._seconds * 0.05:
             return
         # More time than there ever was is left if the database's clock was put back.
@@ -173,7 +173,17 @@ class Lease:
                 self.renew()
 
     def renew(self, seconds: float | None = None) -> float:
-        """Start the time anew, from now on with `seconds` if they are given; when it ends."""
+        """Restart the expiry time.
+
+        Args:
+            seconds: Time to live from now on; by default that of the lease.
+
+        Returns:
+            The new expiry time, in seconds since 1970 by the database's clock.
+
+        Raises:
+            LeaseLostError: The lease has ended.
+        """
         lasts = self._seconds if seconds is None else check_float("seconds", seconds, 0.0, 1e9)
         if not lasts > 0 and self._claim.id:
             raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
@@ -198,13 +208,20 @@ class Lease:
         detail: Mapping[str, Any] | None = None,
         details: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> int:
-        """These records (or some of them: ids or records) were trained on, in optimizer step `step`; how many.
-
-        `priorities`: new numbers for a sampler with a `key`, by id (`dict(zip(lease.uids, numbers))`). `detail`: what
-        the ledger should say of all of them, `details` of each, by id (its micro-batch, its weight).
+        """Acknowledge that the records were trained on.
 
         Idempotent: an `ack` of the same records in the same step changes nothing and returns the same count, also after
         an error.
+
+        Args:
+            step: The optimizer step.
+            uids: Ids or records; by default all of the lease.
+            priorities: New numbers for a sampler with a `key`, by id: `dict(zip(lease.uids, numbers))`.
+            detail: JSON-compatible details for the events of all records.
+            details: The same for single records, by id, such as micro-batch and weight.
+
+        Returns:
+            How many records were acknowledged.
 
         Raises:
             LeaseLostError: The lease has ended and these records were not acknowledged; nothing was changed.
@@ -277,7 +294,19 @@ class Lease:
         return write_once(self._book.ledger, transact, committed)
 
     def nack(self, reason: str = "given back", *, uids: RecordIds | None = None, drop: bool = False) -> int:
-        """Give records back, to be offered again at the place they had, or (`drop=True`) to be dropped; how many."""
+        """Give records back. They are offered again, with their former rank.
+
+        Args:
+            reason: Stored in the ledger.
+            uids: Ids or records; by default all of the lease.
+            drop: Drop the records instead.
+
+        Returns:
+            How many records were given back.
+
+        Raises:
+            LeaseLostError: The lease has ended.
+        """
         check_text("reason", reason)
         chosen = self._chosen(uids)
         if not chosen:
@@ -306,7 +335,7 @@ class Lease:
         return count
 
     def _acknowledged(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> set[int]:
-        """Those of these records that this lease has acknowledged in this step, without what rewinds voided."""
+        """Return those of these records that this lease acknowledged in this step, unless a rewind voided it."""
         rows = tx.all(
             "SELECT done.seq FROM events AS done WHERE done.kind = 'trained' AND done.lease = ? "
             f"AND COALESCE(done.step, -1) = ? AND done.seq {tx.in_ints} AND NOT EXISTS (SELECT 1 FROM events "
@@ -317,7 +346,7 @@ class Lease:
         return {seq for (seq,) in rows}
 
     def _repeats(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> int:
-        """How many records an `ack` acknowledged that this one repeats; 0 if it repeats none."""
+        """Return how many records a former `ack` with these arguments acknowledged; 0 if there was none."""
         acknowledged = self._acknowledged(tx, seqs, step)
         # A record that was deleted while it was leased could not be acknowledged.
         others = tx.array([seq for seq in seqs if seq not in acknowledged])
@@ -326,7 +355,7 @@ class Lease:
         return len(acknowledged)
 
     def _chosen(self, uids: RecordIds | None, repeated_step: int | None = _NO_STEP) -> dict[str, int]:
-        """The records of a call, by id; of an `ack`, those too that were acknowledged in the same step already."""
+        """Return the records of a call, by id; for `ack`, also those that were acknowledged in the same step."""
         if not self._claim.id:
             return {}
         if uids is None and self._left:
@@ -349,10 +378,12 @@ class Lease:
     def _held(
         self, tx: Transaction, chosen: Mapping[str, int], always: bool = False
     ) -> tuple[Consumer, list[queue.Row]]:
-        """The consumer, and those of the chosen rows that are still this lease's: a record that was deleted meanwhile
-        is not. `LeaseLostError` if the lease has ended.
+        """Return the consumer, and those of the chosen rows that still belong to the lease (deleted ones do not).
 
         The consumer's row is locked, before the lease's, if more of its queue changes than the lease's own records.
+
+        Raises:
+            LeaseLostError: The lease has ended.
         """
         name, fence = self._wanted.consumer, self._claim.id
         serial = self._claim.serial or always
@@ -372,7 +403,7 @@ class Lease:
         return consumer, [row for row in queue.check_rows(rows) if row.seq in seqs]
 
     def _check(self, tx: Transaction, rows: Sequence[Any]) -> None:
-        """Raise unless the lease lives."""
+        """Raise `LeaseLostError` unless the lease is active."""
         row = rows[0] if rows else None
         self._lost = row is None or row[0] != "active" or row[1] <= tx.now
         if row is None or row[0] != "active":
@@ -448,7 +479,7 @@ class Lease:
 
 
 def _told(error: BaseException) -> str:
-    """An exception in a line that every database can keep."""
+    """Format an exception as one line that every database can store."""
     text = f"{type(error).__name__}: {error}"[:200].replace("\0", "\ufffd")
     return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -457,11 +488,11 @@ _LIVES = "SELECT state, expires FROM leases WHERE id = ?"
 
 
 class _RetryAckError(Exception):
-    """The consumer has other settings than when the lease was made: its row has to be locked."""
+    """The consumer's settings changed since the lease: retry with its row locked."""
 
 
 def _is_shared(consumer: Consumer) -> bool:
-    """Whether an acknowledgement changes what leases of other records depend on: groups, or a sampler's state."""
+    """Return whether an acknowledgement changes what other leases depend on: groups, or a sampler's state."""
     return consumer.grouped or (consumer.settings.sampler.keeps and consumer.settings.max_uses != 1)
 
 
@@ -474,7 +505,7 @@ def _train(
     priorities: Mapping[int, float],
     details: Mapping[int, Mapping[str, Any]],
 ) -> None:
-    """Rows that were used once more: trained, or waiting (perhaps after a rest) for their next use."""
+    """Count one more use of rows: they are done, or wait (perhaps after a cooldown) for the next use."""
     sampler = consumer.settings.sampler
     most = consumer.settings.max_uses
     moves, events = [], []
@@ -498,11 +529,14 @@ def _train(
 
 
 def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest | None) -> tuple[Consumer | None, bool]:
-    """Do what is due in a consumer's queue, a piece of it at most: take new records in, take leases back that ended,
-    end rests, drop records that are too old.
+    """Do what is due in a consumer's queue, at most a chunk of it: drain the inbox, expire leases, end cooldowns, drop
+    old and stale records, update groups.
 
     Args:
-        request: The lease this is for; without one, new records are taken in only where some might be dropped.
+        tx: The transaction.
+        book: The book.
+        name: The consumer's name.
+        request: The lease this is for; without one, the inbox is drained only if records might be dropped.
 
     Returns:
         The consumer, locked (`None` if there is none of this name), and whether nothing is left to do.
@@ -552,8 +586,11 @@ def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest 
 
 
 def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
-    """Rank waiting records anew, for a sampler or a seed that has changed, and hold a new bound on their number; return
-    whether that is done."""
+    """Rank waiting records again after the sampler or seed changed, and apply a new `MaxSize`.
+
+    Returns:
+        Whether all is done.
+    """
     start = consumer.state.get("unranked")
     if start is None:
         if "oversized" not in consumer.state or not queue.drop_over_size(tx, consumer, most):
@@ -590,7 +627,7 @@ def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, most: int) -> 
 
 
 def drop_stale_records(book: Book, name: str) -> None:
-    """Drop what is too old for a consumer by the announced version, in short transactions."""
+    """Drop the records that the announced version makes stale for a consumer, in short transactions."""
     done = False
     while not done:
         with book.ledger.write(shared=True, durable=False) as tx:
@@ -617,7 +654,7 @@ def refresh_consumer(book: Book, name: str) -> None:
 
 
 def takes_in_order(consumer: Consumer, request: LeaseRequest) -> bool:
-    """Whether what a lease takes does not depend on records that came later, so that those may stay in the inbox."""
+    """Return whether the lease does not depend on later records, so that those may stay in the inbox."""
     settings = consumer.settings
     return (
         request.by == "experience"
@@ -630,9 +667,18 @@ def takes_in_order(consumer: Consumer, request: LeaseRequest) -> bool:
 
 
 def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | None, end: float) -> Claim | None:
-    """Claim what is asked for; if it is not all there, `None`, or on the `last` look what there is.
+    """Claim the requested records.
 
-    With a `timeout` (of the lease, until `end`) that passes while others hold the ledger, the claim is empty.
+    Args:
+        book: The book.
+        request: The arguments of the lease.
+        last: Whether this is the last attempt, which claims fewer records than requested if need be.
+        timeout: The lease's timeout, which ends at `end`.
+        end: On the monotonic clock.
+
+    Returns:
+        The claim, or `None` if there are too few records. The claim is empty if the timeout passes while other writers
+        hold the ledger.
     """
 
     def transact(tx: Transaction) -> tuple[bool, Claim | None]:
@@ -684,7 +730,7 @@ _CLAIMED = (
 
 
 def _allowed(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tuple[int, str]:
-    """How many units limiters let this lease have, at most as many as it wants, and why no more."""
+    """Return how many records or groups the rate limiters allow, and why not more."""
     settings = consumer.settings
     if settings.min_size:
         there = queue.count_rows(tx, consumer, queue.WAITING, queue.COOLING, queue.LEASED)[0]
@@ -801,7 +847,7 @@ def check_request(
     exact: bool = False,
     create: bool = False,
 ) -> LeaseRequest:
-    """Check what a lease asks for."""
+    """Check the arguments of a lease."""
     check_int("lease", count, 1)
     check_choice("by", by, ("experience", "group"))
     if max_staleness is not None:
@@ -816,18 +862,18 @@ def check_request(
 
 
 class Forecast(NamedTuple):
-    """What who waits for records can expect."""
+    """What a waiting lease can expect."""
 
     consumer: int
     """The consumer's number."""
     seconds: float
-    """After how long, at most, time alone brings something."""
+    """Seconds until an expiry, cooldown or deadline may offer records."""
     enough: bool
-    """Whether a look is worth it: as much waits as is asked for, as far as that is known without a lock."""
+    """Whether enough records seem to wait, as far as can be told without a lock."""
 
 
 def forecast(book: Book, request: LeaseRequest) -> Forecast:
-    """Look at a consumer's queue without a lock."""
+    """Estimate without a lock when a lease can succeed."""
     with book.ledger.read() as tx:
         consumer = get_consumer(tx, request.consumer)
         number = consumer.id
@@ -844,14 +890,14 @@ def forecast(book: Book, request: LeaseRequest) -> Forecast:
 
 
 def empty_lease(book: Book, consumer: str) -> Lease:
-    """A lease of no record, where none was asked for."""
+    """Return a lease without records."""
     return Lease(book, LeaseRequest(consumer, 0, "experience", None, None, ""), Claim(0, [], [], None, 0.0, 0.0, ""))
 
 
 def lease_records(
     book: Book, request: LeaseRequest, timeout: float | None, stop: threading.Event | None = None
 ) -> Lease:
-    """Lease records as `Book.lease` does; with `stop` set it returns early, with nothing."""
+    """Implement `Book.lease`; setting `stop` ends the wait with an empty lease."""
     end = math.inf if timeout is None else time.monotonic() + timeout
     stop = stop or threading.Event()
     lost = math.inf
@@ -883,7 +929,7 @@ def lease_records(
 
 
 async def alease_records(book: Book, request: LeaseRequest, timeout: float | None) -> Lease:
-    """See `Book.alease`; a wait that is cancelled has claimed nothing."""
+    """Implement `Book.alease`; a cancelled wait claims nothing."""
     stop = threading.Event()
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Lease] = loop.create_future()

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollbook.book import disk
-from rollbook.book.content_hash import FORMAT
 from rollbook.book.disk import folder_lock, identity
 from rollbook.book.errors import (
     BookError,
@@ -46,6 +45,8 @@ if TYPE_CHECKING:
 
 LAYOUT = 3
 """The number of the tables' layout (see `rollbook.book.ledger`)."""
+HASH_FORMAT = 1
+"""Version of the content hashes; here, so that listing books loads neither numpy nor pyarrow."""
 BUSY_SECONDS = 30.0
 """How long a writer waits for other writers by default, in seconds."""
 _WRITE_LOCK = 120
@@ -1020,7 +1021,7 @@ def _make(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
             tx.run(sql)
     everything = {
         "layout": str(LAYOUT),
-        "digests": str(FORMAT),
+        "digests": str(HASH_FORMAT),
         "book": os.urandom(8).hex(),
         "made": repr(tx.now),
         **meta,

@@ -1,7 +1,7 @@
-"""Reading: records by number, by id, by condition and by column.
+"""Reading records by number, id, condition or column.
 
-Invariant: a reader asks the ledger where a record lies and then the store; where compaction has moved it in between, it
-asks again. What it hands out is memory of the reader's own, and its size is that of what was asked for, not the book's.
+Invariant: a reader asks the ledger for a record's place, then the store for its bytes, and asks again if compaction has
+moved them in between. It returns private memory, whose size depends on the records that are read, not on the book.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SLOT = operator.itemgetter(4)
 
 
 class Frames:
-    """The frames that were decoded last, whole; rows are gathered from them, never handed out as views."""
+    """A cache of decoded frames. Rows are copied from them, never returned as views."""
 
     def __init__(self, book: Book, most: int = 64) -> None:
         self.book = book
@@ -63,7 +63,7 @@ class Frames:
         self._kept: OrderedDict[Place, Experiences] = OrderedDict()
 
     def get(self, place: Place, verify: bool = True) -> Experiences:
-        """The frame at a place."""
+        """Return the frame at a place."""
         frame = self._kept.get(place)
         if frame is None:
             frame = read_frame(self.book, place, verify)
@@ -76,9 +76,9 @@ class Frames:
 
 
 def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
-    """The bytes of places that lie one behind the other, as the frames of many small appends do, and the places.
+    """Yield the bytes of runs of adjacent places, such as the frames of many small appends, and the places.
 
-    They are read or mapped together: that takes as long as one of them.
+    A run is read or mapped at once, which takes as long as one frame.
     """
     for place in places:
         check_place(place)
@@ -106,7 +106,7 @@ def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview,
 
 
 def _together(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
-    """The same from a database, where each frame of an append is a segment: many of them in one exchange."""
+    """Do the same for a database, where each frame is a segment: read many of them in one request."""
     at = 0
     while at < len(places):
         end, size = at, 0
@@ -125,7 +125,7 @@ def _stack(memory: memoryview, run: Sequence[Place], verify: bool) -> Stack | No
 
 
 def read_frame(book: Book, place: Place, verify: bool = True) -> Experiences:
-    """A frame as it lies there, media still references; `MissingSegmentError` if compaction moved it."""
+    """Read a frame, with references to media; raise `MissingSegmentError` if compaction moved it."""
     view = book.store.get(place)
     try:
         _check_frame(view)
@@ -170,7 +170,7 @@ def _all_in_order(slots: Sequence[Any], count: int) -> bool:
 
 
 def locate(source: Ledger | Transaction, seqs: Sequence[int]) -> dict[int, Location]:
-    """Where records lie."""
+    """Return the locations of records, by number."""
     where: dict[int, Location] = {}
     sql = f"SELECT seq, segment, start, size, slot, gone, bytes FROM records WHERE seq {source.in_ints}"
     for start in range(0, len(seqs), 10_000):
@@ -205,14 +205,14 @@ def retried(
     skip: bool = False,
     located: Mapping[int, Location] | None = None,
 ) -> Result:
-    """Call `read` with the places of records, and again with their new ones where compaction has moved some meanwhile.
+    """Call `read` with the locations of records, and again with new ones if compaction moved some in between.
 
     Args:
-        book: Where to look.
+        book: The book.
         seqs: The records' numbers.
-        read: What to do with the places.
+        read: Reads the records at these locations.
         skip: Leave out records that have no bytes (deleted since they were listed) instead of raising.
-        located: The places, if the ledger was asked already.
+        located: The locations, if they were queried already.
     """
     for attempt in range(_ATTEMPTS):
         where = locate(book.ledger, seqs) if located is None or attempt else located
@@ -228,11 +228,20 @@ def retried(
 
 
 def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
-    """These records, in this order.
+    """Read records, in this order.
 
-    Of a frame of which few records are read, only their bytes are: see `core.frame_reader`. The frame's checksum says
-    nothing about them, so that with `verify` they are compared with the digests in the ledger, and where one differs
-    the frame is read whole.
+    If few records of a frame are read, only their bytes are (see `core.frame_reader`). The frame's checksum does not
+    cover them alone, so `verify` compares them with the hashes in the ledger; if one differs, the whole frame is read.
+
+    Args:
+        book: The book.
+        seqs: The records' numbers.
+        verify: Detect corrupt bytes.
+        media: Restore media; otherwise records have references.
+
+    Raises:
+        BookError: A record is not in the book, or its bytes are gone.
+        CorruptBookError: Bytes do not match the ledger.
     """
     if not seqs:
         return Experiences()
@@ -254,10 +263,17 @@ def fetch_present(
     media: bool = True,
     located: Mapping[int, Location] | None = None,
 ) -> tuple[list[int], Experiences]:
-    """Read those of these records that have bytes, in this order; `located`: their places, if the ledger was asked.
+    """Read those of these records that have bytes, in this order; otherwise as `fetch`.
+
+    Args:
+        book: The book.
+        seqs: The records' numbers.
+        verify: Detect corrupt bytes.
+        media: Restore media.
+        located: Their locations, if they were queried already.
 
     Returns:
-        Their numbers, and the records.
+        The numbers of the records that have bytes, and the records.
     """
 
     def read(places: list[Location]) -> tuple[list[int], Experiences]:
@@ -278,7 +294,7 @@ def _complete(book: Book, places: Sequence[Location], parts: _Parts, verify: boo
 
 
 def _match(book: Book, records: Experiences, where: Sequence[Location], rows: Sequence[int]) -> bool:
-    """Whether some rows of `records` have the digests that the ledger has for their records."""
+    """Return whether some rows of `records` have the hashes that the ledger has for them."""
     hashes = book.ledger.all(
         "SELECT seq, CASE WHEN revision = 0 THEN whole ELSE (SELECT revisions.whole FROM revisions "
         "WHERE revisions.seq = records.seq AND revisions.n = records.revision) END "
@@ -294,7 +310,7 @@ def _match(book: Book, records: Experiences, where: Sequence[Location], rows: Se
 
 
 def only_fields(records: Experiences, fields: Collection[str]) -> Experiences:
-    """The columns of some fields alone: enough to gather and to hand on as Arrow, not to make rows of."""
+    """Return the columns of some fields, which is enough for Arrow but not for rows."""
     parts = {
         name: c for name, c in records.columns.items() if (entry := owner(name)) is not None and entry[0].name in fields
     }
@@ -302,7 +318,7 @@ def only_fields(records: Experiences, fields: Collection[str]) -> Experiences:
 
 
 def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:
-    """The records at these places that have bytes, in this order; of whole frames nothing is copied."""
+    """Read the records at these locations that have bytes, in this order; whole frames are not copied."""
 
     def read(places: list[Location]) -> list[Experience]:
         if not places:
@@ -324,7 +340,7 @@ def _in_order(where: Sequence[Location]) -> bool:
 def gather(
     book: Book, where: Sequence[Location], verify: bool = True, only: Collection[str] | None = None
 ) -> Experiences:
-    """Records from the frames they lie in, each frame decoded once; with `only`, the columns of these fields."""
+    """Read records, each frame once; with `only`, the columns of these fields."""
     return _joined(_parts(book, where, verify, only, sparse=not verify))
 
 
@@ -543,7 +559,7 @@ def _joined(parts: _Parts) -> Experiences:
 
 
 def restore_media(book: Book, records: Experiences) -> Experiences:
-    """Replace references by media."""
+    """Replace references to media by the media."""
     if not any(name.startswith(OWN) for name in records.columns):
         return records
     hashes = {key for keys in references(records) for key in keys}
@@ -574,7 +590,7 @@ def restore_media(book: Book, records: Experiences) -> Experiences:
 
 
 def seqs_of(book: Book, uids: Sequence[str]) -> list[int]:
-    """The numbers of records by id, in order; an unknown id is an error."""
+    """Return the numbers of records by id, in order; an unknown id raises `KeyError`."""
     listed: list[int] = []
     for marks, part in chunks(uids):
         with book.ledger.read() as tx:
@@ -723,7 +739,7 @@ def in_ledger(conditions: Sequence[Condition]) -> tuple[str, list[Any]]:
 
 
 class Selection:
-    """The records that meet some conditions, read when they are asked for; made by `book.where`.
+    """The records that meet some conditions, read lazily; created by `Book.where`.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -747,7 +763,7 @@ class Selection:
         return [condition for condition in self._asked if condition[0] not in LEDGER_COLUMNS]
 
     def count(self) -> int:
-        """How many there are, those too whose bytes are gone and runs that failed (`gone` says why)."""
+        """Count the records, including failed runs and those whose bytes are gone (the column `gone` says why)."""
         if not self._late:
             sql, values = in_ledger(self._asked)
             with self._book.ledger.read() as tx:
@@ -755,15 +771,19 @@ class Selection:
         return sum(len(piece) for piece in self._pieces())
 
     def uids(self) -> list[str]:
-        """Their ids, in the order of admission; like `count`, whether their bytes are there or not."""
+        """Return their ids, in the order of admission, including those whose bytes are gone."""
         return [uid for piece in self._pieces() for _, uid, *_ in piece]
 
     def experiences(self) -> Experiences:
-        """All of them at once."""
+        """Return all records at once; those whose bytes are gone are left out."""
         return Experiences.concat(list(self.batches()))
 
     def batches(self, rows: int = PIECE) -> Iterator[Experiences]:
-        """Records piece by piece; those whose bytes are gone are left out."""
+        """Yield the records in batches; those whose bytes are gone are left out.
+
+        Args:
+            rows: Records per batch at most.
+        """
         for piece in self._pieces(check_int("rows", rows, 1)):
             located = _locations(piece)
             present, records = fetch_present(self._book, list(located), located=located)

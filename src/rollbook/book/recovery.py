@@ -827,16 +827,19 @@ OLD_SECONDS = 60.0
 
 
 def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
-    """Mend a book, and say what was done and what is lost; `report.ok` says whether all is well now.
+    """Repair a book.
+
+    A folder whose ledger is damaged or missing gets a new one, from what can be read of the old one and the segments.
+    Whatever changes is copied first, to `<folder>.before-repair-<time>` next to the folder; tables in PostgreSQL are
+    copied to a schema of such a name.
 
     Args:
         url: The book's folder, or `postgresql://...`.
-        offer: Release quarantined records: those that a repair, now or before, recovered without knowing whether they
-            were trained on. They can be read, but are leased only after this.
+        offer: Release quarantined records: those that a repair recovered without knowing whether they were trained on.
+            They can be read, but are leased only after this.
 
-    A folder whose ledger is damaged or missing gets a new one, of what can be read of the old one and what is found in
-    the segments. What is changed is copied first, to `<folder>.before-repair-<time>` beside the folder; of a book in
-    PostgreSQL, the tables are copied to a schema of such a name.
+    Returns:
+        A report of what was repaired, lost and is still wrong; `report.ok` if there is no error left.
 
     >>> import rollbook, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
