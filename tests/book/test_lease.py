@@ -622,7 +622,7 @@ def test_records_that_are_given_up_do_not_shift_the_ratio(url: str) -> None:
 
 
 def test_parts_that_would_wait_for_each_other_are_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="could wait for each other for ever"):
+    with pytest.raises(ValueError, match="could wait for each other forever"):
         SamplesToInserts(ratio=1.0, slack=4, lease_size=64, append_size=8)
     for settings in (
         {"removers": [MaxSize(3)], "limiters": [MinSize(4)]},

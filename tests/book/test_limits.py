@@ -82,7 +82,7 @@ def test_what_is_accepted_never_comes_to_a_standstill(
 def test_less_slack_than_two_steps_is_refused(ratio: float, lease: int, append: int, less: float) -> None:
     slack = float(smallest_slack(ratio, lease, append))
     SamplesToInserts(ratio, slack + 1e-9, 0, lease, append)
-    with pytest.raises(ValueError, match="for ever; expected a slack of at least"):
+    with pytest.raises(ValueError, match="forever; expected a slack of at least"):
         SamplesToInserts(ratio, slack * (1 - less), 0, lease, append)
 
 

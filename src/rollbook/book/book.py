@@ -802,7 +802,7 @@ def _fingerprint(tokenizer: Any) -> str | None:
 
     if not (hasattr(tokenizer, "backend_tokenizer") or hasattr(tokenizer, "get_vocab")):
         raise ValueError(
-            f"tokenizer: got {type(tokenizer).__name__}, of which no fingerprint can be taken; pass a text"
+            f"tokenizer: got {type(tokenizer).__name__}, expected a tokenizer or its fingerprint (a string)"
         )
     return tokenizer_fingerprint(tokenizer)
 

@@ -1,6 +1,6 @@
-"""Findings: what a check says of a book, and a repair of what it did.
+"""Checks of a book (tables, places, bytes, counts, leases, groups, events, files), and reports of checks and repairs.
 
-Invariant: a report's size is bounded, whatever it is of: all findings are counted, `LISTED` of each kind are kept.
+Invariant: the size of a report is bounded: all findings are counted, and at most `LISTED` of each kind are stored.
 """
 
 from __future__ import annotations
@@ -495,7 +495,7 @@ def _count(tx: Transaction, report: Report, consumer: Consumer, admitted: int) -
         elif abs(weight - heavy) > 1e-6 * max(abs(heavy), 1.0) + 1e-12 * passed:
             report.add("tally", f"{label}: weight {weight!r}, there is {heavy!r}", name)
         if key[0] not in queue.STATES:
-            report.add("work", f"{real} rows in a state {key[0]!r}, which is none", name)
+            report.add("work", f"{real} rows in unknown state {key[0]!r}", name)
     total = sum(n for n, _ in there.values()) + queue.inbox_size(tx, consumer.id)
     if total != admitted:
         report.add("work", f"{admitted} records were admitted, {total} are waiting, leased, trained or dropped", name)
@@ -648,7 +648,7 @@ def _events(book: Book, report: Report) -> None:
             for (event,) in tx.all(
                 f"SELECT id FROM events WHERE detail IS NOT NULL AND NOT json_valid({_PLAIN}) LIMIT {LISTED}"
             ):
-                report.add("event", "its detail is no JSON", f"event {event}")
+                report.add("event", "invalid JSON in its detail", f"event {event}")
         good = readable(tx)[0]
     for page in pages(book):
         seqs = [row.seq for row in page]
@@ -692,7 +692,7 @@ def _check_store(book: Book, report: Report) -> None:
             continue
         except CorruptBookError as error:
             if name not in used and not book.store.busy(name):
-                report.add("begun", f"a segment that was begun and is none: {error}", name)
+                report.add("begun", f"incomplete segment: {error}", name)
             continue
         if name not in used and not book.store.busy(name):
             report.add("orphan", "a segment that nothing in the ledger points to", name)

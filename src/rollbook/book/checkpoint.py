@@ -1,8 +1,8 @@
-"""Checkpoints: named points that go with a trainer's weights, and the way back to them.
+"""Checkpoints: named states of a book that belong to a trainer's checkpoints, and rewinding to them.
 
-Invariant: after a rewind every consumer is as it was at the checkpoint, and what it takes next is what it took then.
-Nothing is erased: what is undone stands in the ledger as voided, and the acknowledgements of a record that are not
-voided are as many as its uses. Facts stay: revisions, redactions and deletions are not undone.
+Invariant: after a rewind every consumer is in the state of the checkpoint, and its next leases are those that followed
+it then. Nothing is erased: the ledger marks what is undone as voided, and the acknowledgements of a record that are not
+voided are as many as its uses. Revisions, redactions and deletions are not undone.
 """
 
 from __future__ import annotations

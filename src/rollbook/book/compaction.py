@@ -1,12 +1,12 @@
-"""Compaction: bytes that nobody needs leave the store, and many small segments become few.
+"""Compaction: remove bytes that are not needed any more, and merge small segments.
 
-Invariant: whatever the ledger points to is in the store. Records are copied first, then the ledger points to the copies
-(only where it still pointed to what was copied), then what nothing points to any more is removed, each removal checked
-in the transaction that does it. A compactor that dies, or that another one overtakes, leaves bytes too many, never too
-few; a record is moved whole and unharmed, or stays where it is.
+Invariant: everything that the ledger refers to is in the store. Records are copied first, then the ledger is changed to
+refer to the copies (unless it was changed meanwhile), then segments without references are removed, each after a check
+in the same transaction. A compaction that dies, or that another one overtakes, leaves too many bytes, never too few. A
+record is moved completely and verified, or stays where it is.
 
-A row of `orphans` says since when a segment has been seen without anything pointing to it; 0: the ledger once spoke of
-it, so that no append can be on its way to it, and it may go at once.
+A row of `orphans` has the time since when nothing refers to a segment. 0 means that the ledger referred to it before:
+no append can be about to use it, and it may be removed at once.
 """
 
 from __future__ import annotations

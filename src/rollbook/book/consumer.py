@@ -116,7 +116,7 @@ class SamplesToInserts:
     >>> SamplesToInserts(ratio=1.0, slack=4, lease_size=64, append_size=8)
     Traceback (most recent call last):
         ...
-    ValueError: SamplesToInserts: with slack 4.0, leases of 64 and appends of 8 could wait for each other for ever; \
+    ValueError: SamplesToInserts: with slack 4.0, leases of 64 and appends of 8 could wait for each other forever; \
 expected a slack of at least 36
     """
 
@@ -142,7 +142,7 @@ expected a slack of at least 36
         if exact(self.slack) < needed:
             raise ValueError(
                 f"SamplesToInserts: with slack {self.slack}, leases of {self.lease_size} and appends of "
-                f"{self.append_size} could wait for each other for ever; expected a slack of at least "
+                f"{self.append_size} could wait for each other forever; expected a slack of at least "
                 f"{_at_least(needed)}"
             )
 
@@ -193,19 +193,19 @@ def check_together(
         floor = part.size if isinstance(part, MinSize) else part.min_size
         if most is not None and floor > most:
             raise ValueError(
-                f"{type(part).__name__}: nothing is handed out before {floor} records are there, and MaxSize keeps at "
-                f"most {most}: no lease would ever be given"
+                f"{type(part).__name__}: nothing is leased before {floor} records are present, but MaxSize keeps at "
+                f"most {most}: no lease would ever succeed"
             )
         if isinstance(part, SamplesToInserts) and uses is not None and part.ratio > uses:
             raise ValueError(
-                f"SamplesToInserts.ratio: got {part.ratio}, but each record is handed out at most {uses} time(s): "
-                "samples could never keep up and appends would wait for ever; expected a ratio of at most "
+                f"SamplesToInserts.ratio: got {part.ratio}, but each record is leased at most {uses} time(s): "
+                "samples could never keep up and appends would wait forever; expected a ratio of at most "
                 f"{uses}, or a larger MaxUses"
             )
         if isinstance(part, SamplesToInserts) and group_size and part.lease_size < group_size:
             raise ValueError(
-                f"SamplesToInserts.lease_size: got {part.lease_size}, but groups have {group_size} runs and are handed "
-                "out whole; expected at least one group"
+                f"SamplesToInserts.lease_size: got {part.lease_size}, but groups have {group_size} runs and are "
+                "leased as a whole; expected at least one group"
             )
         if isinstance(part, SamplesToInserts):
             # All but one of them may be there, and none of those is handed out: the next append has to fit in.
@@ -214,8 +214,8 @@ def check_together(
             needed = (unseen - 1 + part.append_size - part.min_size) * exact(part.ratio)
             if unseen and exact(part.slack) < needed:
                 raise ValueError(
-                    f"SamplesToInserts.slack: got {part.slack}, but nothing is handed out before {unseen} records are "
-                    f"there: appends would wait for ever; expected at least {_at_least(needed)}"
+                    f"SamplesToInserts.slack: got {part.slack}, but nothing is leased before {unseen} records are "
+                    f"present: appends would wait forever; expected at least {_at_least(needed)}"
                 )
     if most is not None and group_size and group_size > most and not partial:
         raise ValueError(

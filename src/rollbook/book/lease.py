@@ -393,7 +393,7 @@ class Lease:
             (f"SELECT {queue.ROW_COLUMNS} FROM work WHERE lease = ? ORDER BY seq", (fence,)),
         )
         if not consumer_rows:
-            raise LeaseLostError(f"consumer {name!r}: it is no longer in the book")
+            raise LeaseLostError(f"consumer {name!r}: removed from the book")
         [consumer] = parse_consumers(consumer_rows)
         if not serial and _is_shared(consumer):
             self._claim = self._claim._replace(serial=True)

@@ -1,8 +1,8 @@
 """The ledger's database: SQLite in a folder or in memory, PostgreSQL on a server, behind one small protocol.
 
 Invariant: `write()` is exclusive: no other transaction writes until it commits. `write(shared=True)` excludes exclusive
-transactions only: appends, leases and acknowledgements run beside each other in PostgreSQL and lock the rows they
-change. In SQLite every write transaction is exclusive. Statements are written once, with `?` for a value.
+transactions only: appends, leases and acknowledgements run concurrently in PostgreSQL and lock the rows they change. In
+SQLite every write transaction is exclusive. SQL is shared by both databases, with `?` for parameters.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ BUSY_SECONDS = 30.0
 _WRITE_LOCK = 120
 """The byte of the file `-shm` that a writer locks."""
 RETRY_SECONDS = 30.0
-"""How long a write transaction is tried again that broken connections end."""
+"""How long a write transaction is retried after broken connections, in seconds."""
 LOG = "-wal"
 """What SQLite adds to a database's name for that of its write-ahead log."""
 _DAMAGE = ("malformed", "not a database", "corrupt", "Could not decode", "too big", "integer overflow")
 MOST_BYTES = 64 << 20
-"""The longest text or row that is read or written: a stranger's may be made as long as SQLite allows, a gigabyte."""
+"""The longest text or row that is read or written; SQLite would allow a gigabyte."""
 IN_ONE = 500
 """How many values one `IN (...)` holds; SQLite's own limit is 999 in old builds."""
 
@@ -200,7 +200,7 @@ class Ledger(Protocol):
 
 
 def chunks(values: Sequence[Any], size: int = IN_ONE) -> Iterator[tuple[str, Sequence[Any]]]:
-    """`values` in pieces, each with the question marks of an `IN (...)`.
+    """Yield `values` in chunks, each with the question marks of an `IN (...)`.
 
     >>> [(marks, list(part)) for marks, part in chunks([1, 2, 3], 2)]
     [('?,?', [1, 2]), ('?', [3])]
@@ -211,14 +211,13 @@ def chunks(values: Sequence[Any], size: int = IN_ONE) -> Iterator[tuple[str, Seq
 
 
 def let_others(ledger: Ledger) -> None:
-    """Let other writers have their turn between two pieces of a long task: SQLite promises none to those that wait,
-    and they look every few milliseconds."""
+    """Let other writers run between two steps of a long task: SQLite is not fair, and they poll for the lock."""
     if ledger.dialect == "sqlite":
         time.sleep(0.01)
 
 
 def took_effect(ledger: Ledger, error: BookError, committed: Callable[[Transaction], bool]) -> bool:
-    """Find out whether a write transaction that a broken connection ended took effect.
+    """Return whether a write transaction took effect that ended with a broken connection.
 
     Args:
         error: `ConnectionLostError` or `OutcomeUnknownError`, as the transaction raised it.
@@ -367,7 +366,7 @@ class _SQLiteTransaction:
 
 
 LOOK_SECONDS = 0.05
-"""How often who waits for its turn looks."""
+"""How often a waiting thread or process polls, in seconds."""
 
 
 class Turns:
@@ -411,7 +410,7 @@ class _SQLiteWaiter:
 
 
 def check_files(path: Path) -> None:
-    """Refuse a database whose files are links, which SQLite would follow and write to, or pipes, where it waits."""
+    """Raise `NotABookError` if a file is a link, which SQLite would follow, or a pipe, on which it would block."""
     for tail in ("", "-wal", "-shm", "-journal"):
         name = f"{path}{tail}"
         try:
@@ -423,15 +422,17 @@ def check_files(path: Path) -> None:
 
 
 def check_plain(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a database in which reading or writing a table would run what somebody else wrote: a ledger has tables of
-    plain columns, and indices."""
+    """Raise `NotABookError` if the database has views, triggers, virtual tables or generated columns.
+
+    They could run code of whoever wrote the database. A ledger has tables of plain columns, and indices.
+    """
     objects = connection.execute(
         "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%' "
         "UNION ALL SELECT 'column', kept.name || '.' || has.name FROM sqlite_master AS kept "
         "JOIN pragma_table_xinfo(kept.name) AS has WHERE kept.type = 'table' AND has.hidden <> 0 LIMIT 1"
     ).fetchone()
     if objects is not None:
-        raise NotABookError(f"{path}: it has a {objects[0]} {str(objects[1])[:80]!r} of its own, which no ledger has")
+        raise NotABookError(f"{path}: not a ledger: it has the {objects[0]} {str(objects[1])[:80]!r}")
 
 
 def _holder(path: Path | None) -> str:
@@ -568,8 +569,10 @@ class SQLiteLedger:
         return connection
 
     def _is_still(self, path: Path) -> bool:
-        """Whether nobody writes it nor can: a book that was closed and lies where nothing can be written. SQLite would
-        refuse to read it, since it cannot make its files for sharing there."""
+        """Return whether the ledger cannot change: a closed book in a read-only folder.
+
+        SQLite cannot create its shared-memory file there and would refuse to read it.
+        """
         log = path.with_name(path.name + LOG)
         return not os.access(path.parent, os.W_OK) and not (log.exists() and log.stat().st_size)
 
@@ -605,7 +608,7 @@ class SQLiteLedger:
         return error
 
     def _patiently(self, connection: sqlite3.Connection, sql: str, seconds: float | None = None) -> None:
-        """Run a statement that others may hold up, looking again often: SQLite's own wait sleeps up to 100 ms."""
+        """Run a statement, retrying often while the database is locked: SQLite's own wait sleeps up to 100 ms."""
         seconds = BUSY_SECONDS if seconds is None else seconds
         end = time.monotonic() + seconds
         pause = 0.0002
@@ -719,7 +722,7 @@ class SQLiteLedger:
         return seq or 0, event or 0
 
     def clear_log(self) -> None:
-        """Write the log back and empty it, if nobody uses it just now: old pages are then gone from the disk."""
+        """Write the log back and truncate it if it is not in use, which removes old pages from the disk."""
         connection = self._current()
         if self.path is not None and not self.read_only:
             with self._lock:
@@ -729,7 +732,7 @@ class SQLiteLedger:
                     raise self._explained(error) from error
 
     def close(self) -> None:
-        """Close the connection; what was committed is safe in any case."""
+        """Close the connection. Commits are durable with or without it."""
         if not self._closed and self._pid == os.getpid():
             with self._lock:
                 self._connection.close()
@@ -737,7 +740,16 @@ class SQLiteLedger:
 
 
 def check_text(name: str, text: object, least: int = 1, most: int = 1 << 20) -> str:
-    """A text that every ledger can keep, else an error that says what it should have been.
+    """Return a text that every database can store.
+
+    Args:
+        name: The argument's name, for error messages.
+        text: The text.
+        least: Minimum length.
+        most: Maximum length.
+
+    Raises:
+        ValueError: It is not a string, too short or long, or has NUL or lone surrogates.
 
     >>> check_text("reason", "too long")
     'too long'
@@ -952,7 +964,21 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {}
 
 
 def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -> bool:
-    """Make the tables, or check and migrate those that are there; whether they were made now."""
+    """Create the tables, or check and migrate existing ones.
+
+    Args:
+        ledger: The ledger.
+        create: Create or migrate tables if need be.
+        where: The book's address, for error messages.
+        meta: More rows of `meta` for new tables.
+
+    Returns:
+        Whether the tables were created.
+
+    Raises:
+        NotABookError: There are no tables, or tables of another layout.
+        NewerLayoutError: A newer version wrote them.
+    """
     layout = layout_of(ledger)
     if layout is None:
         if not create:
@@ -986,7 +1012,7 @@ def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -
 
 
 def layout_of(ledger: Ledger) -> int | None:
-    """The layout's number; `None` where there are no tables."""
+    """Return the number of the tables' layout, or `None` if there are no tables."""
     with ledger.read() as tx:
         return _layout(tx, ledger.dialect)
 
@@ -998,7 +1024,7 @@ def _layout(tx: Transaction, dialect: str) -> int | None:
         names = {row[0] for row in tx.all("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")}
     if "meta" not in names:
         if names & set(TABLES):
-            raise NotABookError(f"tables {sorted(names & set(TABLES))} without `meta`: this is no ledger of a book")
+            raise NotABookError(f"tables {sorted(names & set(TABLES))} without `meta`: not a book's ledger")
         return None
     row = tx.one("SELECT value FROM meta WHERE key = 'layout'")
     if row is None or not str(row[0]).isdigit():
@@ -1030,7 +1056,7 @@ def _make(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
 
 
 def migrate(tx: Transaction, dialect: str, steps: dict[int, tuple[str, ...]] | None = None) -> int:
-    """Take the older layout that is there, step by step, to the newest that `steps` leads to; its number."""
+    """Migrate the tables step by step to the newest layout that `steps` leads to, and return its number."""
     steps = MIGRATIONS if steps is None else steps
     layout: Any = _layout(tx, dialect)
     while layout in steps:

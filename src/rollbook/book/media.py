@@ -1,22 +1,22 @@
-"""Media once per book: what is heavy in a record goes under its content's hash, and a reference takes its place.
+"""Media: large tensors and base64 texts are stored once per book, under their hash, and replaced by references.
 
-Invariant: `restore(lift(many).stripped, fetch)` is `many` again, column by column and byte by byte, whatever the
-columns hold; selecting or joining stripped records first makes no difference. References are told from data by a
-column of their own, so nothing that a user keeps can pass for one.
+Invariant: `restore(extract(records).stripped, fetch)` equals `records`, column by column and byte by byte; selecting or
+joining stripped records first makes no difference. A separate column lists the references, so that no data of a user
+can be mistaken for one.
 
-Heavy are, from `least` bytes on:
+Media are, from `least` bytes on:
 
 - a tensor in a media column (`multi_modal_inputs`);
 - base64 in a free-form column, as the value of `$bytes` or `data` (bytes, tensors and arrays as
   `rollbook.core.freeform` writes them, a server's `input_audio` and `source`), of `b64_json`, or in a
   `data:...;base64,` URL.
 
-In the place of each stands the text `sha256:` and 64 hexadecimal digits. The column `book__media` lists, for each
-record that has any, {column, at, hash}: `at` is the entry's number in a media column, the byte where the reference
-begins in a text. What surrounds a medium (key, dtype, shape, the URL's type) stays where it was, and can be queried.
-The column `book__evaluation` is true for records that are for evaluation: a repair without a ledger reads it.
+Each is replaced by the text `sha256:` and 64 hexadecimal digits. The column `book__media` lists {column, at, hash} for
+each record with media: `at` is the index of the entry in a media column, or the byte where the reference begins in a
+text. The context of a medium (key, dtype, shape, the URL's type) stays in the record and can be queried. The column
+`book__evaluation` is true for records for evaluation; a repair without a ledger reads it.
 
-A blob, as a store keeps it, all numbers little-endian:
+The layout of a blob in a store, all numbers little-endian:
 
     0   8  magic        8d 52 4f 4c 4c 4d 44 0a
     8   2  version      1
@@ -152,7 +152,7 @@ def _digest(kind: Kind, described: bytes, payload: bytes | memoryview) -> str:
 
 
 def blob_size(head: bytes | memoryview) -> int:
-    """How many bytes the blob takes that begins with `head`, its first 64 bytes or more: what its header says."""
+    """Return the size of a blob in bytes, from its first 64 bytes or more."""
     return _read_header(memoryview(head).cast("B"))[-1]
 
 
@@ -172,10 +172,15 @@ def _read_header(view: memoryview) -> tuple[Kind, int, int, bytes, int, int]:
 
 
 def open_blob(data: bytes | memoryview, *, verify: bool = False) -> Blob:
-    """The blob that `data` is, nothing copied; `WireError` for damage.
+    """Parse a blob without copying it.
 
-    The checksum is always compared, which finds accidents. `verify=True` computes the hash again, which finds forgery
-    and takes ten times as long.
+    Args:
+        data: The bytes.
+        verify: Also verify the SHA-256 hash, which detects forgery and takes ten times as long. The checksum, which
+            detects accidental damage, is always verified.
+
+    Raises:
+        WireError: The bytes are damaged.
 
     >>> blob = Blob(_digest("bytes", b"", b"png"), "bytes", "", (), memoryview(b"png"))
     >>> bytes(open_blob(blob.data, verify=True).payload), blob.size
@@ -199,11 +204,11 @@ def open_blob(data: bytes | memoryview, *, verify: bool = False) -> Blob:
     if kind == "tensor":
         match = _DESCRIPTION.fullmatch(description)
         if match is None:
-            raise WireError(f"the blob is described as {description[:80]!r}, which is no tensor", _UNIT + length)
+            raise WireError(f"the blob is described as {description[:80]!r}, not a tensor", _UNIT + length)
         dtype = match[1].decode()
         shape = check_shape(dtype, [int(size) for size in match[2].split(b",") if size], length, "a blob's tensor")
     if _describe(kind, dtype, shape) != description:
-        raise WireError(f"the blob is described as {description[:80]!r}, which nobody writes", _UNIT + length)
+        raise WireError(f"the blob is described as {description[:80]!r}, not in canonical form", _UNIT + length)
     if kind == "text" and not bytes(payload).isascii():
         raise WireError("the blob holds text that is not ASCII", _UNIT)
     if verify and _digest(kind, description, payload) != digest.hex():
@@ -278,9 +283,15 @@ def _from_base64(text: memoryview) -> bytes | None:
 
 
 def extract(records: Experiences, least: int = LEAST, evaluation: Sequence[bool] = ()) -> Extracted:
-    """The records without their media of at least `least` bytes, and the media, each once.
+    """Separate records from their media.
 
-    `evaluation` says of each record whether it is for evaluation; without it none is.
+    Args:
+        records: The records.
+        least: The smallest size of a medium, in bytes.
+        evaluation: Whether each record is for evaluation; by default none is.
+
+    Returns:
+        The records with references, the media, and the media of each record.
 
     >>> import torch
     >>> from rollbook import Experience
@@ -437,7 +448,7 @@ def _listed(column: pa.Array) -> list[list[dict[str, Any]]]:
     for row, listed in enumerate(rows):
         for item in listed:
             if item is None or None in item.values() or not _HASH.fullmatch(item["hash"]) or item["at"] < 0:
-                raise WireError(f"record {row}: {COLUMN}: {item!r} is no reference")
+                raise WireError(f"record {row}: {COLUMN}: {item!r} is not a reference")
     return rows
 
 

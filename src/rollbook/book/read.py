@@ -188,7 +188,7 @@ def check_present(book: Book, seqs: Sequence[int], where: Mapping[int, Location]
     locations = []
     for seq in seqs:
         if seq not in where:
-            raise BookError(f"record number {seq}: there is none in the book")
+            raise BookError(f"record number {seq}: not in the book")
         if where[seq][1] is None:
             with book.ledger.read() as tx:
                 (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
@@ -671,7 +671,7 @@ def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[C
             raise ValueError(f"where: {name}: got operator {test!r}, expected one of {', '.join(OPERATORS)}")
         head = name.split(".")[0]
         if name not in LEDGER_COLUMNS and head not in FIELDS:
-            raise ValueError(f"where: {name!r} is no column{suggest(name, [*_ASKED, 'info.NAME', 'metrics.NAME'])}")
+            raise ValueError(f"where: unknown column {name!r}{suggest(name, [*_ASKED, 'info.NAME', 'metrics.NAME'])}")
         if test in ("in", "not in"):
             if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
                 raise ValueError(f"where: {name}: got {test} {value!r}, expected several values")

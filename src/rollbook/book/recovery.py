@@ -1,8 +1,8 @@
-"""Rebuilding: the rows of a new ledger, from what can be read of the old one and from what lies in the segments.
+"""Repair: rebuild a damaged ledger from its readable rows and from the segments, and correct what a check finds.
 
-Invariant: a record enters only if every byte of it, and of its media, is whole. A record that was deleted stays
-deleted, and one that was redacted is redacted again; where neither the ledger nor the list of deletions tells, it stays
-out and is named. A record whose history is lost is quarantined.
+Invariant: a record is recovered only if all its bytes, and those of its media, are intact. A deleted record stays
+deleted, and a redacted one is redacted again; if neither the ledger nor the list of deletions is conclusive, the record
+is left out and reported. A record whose history is lost is quarantined.
 """
 
 from __future__ import annotations
@@ -680,7 +680,7 @@ def _withhold(tx: Transaction, lost: Lost, complete: bool, report: Report) -> No
     if unknown and lost.any("purges"):
         where, why = "1 = 1", f"{unknown} records were deleted or redacted, and it may be one of them"
     for (uid,) in tx.all(f"SELECT uid FROM found WHERE {where} ORDER BY uid"):
-        report.did("lost", f"not brought back: {why}", uid)
+        report.did("lost", f"not recovered: {why}", uid)
     tx.run(f"DELETE FROM found WHERE {where}")
 
 
@@ -1209,7 +1209,11 @@ def _mend_leases(book: Book, report: Report) -> None:
             rows = queue.select_rows(tx, f"consumer = ? AND {UNHELD} ORDER BY seq", (consumer.id,))
             queue.requeue_rows(tx, consumer, rows, "expired", "repair")
             save_consumer(tx, consumer)
-            report.did("lease", f"consumer {consumer.name!r}: records that nobody held wait again", count=len(rows))
+            report.did(
+                "lease",
+                f"consumer {consumer.name!r}: records without an active lease are offered again",
+                count=len(rows),
+            )
         count = tx.count(f"UPDATE work SET lease = NULL WHERE {FORGOTTEN}")
         report.did("lease", "rows that named a lease and were not leased", count=count)
         count = tx.count(f"UPDATE leases SET state = 'voided' WHERE {EMPTY}", (tx.now,))

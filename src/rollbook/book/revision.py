@@ -1,6 +1,6 @@
-"""Additions: what a second record under the same id adds to the first, or where the two conflict.
+"""Changes of stored records: late fields, revisions, redactions and deletions.
 
-Invariant: of a stored record nothing changes but what was missing; whatever else differs is named.
+Invariant: an append only adds fields that were missing; any other difference is reported as a conflict.
 """
 
 from __future__ import annotations
@@ -255,8 +255,11 @@ def rewrite_records(
     also: AppendTransaction | None = None,
     timeout: float | None = None,
 ) -> list[int]:
-    """Replace records by what `change` makes of them, and admit those of `also` in the same transaction; the places of
-    those that it changed. If it changes none, none are admitted either."""
+    """Replace records by the results of `change`, and append those of `also` in the same transaction.
+
+    Returns:
+        The indices of the changed records. If there are none, nothing is appended either.
+    """
     for _ in range(_TRIES):
         with book.ledger.read() as tx:
             before = _revisions(tx, seqs)
@@ -426,8 +429,11 @@ def add_fields(
     also: AppendTransaction | None,
     timeout: float | None = None,
 ) -> list[str]:
-    """Late fields that came with records the book has already, and new records beside them if they change any; the ids
-    of those that they changed."""
+    """Add late fields to existing records and, if any changes, append new records in the same transaction.
+
+    Returns:
+        The ids of the changed records.
+    """
     indices = [i for i, _ in revisions]
     rows = pending.select(indices).rows()
 
@@ -451,7 +457,7 @@ def add_fields(
 
 
 def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: str) -> None:
-    """Note the digests of records that brought nothing new, so that they are known at once the next time."""
+    """Store the hashes of records that added nothing, so that the next append recognizes them at once."""
     with book.ledger.write() as tx:
         for seq, content in zip(seqs, digest, strict=True):
             if tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, content)) is None:
@@ -463,7 +469,7 @@ def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: 
 
 
 def check_signature(author: str, reason: str | None) -> None:
-    """Refuse a change of records that nobody stands for."""
+    """Check the author and the reason of a change."""
     check_text("author", author)
     if reason is not None:
         check_text("reason", reason)
@@ -477,9 +483,7 @@ def revise_records(
     for uid, fields in changes.items():
         for name in fields:
             if name not in allowed:
-                raise ValueError(
-                    f"revise: {uid}: {name!r} is none of the fields that come late{suggest(name, allowed)}"
-                )
+                raise ValueError(f"revise: {uid}: field {name!r} cannot be revised{suggest(name, allowed)}")
     listed = list(changes.values())
 
     def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
@@ -522,9 +526,7 @@ def redact_records(book: Book, uids: Sequence[str], fields: Sequence[str], *, au
     for name in fields:
         head, dot, _ = name.partition(".")
         if head not in allowed or (dot and head not in allowed[len(REDACTABLE) :]):
-            raise ValueError(
-                f"redact: {name!r} is none of the fields that can be blanked{suggest(name, list(allowed))}"
-            )
+            raise ValueError(f"redact: field {name!r} cannot be redacted{suggest(name, list(allowed))}")
 
     def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
         blank: dict[str, Any] = {}

@@ -1,10 +1,10 @@
-"""Segment stores: where a book's bytes lie, in segments that only grow, behind one small protocol.
+"""Segment stores in a folder and in memory, and the protocol of all segment stores.
 
-Invariant: when `put` returns, its bytes stay, whatever crashes; what `get` returns is private memory, so that nothing a
-reader does to it reaches the store or another reader; a segment's name, which may come from a hostile ledger, leads to
-plain files of the store's own folder and nowhere else.
+Invariant: when `put` returns, its bytes survive any crash. `get` returns private memory: changes to it reach neither
+the store nor other readers. A segment's name, which may come from a hostile ledger, refers only to plain files of the
+store's own folder.
 
-A segment is a header of 64 bytes, then parts, each beginning at a multiple of 64. All numbers little-endian:
+A segment is append-only: a header of 64 bytes, then parts, each at a multiple of 64. All numbers little-endian:
 
     0   8  magic            8d 52 42 53 45 47 0d 0a
     8   4  version          1

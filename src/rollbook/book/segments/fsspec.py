@@ -1,6 +1,6 @@
-"""A store in an object store or a shared folder, through fsspec: one immutable object for each put.
+"""Segment store in an object store or a shared folder, through fsspec: one immutable object per `put`.
 
-Invariant: an object is complete when its name can be seen, is never written again, and is there when `put` returns.
+Invariant: an object is complete as soon as it is visible, is never overwritten, and exists when `put` returns.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A store in PostgreSQL: segments as rows of the table `blobs`, beside the ledger that points to them.
+"""Segment store in PostgreSQL: segments are rows of the table `blobs`, next to the ledger.
 
-Invariant: a segment is written whole, by one transaction, and never changed: who sees any of its rows sees all of them,
-and nobody ever waits for its writer. It is durable with any later commit on the same server that saw it.
+Invariant: a segment is written by one transaction and never changed: a reader that sees one of its rows sees all of
+them, and never waits for its writer. It is durable with any later commit on the same server that saw it.
 
-A segment holds the same bytes as a file of a folder (see `rollbook.book.segments.files`): one for each `put`, cut into
-rows of `ROW_BYTES`. The first row has the segment's name, the others the name, a slash and their number: a value is
-bounded by no limit of the database, and neither side holds more than a row beside what was asked for.
+A segment has the same bytes as a file (see `rollbook.book.segments.files`): one per `put`, split into rows of
+`ROW_BYTES`. The first row has the segment's name, the others the name, a slash and their number. So no value exceeds a
+limit of the database, and neither side buffers more than a row beyond the data that is read.
 """
 
 from __future__ import annotations
