@@ -113,7 +113,7 @@ class PendingAppend:
         return PendingAppend(self.select(indices), uids, self.digests.take(indices), tags, self.evaluation)
 
     def select(self, indices: list[int]) -> Experiences:
-        """The records at `indices`, on memory of their own."""
+        """Copy the records at `indices`."""
         records = decode(self.frame, verify=False) if isinstance(self.records, RowLayout) else self.records
         return records.take(indices)
 
@@ -269,7 +269,15 @@ def _deduplicate(pending: PendingAppend) -> tuple[PendingAppend, int]:
 
 
 def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, list[tuple[int, int]]]:
-    """Which records are new, how many are known, and which known ones (index, number) may bring new fields."""
+    """Compare records with the book.
+
+    Returns:
+        The indices of new records, how many others have nothing to add, and (index, number) of those that may add
+        fields.
+
+    Raises:
+        ConflictError: A record contradicts the one of the same id.
+    """
     place = dict(zip(pending.uids, range(len(pending.uids)), strict=True))
     fresh = dict.fromkeys(place.values())
     known_count = 0
@@ -418,7 +426,7 @@ class AppendTransaction:
         return [self.pending.frame, *(self.pending.blobs[key].data for key in new)]
 
     def is_there(self, tx: Transaction) -> bool:
-        """Whether a call wrote the ledger and was committed."""
+        """Return whether a call was committed."""
         frame = None if self.placed is None else self.placed.frame
         if frame is None:
             return False
@@ -511,7 +519,7 @@ class AppendTransaction:
 
 
 def _counted(tx: Transaction, book: Book, consumer: Consumer) -> Consumer:
-    """A consumer, locked, whose counts include every record before this append."""
+    """Lock a consumer and drain its inbox, so that its counts include every record before this append."""
     locked = find_consumer(tx, consumer.name, lock=True)
     if locked is None:
         raise _ConcurrentAppendError
@@ -539,7 +547,7 @@ def _limiter_reason(tx: Transaction, consumer: Consumer, count: int) -> str | No
 
 
 def _can_go_on(tx: Transaction, consumer: Consumer) -> bool:
-    """Whether something is leased, rests, or could be leased now, so that samples can catch up without more inserts."""
+    """Return whether samples can catch up without more inserts: records are leased, cooling down or can be leased."""
     if queue.count_rows(tx, consumer, queue.LEASED, queue.COOLING)[0]:
         return True
     if consumer.grouped:
@@ -901,7 +909,7 @@ class Writer:
                 receipt.set_exception(error)
 
     def _share_out(self, taken: list[tuple[Experiences, Receipt]], fates: dict[str, str]) -> None:
-        """Each receipt's part of what one append did; of a record that came twice, the first has it."""
+        """Set the result of each receipt; a record that was added twice counts for the first."""
         for columns, receipt in taken:
             states = [fates.pop(eid.uid, "known") for eid in columns.eids()]
             known_count, revised, stale = (states.count(word) for word in ("known", "revised", "stale"))
@@ -921,7 +929,7 @@ class Writer:
 
 
 def encode_vocabulary(book: Book) -> str | None:
-    """What the ledger is to keep of the tokenizer that the book was opened with; `None` if it has it."""
+    """Encode the vocabulary of the book's tokenizer for the ledger; return `None` if the ledger has it."""
     from rollbook.core.vocabulary import Vocabulary
 
     with book.ledger.read() as tx:

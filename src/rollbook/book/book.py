@@ -845,7 +845,7 @@ def _folder(
 
 
 def _lost(folder: Path) -> CorruptBookError:
-    """Why no ledger is begun beside segments: it would know nothing of them, and compaction would remove them."""
+    """Return the error for segments without a ledger: compaction would remove them, since a new one lacks them."""
     return CorruptBookError(
         f"{folder}: it has segments, and its {LEDGER} is missing or empty; `rollbook check --repair` makes one"
     )

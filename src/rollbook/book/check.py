@@ -181,7 +181,7 @@ def _rows(tx: Transaction, condition: str, values: Sequence[Any]) -> list[_Row]:
 
 
 def pages(book: Book) -> Iterator[list[_Row]]:
-    """All records, a page at a time."""
+    """Yield all records, a page at a time."""
     last = -(1 << 63)
     while True:
         with book.ledger.read() as tx:
@@ -193,7 +193,7 @@ def pages(book: Book) -> Iterator[list[_Row]]:
 
 
 def record_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[Problem]:
-    """What is wrong with records, in order; what compaction or a revision moved meanwhile is looked at again."""
+    """Yield the problems of records, in order; records that were moved or revised meanwhile are checked again."""
     for page in pages(book):
         if report is not None:
             report.records += len(page)
@@ -270,7 +270,7 @@ def _in_frame(book: Book, frame: Experiences, rows: Sequence[_Row]) -> Iterator[
 
 
 def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[tuple[str, str]]:
-    """(hash, what is wrong) of media whose bytes are not what they should be."""
+    """Yield (hash, problem) of media whose bytes are damaged or missing."""
     last = ""
     while True:
         with book.ledger.read() as tx:
@@ -338,7 +338,7 @@ def check(book: Book, *, deep: bool = True) -> Report:
 
 
 def columns_of(tx: Transaction, dialect: str, table: str) -> list[str]:
-    """The names of a table's columns; none if there is no such table."""
+    """Return the names of a table's columns; none if the table does not exist."""
     if dialect == "sqlite":
         rows = tx.all("SELECT name FROM pragma_table_info(?) ORDER BY cid", (table,))
     else:
@@ -351,7 +351,7 @@ def columns_of(tx: Transaction, dialect: str, table: str) -> list[str]:
 
 
 def names_of(table: str) -> list[str]:
-    """The names of the columns that a table of the ledger has to have."""
+    """Return the names of the columns that a table must have."""
     return [column.split()[0] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
 
 
@@ -437,7 +437,7 @@ def _media(book: Book, report: Report) -> None:
 
 
 def readable(tx: Transaction) -> tuple[list[Consumer], dict[int, str]]:
-    """The consumers, and of those that cannot be read, by number, why."""
+    """Return the consumers that can be parsed, and the errors of the others by number."""
     good: list[Consumer] = []
     bad: dict[int, str] = {}
     for number, name in tx.all("SELECT id, name FROM consumers ORDER BY id"):
@@ -452,7 +452,7 @@ def readable(tx: Transaction) -> tuple[list[Consumer], dict[int, str]]:
 
 
 def recount(tx: Transaction, consumer: int) -> dict[tuple[str, str], tuple[int, float]]:
-    """What the tallies of a consumer have to be."""
+    """Compute the tallies of a consumer from its rows."""
     rows = tx.all(
         "SELECT state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work WHERE consumer = ? GROUP BY 1, 2",
         (consumer,),
@@ -550,7 +550,7 @@ def _leases(book: Book, report: Report) -> None:
 
 
 def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
-    """(group, what is wrong) of a consumer that leases by group, at most `LISTED`."""
+    """Yield (group, problem) of a consumer that leases by group, at most `LISTED`."""
     if not consumer.grouped or "ungrouped" in consumer.state or "unranked" in consumer.state:
         return []
     settings = consumer.settings
@@ -618,7 +618,7 @@ class Past(NamedTuple):
 
 
 def past(tx: Transaction, seqs: Sequence[int]) -> dict[tuple[int, int], Past]:
-    """What events say, by record and consumer."""
+    """Return what the events say, by record and consumer."""
     histories: dict[tuple[int, int], Past] = {}
     for marks, part in chunks(seqs):
         rows = tx.all(
@@ -705,7 +705,7 @@ def _check_store(book: Book, report: Report) -> None:
 
 
 def beside(store: FileSegmentStore) -> Iterator[tuple[str, str]]:
-    """(kind, path) of what lies among the files of a book and is none of them."""
+    """Yield (kind, path) of foreign files in a book's folder."""
     for folder in (os.path.dirname(store.folder), store.folder):
         try:
             with os.scandir(folder) as entries:

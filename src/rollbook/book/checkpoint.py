@@ -91,7 +91,7 @@ class Point(NamedTuple):
 
 
 def checkpoint_points(tx: Transaction) -> list[Point]:
-    """Every checkpoint, oldest first."""
+    """Return every checkpoint, oldest first."""
     rows = tx.all("SELECT name, event, seq, made, state FROM checkpoints ORDER BY event")
     return [_point(row) for row in rows]
 
@@ -110,7 +110,7 @@ def _point(row: Sequence[Any]) -> Point:
 
 
 def find_checkpoint(tx: Transaction, name: str) -> Point:
-    """The checkpoint of this name."""
+    """Return the checkpoint of this name, or raise `KeyError`."""
     if not isinstance(name, str):
         raise ValueError(f"checkpoint: got {name!r}, expected its name, as book.checkpoint gave it")
     check_text("checkpoint", name)
@@ -158,7 +158,7 @@ def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
 
 
 def _of_token(tx: Transaction, token: str) -> str | None:
-    """The name of the checkpoint that the call with this token made."""
+    """Return the name of the checkpoint that the call with this token created."""
     row = tx.one(
         "SELECT checkpoints.name FROM checkpoints JOIN events ON events.id = checkpoints.event WHERE events.detail = ?",
         (json.dumps({"token": token}),),
@@ -167,7 +167,7 @@ def _of_token(tx: Transaction, token: str) -> str | None:
 
 
 def _is_there(tx: Transaction, name: str, state: str) -> bool:
-    """Whether a checkpoint of this name says the very same; one that says something else is in the way."""
+    """Return whether an identical checkpoint exists; a different one of this name is an error."""
     row = tx.one("SELECT event, state FROM checkpoints WHERE name = ?", (name,))
     if row is None:
         return False
@@ -313,7 +313,7 @@ def void_leases(tx: Transaction, reason: str) -> int:
 
 
 def _let_go(tx: Transaction, seq: int) -> None:
-    """Records that came after the checkpoint are gone, and their ids are free; what was deleted stays deleted."""
+    """Mark the records after the checkpoint as rewound, which frees their ids; deleted ones stay deleted."""
     tx.run(
         compaction.MARK.format("SELECT DISTINCT segment, 0 FROM records WHERE seq > ? AND segment IS NOT NULL"), (seq,)
     )
@@ -326,7 +326,7 @@ def _let_go(tx: Transaction, seq: int) -> None:
 
 
 def _revised(tx: Transaction, point: Point) -> list[int]:
-    """Records of the checkpoint that were revised since and are still there."""
+    """Return the records of the checkpoint that were revised since and still exist."""
     rows = tx.all(
         "SELECT seq FROM records WHERE gone IS NULL AND seq <= ? AND seq IN "
         "(SELECT seq FROM events WHERE id > ? AND kind IN ('revised', 'redacted')) ORDER BY seq",
@@ -336,7 +336,7 @@ def _revised(tx: Transaction, point: Point) -> list[int]:
 
 
 def _shifted(state: dict[str, Any], point: Point, last: int) -> dict[str, Any]:
-    """A consumer's state for which the record after number `last` is the one after the checkpoint's last."""
+    """Shift a consumer's state, so that the record after number `last` follows the checkpoint's last record."""
     if last == point.seq:
         return dict(state)
     return {
@@ -346,7 +346,7 @@ def _shifted(state: dict[str, Any], point: Point, last: int) -> dict[str, Any]:
 
 
 def _begin_anew(tx: Transaction, book: Book, consumer: Consumer, point: Point, last: int) -> None:
-    """A consumer that was made after the checkpoint: its settings stay, and it has taken nothing yet."""
+    """Reset a consumer that was created after the checkpoint, except its settings."""
     for table in ("work", "groups", "tallies", "work_before", "groups_before"):
         tx.run(f"DELETE FROM {table} WHERE consumer = ?", (consumer.id,))
     consumer.state, consumer.grouped, consumer.floor = _shifted({}, point, last), False, None
@@ -400,7 +400,7 @@ def _put_back(
 
 
 def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[str, list[queue.Row]]:
-    """Rows as they were at the checkpoint, leased ones as waiting; those whose bytes are gone since, by the reason."""
+    """Restore rows as of the checkpoint, leased ones as waiting; drop those whose bytes are gone since."""
     lost: dict[str, list[queue.Row]] = {}
     last = 0
     while True:
@@ -465,7 +465,7 @@ def _follow_revisions(
 
 
 def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
-    """Records that came after the checkpoint, as if they came now: those that were kept wait. Their groups."""
+    """Offer the records after the checkpoint as if they came now, and return their groups."""
     lineage = queue.read_lineage(tx)
     bounded = consumer.settings.max_staleness is not None
     floor = queue.version_floor(lineage.announced, consumer.settings.max_staleness)

@@ -543,14 +543,14 @@ def create_consumer(tx: Transaction, name: str, settings: ConsumerConfig) -> Con
 
 
 def _last_number(tx: Transaction) -> int:
-    """The largest number that a consumer has or had: events of one that was removed keep its number."""
+    """Return the largest number that a consumer has or had; events keep the numbers of removed ones."""
     last = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM consumers")[0])
     row = tx.one("SELECT value FROM meta WHERE key = 'last_consumer'")
     return last if row is None else max(last, _numberof("last_consumer", row[0]))
 
 
 def _numberof(key: str, text: LedgerValue) -> int:
-    """A consumer's number from a ledger that anybody may have written."""
+    """Parse a consumer's number from a ledger, which anybody may have written."""
     if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 18:
         raise CorruptBookError(f"meta: {key[:40]}: got {str(text)[:40]!r}, expected a whole number")
     return int(text)

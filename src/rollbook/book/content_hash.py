@@ -108,13 +108,13 @@ class ContentHashes(NamedTuple):
     """Of everything but the late fields (see `is_late`): equal if one record can be the other with more known of it."""
 
     def take(self, indices: Iterable[int]) -> ContentHashes:
-        """Those of the records at `indices`."""
+        """Return the hashes of the records at `indices`."""
         chosen = list(indices)
         return ContentHashes([self.full[i] for i in chosen], [self.core[i] for i in chosen])
 
 
 def is_late(field: Field) -> bool:
-    """Whether a field may be added to a record that a book already has.
+    """Return whether a field may be added to a record that is already in a book.
 
     Late is what is judged, computed or noted about a sample after it was drawn: its numbers (`reward`), floats per
     response token (`advantages`, `returns`, a teacher's log-probs, weights), and the dicts that every record has for
@@ -196,7 +196,7 @@ def _form(dtype: str, shape: tuple[int, ...]) -> str:
 
 @lru_cache(4096)
 def _rows_head(name: str, dtype: str, trailing: tuple[int, ...]) -> bytes:
-    """Of the rows of a column, whose first dimension their number of bytes gives."""
+    """Return the head of a column's rows, whose first dimension follows from their size in bytes."""
     return _head(name, _form(dtype, (0, *trailing)))
 
 
@@ -212,7 +212,7 @@ def _first(candidates: Sequence[list[bytes]]) -> list[bytes]:
 
 
 def clean(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Elements as they lie in a column, with one NaN and one zero; the same array where there is nothing to do.
+    """Return elements with one canonical NaN and zero; the same array if nothing changes.
 
     >>> clean(np.array([-0.0, 1.5]), "float64").tolist()
     [0.0, 1.5]
@@ -244,7 +244,7 @@ def clean(values: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 @lru_cache
 def _float8(dtype: str) -> NDArray[np.uint8]:
-    """What each byte becomes. The types without a sign of zero have one NaN as well."""
+    """Return a table of the canonical byte of each byte; types without signed zero have one NaN anyway."""
     table = np.arange(256, dtype=np.uint8)
     if dtype in ("float8_e4m3fn", "float8_e5m2"):
         table[0x80] = 0
@@ -326,7 +326,7 @@ def _elements(dtype: str, data: bytes | memoryview) -> bytes:
 
 
 def boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...], bytes | memoryview] | None]:
-    """The type, shape and bytes of each tensor of an `__other` column; `None` where there is none."""
+    """Return the type, shape and bytes of each tensor of an `__other` column, `None` for missing ones."""
     fields = {column.type.field(i).name: column.field(i) for i in range(column.type.num_fields)}
     valid = column.is_valid().to_pylist()
     tensors: list[tuple[str, tuple[int, ...], bytes | memoryview] | None] = []
@@ -345,7 +345,7 @@ def boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...]
 
 
 def _slices(array: pa.Array | Values) -> Sequence[bytes | memoryview | None]:
-    """The bytes of each entry of a large text or binary array."""
+    """Return the bytes of each entry of a large text or binary array."""
     if isinstance(array, Values):
         return array.data or []
     buffer = array.buffers()[2]
@@ -409,7 +409,7 @@ def _unknown(name: str, array: pa.Array) -> list[bytes]:
 
 
 def _arrow_value(array: pa.Array, i: int, name: str) -> bytes:
-    """One value of an Arrow array: 0 for a null, else 1 and its bytes, behind their number where it varies."""
+    """Encode one value of an Arrow array: 0 for null, else 1 and its bytes, with their number if it varies."""
     kind, types, scalar = array.type, pa.types, array[i]
     if not scalar.is_valid:
         return b"\0"
@@ -535,7 +535,7 @@ def _integer(value: int) -> Any:
 
 
 def _escape(value: dict[str, Any]) -> dict[str, Any]:
-    """A dict whose only key looks like a tag, in the tag that says it is none."""
+    """Wrap a dict whose only key looks like a tag."""
     return {"$dict": value} if len(value) == 1 and next(iter(value)).startswith("$") else value
 
 
@@ -554,7 +554,7 @@ def _map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
 
 
 def _key(key: Any, depth: int) -> Any:
-    """A dict's key: unlike values, a numpy number finds what the number itself does."""
+    """Return the canonical form of a dict's key; a numpy number equals the plain number here, unlike in values."""
     if depth <= 0:
         raise WireError("a free-form value is nested too deeply")
     if isinstance(key, dict) and "$tuple" in key:

@@ -72,14 +72,14 @@ NETWORK_FUSE = frozenset(
 
 
 class File:
-    """A file open for appending; closed, and with that unlocked, at the latest when nobody refers to it any more."""
+    """A file open for appending. It is closed, which releases its lock, when it is garbage-collected at the latest."""
 
     def __init__(self, fd: int, path: str) -> None:
         self.fd = fd
         self.path = path
 
     def close(self) -> None:
-        """Close it; again is nothing."""
+        """Close the file. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -105,7 +105,7 @@ def _naming(path: str) -> Iterator[None]:
 
 
 class Disk:
-    """What a book asks of a file system.
+    """File operations of a book.
 
     >>> import tempfile
     >>> disk = Disk()
@@ -121,7 +121,7 @@ class Disk:
     """
 
     def make_folder(self, path: str) -> None:
-        """Make the folder and those above it, as far as they are missing, so that they stay."""
+        """Create the folder and its missing parents durably."""
         if not os.path.isdir(path):
             above = os.path.dirname(os.path.abspath(path))
             self.make_folder(above)
@@ -130,15 +130,15 @@ class Disk:
             self.sync_folder(above)
 
     def mkdir(self, path: str) -> None:
-        """Make one folder; lasting once the folder above is synced."""
+        """Create one folder; durable once its parent is synced."""
         os.mkdir(path, FOLDER)
 
     def create(self, path: str) -> File:
-        """Make a file that was not there, open for appending."""
+        """Create a new file, open for appending."""
         return File(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, FILE), path)
 
     def open_append(self, path: str) -> tuple[File, bool]:
-        """Open a plain file for appending, and make it if it is not there; whether it was made now."""
+        """Open a plain file for appending, or create it; return it and whether it was created."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             file = File(os.open(path, flags), path)
@@ -150,7 +150,7 @@ class Disk:
         return file, False
 
     def append(self, file: File, pieces: Sequence[bytes | memoryview]) -> int:
-        """Write all pieces behind the file's end; how many bytes they are."""
+        """Append all pieces to the file, and return their size in bytes."""
         written = 0
         with _naming(file.path):
             for at in range(0, len(pieces), _AT_ONCE):
@@ -166,8 +166,10 @@ class Disk:
         return written
 
     def sync(self, file: File) -> None:
-        """Wait until the file's bytes and its length are on the disk. After an error the bytes may be lost even though
-        a second call would succeed: the kernel forgets which pages it could not write."""
+        """Wait until the file's bytes and length are on the disk.
+
+        After an error the bytes may be lost although a second call would succeed: the kernel forgets failed pages.
+        """
         with _naming(file.path):
             if _FULL_SYNC is not None:
                 fcntl.fcntl(file.fd, _FULL_SYNC)  # fsync of macOS leaves the bytes in the drive's own memory
@@ -184,15 +186,15 @@ class Disk:
                 os.close(fd)
 
     def rename(self, source: str, target: str) -> None:
-        """Move a file within its folder, over what is there; lasting once the folder is synced."""
+        """Rename a file within its folder, replacing the target; durable once the folder is synced."""
         os.replace(source, target)
 
     def unlink(self, path: str) -> None:
-        """Take a file's entry away; lasting once the folder is synced. Who has the file open keeps it."""
+        """Unlink a file; durable once the folder is synced. Open descriptors stay valid."""
         os.unlink(path)
 
     def write_atomic(self, path: str, data: bytes | memoryview) -> None:
-        """Have a file hold exactly `data`: at any moment, and after a crash, it is as it was before or as it is now."""
+        """Replace a file's content atomically: after a crash it has the old or the new content."""
         folder, name = os.path.split(os.path.abspath(path))
         file = self.create(os.path.join(folder, f".{name}.{os.urandom(8).hex()}.tmp"))
         try:
@@ -209,12 +211,12 @@ class Disk:
         self.sync_folder(folder)
 
     def remove(self, path: str) -> None:
-        """Remove a file for good."""
+        """Remove a file durably."""
         self.unlink(path)
         self.sync_folder(os.path.dirname(os.path.abspath(path)))
 
     def open_read(self, path: str) -> int:
-        """A descriptor to read a plain file by; a symbolic link, a pipe or a device raises `OSError` at once."""
+        """Open a plain file for reading and return its descriptor; links, pipes and devices raise `OSError`."""
         # Opening a pipe would wait for a writer; O_NONBLOCK is without effect on plain files.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -223,14 +225,14 @@ class Disk:
         return fd
 
     def is_plain(self, path: str) -> bool:
-        """Whether a plain file is there; what a symbolic link leads to is not."""
+        """Return whether a plain file exists; links are not followed."""
         try:
             return stat.S_ISREG(os.lstat(path).st_mode)
         except FileNotFoundError:
             return False
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The plain files in a folder and how many bytes each has, in order of their names; links are left out."""
+        """Return the plain files in a folder with their sizes in bytes, sorted by name, without links."""
         sizes = {}
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -241,9 +243,11 @@ class Disk:
         return dict(sorted(sizes.items()))
 
     def try_lock(self, fd: int, shared: bool = False) -> bool:
-        """Take the file's lock unless somebody has it, or, `shared`, unless somebody has it alone. It belongs to the
-        open file: it ends when the last descriptor is closed, by whatever death, and another opening of the same file
-        in this process does not have it."""
+        """Try to take the file's lock, exclusively or `shared`, and return whether that succeeded.
+
+        The lock belongs to the open file: it ends when its last descriptor is closed, however the process ends, and
+        does not extend to other descriptors of the same file.
+        """
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -251,13 +255,13 @@ class Disk:
         return True
 
     def free(self, path: str) -> int:
-        """Bytes that this user may still write on the file system of `path`."""
+        """Return how many bytes this user may still write on the file system of `path`."""
         with _naming(path):
             stats = os.statvfs(path)
             return stats.f_bavail * stats.f_frsize
 
     def network_file_system(self, path: str) -> str | None:
-        """The name of the network file system that `path` is or would be on; `None` for a local one.
+        """Return the name of the network file system of `path`, or `None` for a local one.
 
         Where the system has no table of mounts (anything but Linux) it is always `None`.
         """
@@ -311,7 +315,7 @@ class _Map:
 
 
 def read_private(fd: int, start: int, stop: int, mapped: bool) -> memoryview:
-    """Bytes of an open file as writable memory of their own, fewer at its end; a map where that is worth it.
+    """Read bytes of an open file as private writable memory (fewer at its end), mapped if that is faster.
 
     A map must be asked for only within the file, and of a file that nobody cuts: touching what is not there kills.
     """
@@ -338,7 +342,7 @@ def read_private(fd: int, start: int, stop: int, mapped: bool) -> memoryview:
 
 
 def network_mount(path: str, table: str) -> str | None:
-    """The network file system that the absolute `path` is on, by a table as /proc/self/mountinfo shows it, or `None`.
+    """Return the network file system of an absolute path, by a table like /proc/self/mountinfo, or `None`.
 
     >>> table = '''25 1 8:1 / / rw - ext4 /dev/sda1 rw
     ... 31 25 0:40 / /shared\\\\040runs rw shared:1 - nfs4 host:/runs rw,vers=4.2

@@ -99,8 +99,10 @@ class Transaction(Protocol):
         """Run one statement. In PostgreSQL an error may surface at a later statement."""
 
     def later(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
-        """Run one statement that changes rows of `table` at any time before the next query, or the commit: its effect
-        does not depend on that of the other statements since."""
+        """Run one statement that changes rows of `table`, at any time before the next query or the commit.
+
+        Its effect must not depend on that of other statements since.
+        """
 
     def count(self, sql: str, values: Sequence[Any] = ()) -> int:
         """Run one statement and return how many rows it changed."""
@@ -125,10 +127,10 @@ class Transaction(Protocol):
         """Return the rows of several queries, sent to the database together."""
 
     def array(self, values: Sequence[Any]) -> Any:
-        """The parameter of `in_ints` and `in_texts`."""
+        """Return the parameter of `in_ints` and `in_texts`."""
 
     def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
-        """A query that takes `count` consecutive numbers for new rows of "records" or "leases"; it gives the first."""
+        """Return a query that reserves `count` numbers for new rows of "records" or "leases" and gives the first."""
 
     def notify(self, consumer: int) -> None:
         """Wake who waits for records of this consumer, once the transaction is committed."""
@@ -180,7 +182,7 @@ class Ledger(Protocol):
         """Return every row of one query, in a transaction of its own."""
 
     def array(self, values: Sequence[Any]) -> Any:
-        """As of a `Transaction`."""
+        """Return the parameter of `in_ints`, as of a `Transaction`."""
 
     def turn(
         self, consumer: int, seconds: float | None, stop: threading.Event

@@ -248,7 +248,7 @@ class _Gathered:
     _seen: dict[tuple[Any, ...], tuple[str, NDArray[np.uint8]]] = field(default_factory=dict)
 
     def add(self, kind: Kind, content: NDArray[np.uint8], dtype: str = "", shape: tuple[int, ...] = ()) -> str | None:
-        """The hash of what `content` holds: a tensor's elements, or bytes in base64; `None` if it is no base64."""
+        """Hash and store a medium (a tensor's elements, or base64); return `None` for invalid base64."""
         # The members of a group show the same pictures: those are known by a hash ten times as fast. A match is
         # compared, not trusted.
         key = (kind, dtype, shape, len(content), xxhash.xxh3_128_intdigest(content.data))
@@ -271,7 +271,7 @@ class _Gathered:
 
 
 def _from_base64(text: memoryview) -> bytes | None:
-    """What `text` is base64 of, if encoding that gives the same text."""
+    """Decode base64, or return `None` if encoding the result gives another text."""
     try:
         data = binascii.a2b_base64(text, strict_mode=True)
     except binascii.Error:
@@ -339,7 +339,7 @@ def _distinct(listed: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _heavy_entries(column: pa.Array, least: int, gathered: _Gathered) -> list[tuple[int, int, _Cut]]:
-    """(row, entry in the row, cut in the data) of each tensor that is heavy and what it says it is."""
+    """Return (row, entry in the row, cut in the data) of each large and valid tensor."""
     entries, rows = _entries(column)
     memory, bounds = _memory(entries.field("data"))
     heavy = np.diff(bounds) >= least
@@ -365,7 +365,7 @@ def _heavy_entries(column: pa.Array, least: int, gathered: _Gathered) -> list[tu
 
 
 def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tuple[int, int, _Cut]]:
-    """(row, byte where the reference will stand in the row, cut in the column's text) of each heavy piece of base64."""
+    """Return (row, byte of the reference in the row, cut in the column's text) of each large base64 text."""
     shortest = -(-4 * least // 3)
     memory, bounds = _memory(column)
     cuts = []
@@ -390,7 +390,7 @@ def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tupl
 
 
 def may_hold_media(layout: RowLayout) -> bool:
-    """Whether plain rows may have base64 that `extract` would take out: long texts are looked at, not parsed."""
+    """Return whether rows may have base64 to extract; long texts are scanned, not parsed."""
     for column in layout.columns.values():
         if isinstance(column, Values) and column.flat is not None and column.data is not None:
             texts = [text for text in column.data if text is not None and len(text) >= MIN_BASE64]
@@ -401,7 +401,7 @@ def may_hold_media(layout: RowLayout) -> bool:
 
 
 def _rows_with_runs(memory: NDArray[np.uint8], bounds: NDArray[np.int64], shortest: int) -> list[int]:
-    """The rows that may hold `shortest` letters of base64 in a row, found by looking at a few of the bytes."""
+    """Return the rows that may hold a run of `shortest` base64 characters, by looking at a few bytes."""
     if not len(bounds) or int(np.diff(bounds).max(initial=0)) < shortest:
         return []
     # Such a run covers one of the windows that begin every `step` bytes from end to end.
@@ -419,7 +419,7 @@ def _rows_with_runs(memory: NDArray[np.uint8], bounds: NDArray[np.int64], shorte
 
 
 def references(stripped: Experiences) -> list[tuple[str, ...]]:
-    """[N] The distinct hashes that each record of a stored frame refers to; nothing is fetched.
+    """Return the distinct hashes that each record of a stored frame refers to, [N]; fetches nothing.
 
     >>> from rollbook import Experience
     >>> references(Experiences([Experience(tokens=[1, 2])]))
@@ -431,7 +431,7 @@ def references(stripped: Experiences) -> list[tuple[str, ...]]:
 
 
 def purposes(stripped: Experiences) -> list[bool]:
-    """[N] Whether each record of a stored frame is for evaluation."""
+    """Return whether each record of a stored frame is for evaluation, [N]."""
     column = stripped.columns.get(EVALUATION)
     if column is None:
         return [False] * len(stripped)
@@ -441,7 +441,7 @@ def purposes(stripped: Experiences) -> list[bool]:
 
 
 def _listed(column: pa.Array) -> list[list[dict[str, Any]]]:
-    """The references of each record, each known to be shaped like one."""
+    """Parse and check the references of each record."""
     if column.type != REFERENCES:
         raise WireError(f"column {COLUMN!r}: type {column.type}, expected {REFERENCES}")
     rows: list[list[dict[str, Any]]] = [listed or [] for listed in column.to_pylist()]
@@ -453,7 +453,7 @@ def _listed(column: pa.Array) -> list[list[dict[str, Any]]]:
 
 
 def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
-    """The records with their media back in place, on memory of their own.
+    """Return a copy of the records with their media restored.
 
     `fetch(hash)` gives the blob's bytes, or raises `KeyError`; it is asked once for each hash. Columns that were left
     out of `stripped` need nothing.
@@ -516,8 +516,7 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
 
 
 def _places(column: pa.Array, refs: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, int, Any]]:
-    """Where each reference lies in the column's bytes (nowhere, if start is stop), and what a media entry says of its
-    tensor."""
+    """Return where each reference is in the column's bytes (start equals stop for none), and its entry's tensor."""
     in_media = column.type == MEDIA
     entries, rows = _entries(column) if in_media else (column, None)
     memory, bounds = _memory(entries.field("data") if in_media else column)
@@ -557,14 +556,14 @@ def _fetched(fetch: Callable[[str], Any], key: str, where: str) -> Blob:
 
 
 def _memory(array: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The bytes of a text or binary array, and its offsets into them."""
+    """Return the bytes of a text or binary array, and its offsets."""
     buffer = array.buffers()[2]
     memory = np.frombuffer(b"" if buffer is None else buffer, dtype=np.uint8)
     return memory, arrow.offsets(array, len(memory))
 
 
 def _entries(column: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
-    """The tensors of a media column's rows, and the rows' offsets into them."""
+    """Return the tensors of a media column's rows, and the rows' offsets."""
     rows = arrow.offsets(column, len(column.values))
     return column.values.slice(int(rows[0]), int(rows[-1] - rows[0])), rows - rows[0]
 
@@ -577,7 +576,7 @@ def _said(entries: pa.Array, where: NDArray[np.int64]) -> list[dict[str, Any]]:
 
 
 def _with_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
-    """`column` with its text, or the data of its tensors, exchanged where `cuts` says."""
+    """Replace pieces of a column's text, or of its tensors' data."""
     in_media = column.type == MEDIA
     entries, rows = _entries(column) if in_media else (column, None)
     array = entries.field("data") if in_media else column
@@ -604,7 +603,7 @@ def _with_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
 
 
 def _array(like: pa.Array, buffers: list[pa.Buffer], children: list[pa.Array] | None = None) -> pa.Array:
-    """An array of the type, length and nulls of `like`, on other buffers."""
+    """Return an array with the type, length and nulls of `like` on other buffers."""
     there = arrow.validity(like)
     nulls = None if there is None else pa.py_buffer(np.packbits(there, bitorder="little"))
     return pa.Array.from_buffers(like.type, len(like), [nulls, *buffers], children=children)

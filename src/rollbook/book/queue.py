@@ -82,7 +82,7 @@ def save_undo(tx: Transaction, table: str, consumer: int, key: str, values: Sequ
 
 
 def merge_undo(tx: Transaction, checkpoint: int) -> None:
-    """Hand what is kept for a checkpoint that is forgotten to the one before it, which may need it."""
+    """Move the undo log of a checkpoint that is forgotten to the one before it, which may need it."""
     older = tx.one("SELECT event, seq FROM checkpoints WHERE event < ? ORDER BY event DESC LIMIT 1", (checkpoint,))
     for table, listed in _UNDO_LISTED.items():
         if older is not None:
@@ -95,7 +95,7 @@ def merge_undo(tx: Transaction, checkpoint: int) -> None:
 
 
 def restore_groups(tx: Transaction, checkpoint: int, consumer: int) -> list[str]:
-    """Groups as they were at the checkpoint; those that had changed."""
+    """Restore the groups as of the checkpoint, and return those that had changed."""
     changing = ", ".join(f"{name} = excluded.{name}" for name in UNDO_COLUMNS[GROUPS_TABLE][2:])
     mine = (checkpoint, consumer)
     tx.run(
@@ -113,7 +113,14 @@ UNRANKED = math.inf
 
 
 def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], other: Collection[str] = ()) -> None:
-    """Look again at groups whose members changed; those of `other` have members with other uses or numbers."""
+    """Update groups whose members changed.
+
+    Args:
+        tx: The transaction.
+        consumer: A consumer that leases by group.
+        gids: The groups.
+        other: Those of them whose members have other uses or values, and need a new rank.
+    """
     listed = list(gids)
     if not listed:
         return
@@ -174,7 +181,7 @@ def _refresh_group(
     earlier: Sequence[Any] | None,
     other: bool,
 ) -> tuple[Any, ...] | None:
-    """A group's row as it is now; `None` if all of it was rewound: there is no such group."""
+    """Compute a group's row; `None` if all of its records were rewound."""
     runs, size, first, since = total or (0, None, None, None)
     was, rank, had = earlier or (0, UNRANKED, 1.0)
     if type(was) is not int or not {type(rank), type(had), type(size or 0), type(since or 0)} <= {int, float}:
@@ -215,7 +222,7 @@ def _refresh_group(
 
 
 def release_due_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
-    """Make groups ready whose time has come although they are not complete; return whether none is left."""
+    """Make incomplete groups ready after `partial_after` seconds; return whether none is left."""
     due = tx.all(
         "SELECT gid FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL AND due <= ? ORDER BY due, seq "
         "LIMIT ?",
@@ -226,8 +233,10 @@ def release_due_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
 
 
 def begin_groups(tx: Transaction, consumer: Consumer) -> None:
-    """Begin to keep groups for a consumer that leases by group for the first time, or to rank them anew: those of the
-    rows that it has are made by `build_groups`, the others as their rows come."""
+    """Start to maintain groups for a consumer that leases by group for the first time, or to rank them again.
+
+    `build_groups` creates those of existing rows; the others are created as their rows come.
+    """
     consumer.grouped = True
     (last,) = tx.one("SELECT MAX(seq) FROM work WHERE consumer = ?", (consumer.id,))
     if last is not None:
@@ -235,7 +244,7 @@ def begin_groups(tx: Transaction, consumer: Consumer) -> None:
 
 
 def build_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
-    """Make the groups of rows that were there when groups began, in order; return whether all are made."""
+    """Create the groups of rows that existed at `begin_groups`, in order; return whether all are done."""
     start = consumer.state.get("ungrouped")
     if start is None:
         return True
@@ -254,7 +263,7 @@ def build_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
 
 
 def rebuild_groups(tx: Transaction, consumer: Consumer) -> None:
-    """Make all groups anew, within an exclusive transaction."""
+    """Rebuild all groups, within an exclusive transaction."""
     tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
     consumer.state.pop("ready", None)
     begin_groups(tx, consumer)
@@ -268,7 +277,7 @@ LINEAGE_KEY = "policy_lineage"
 
 @dataclass(slots=True)
 class Lineage:
-    """What the rewinds of a book abandoned.
+    """The policy versions and records that the rewinds of a book abandoned.
 
     >>> lineage = Lineage(announced=5, branches=[[5, 100, 200]], top=10, seen=200)
     >>> lineage.is_abandoned(150, 6), lineage.is_abandoned(150, 5), lineage.is_abandoned(250, 7)
@@ -288,7 +297,7 @@ class Lineage:
     """[abandoned, after, last]: records of which the lineage that they name says otherwise than the rest of this."""
 
     def is_abandoned(self, seq: int, version: int | None) -> bool:
-        """Whether an abandoned version sampled a record; `version` is its newest one."""
+        """Return whether an abandoned version sampled a record; `version` is its newest one."""
         if version is None:
             return False
         if any(version > branch and after < seq <= last for branch, after, last in self.branches):
@@ -303,7 +312,7 @@ class Lineage:
     def admit(
         self, tx: Transaction, records: Experiences | RowLayout, base: int, versions: Sequence[int | None]
     ) -> set[int]:
-        """Tell which of the records that are admitted now, from number `base` on, abandoned versions sampled."""
+        """Return which of these new records, numbered from `base` on, were sampled by abandoned versions."""
         before = len(self.named)
         for i, lineage in enumerate(_named_lineages(records)):
             version = versions[i]
@@ -318,7 +327,7 @@ class Lineage:
         return {i for i, version in enumerate(versions) if self.is_abandoned(base + i, version)}
 
     def clipped(self, last: int) -> Lineage:
-        """The state of a copy of the book that ends with record `last`."""
+        """Return the lineage of a copy of the book that ends with record `last`."""
 
         def clip(ranges: list[list[int]]) -> list[list[int]]:
             return [[*values, min(after, last), min(stop, last)] for *values, after, stop in ranges]
@@ -327,7 +336,7 @@ class Lineage:
 
 
 def _named_lineages(records: Experiences | RowLayout) -> list[float | None]:
-    """The lineage that each record names."""
+    """Return the lineage that each record names."""
     column = records.column("info")
     if column is None or not any(text is not None and LINEAGE_KEY in text for text in texts(column)):
         return [None] * len(records)
@@ -335,7 +344,7 @@ def _named_lineages(records: Experiences | RowLayout) -> list[float | None]:
 
 
 def _join_ranges(named: list[list[int]]) -> list[list[int]]:
-    """Ranges that follow one on another, as one."""
+    """Merge adjacent ranges."""
     joined: list[list[int]] = []
     for abandoned, after, last in named:
         if joined and joined[-1][0] == abandoned and joined[-1][2] == after:
@@ -346,19 +355,23 @@ def _join_ranges(named: list[list[int]]) -> list[list[int]]:
 
 
 def name_lineage(records: Experiences | RowLayout) -> bool:
-    """Whether any of these records names its lineage."""
+    """Return whether any of these records names its lineage."""
     return any(lineage is not None for lineage in _named_lineages(records))
 
 
 def read_lineage(tx: Transaction, lock: bool = False) -> Lineage:
-    """The policy's announced version, and what was abandoned; with `lock`, nobody else changes it until the end of the
-    transaction."""
+    """Read the announced policy version and the abandoned lineages.
+
+    Args:
+        tx: The transaction.
+        lock: Lock the rows until the end of the transaction.
+    """
     end = f" ORDER BY key{tx.for_update}" if lock else ""
     return parse_lineage(dict(tx.all(f"SELECT key, value FROM meta WHERE key IN ('policy_version', 'lineage'){end}")))
 
 
 def parse_lineage(values: dict[str, str]) -> Lineage:
-    """The same, from the values that `meta` has."""
+    """Parse the announced version and the lineage from rows of `meta`."""
     announced = int(values["policy_version"]) if "policy_version" in values else None
     if "lineage" not in values:
         return Lineage(announced)
@@ -396,7 +409,7 @@ def _last_seq(tx: Transaction) -> int:
 
 
 def _close_lineage(tx: Transaction, lineage: Lineage) -> None:
-    """Remember the records that came since `seen` with versions that only an abandoned lineage has announced so far."""
+    """Record the records since `seen` whose versions only an abandoned lineage has announced so far."""
     low, top, last = lineage.announced or 0, lineage.top, _last_seq(tx)
     if top is not None and tx.one(
         "SELECT 1 FROM records WHERE seq > ? AND version_max > ? AND version_max <= ? LIMIT 1", (lineage.seen, low, top)
@@ -406,8 +419,13 @@ def _close_lineage(tx: Transaction, lineage: Lineage) -> None:
 
 
 def branch_lineage(tx: Transaction, version: int | None, seq: int) -> Lineage:
-    """Begin a lineage: a rewind goes back to a checkpoint with this announced version (none counts as 0) and this last
-    record. Called before the announced version is put back."""
+    """Begin a lineage, before a rewind restores the announced version.
+
+    Args:
+        tx: The transaction.
+        version: The announced version of the checkpoint; `None` counts as 0.
+        seq: The last record of the checkpoint.
+    """
     lineage = read_lineage(tx)
     _close_lineage(tx, lineage)
     lineage.branches.append([version or 0, seq, lineage.seen])
@@ -423,7 +441,7 @@ STATES = (WAITING, COOLING, LEASED, TRAINED, DROPPED)
 
 
 class Row(NamedTuple):
-    """One record as one consumer has it."""
+    """The state of one record for one consumer."""
 
     seq: int
     gid: str
@@ -446,7 +464,7 @@ _ROW_TYPES: tuple[Any, ...] = (int, str, str, (str, _NONE), float, _REAL, float,
 
 
 class Event(NamedTuple):
-    """What to write in the ledger."""
+    """An event to write to the ledger."""
 
     kind: str
     seq: int | None = None
@@ -470,12 +488,12 @@ def record_events(tx: Transaction, events: Iterable[Event]) -> None:
 
 
 def select_rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]:
-    """Rows of `work` under a condition."""
+    """Select rows of `work` by a condition."""
     return check_rows(tx.all(f"SELECT {ROW_COLUMNS} FROM work WHERE {where}", values))
 
 
 def check_rows(values: Iterable[Any]) -> list[Row]:
-    """Rows from a ledger that anybody may have written."""
+    """Parse rows of `work`, which anybody may have written."""
     rows = list(map(Row._make, values))
     for row in rows:
         if not all(map(isinstance, row, _ROW_TYPES)):
@@ -487,7 +505,7 @@ def check_rows(values: Iterable[Any]) -> list[Row]:
 
 
 def select_rows_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int]) -> list[Row]:
-    """The rows of these records, in the order of their numbers."""
+    """Return the rows of these records, in the order of their numbers."""
     rows: list[Row] = []
     for _, part in chunks(sorted(seqs), 5000):
         rows += select_rows(tx, f"consumer = ? AND seq {tx.in_ints} ORDER BY seq", (consumer.id, tx.array(part)))
@@ -508,7 +526,7 @@ def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, floa
 
 
 def count_rows(tx: Transaction, consumer: Consumer, *states: str) -> tuple[int, float]:
-    """How many rows are in any of these states, and their weight."""
+    """Return how many rows are in any of these states, and their total weight."""
     marks = ",".join("?" * len(states))
     row = tx.one(
         f"SELECT COALESCE(SUM(n), 0), COALESCE(SUM(weight), 0) FROM tallies WHERE consumer = ? AND state IN ({marks})",
@@ -592,7 +610,15 @@ def drop_rows(
     reason: str,
     details: Mapping[int, dict[str, Any]] | None = None,
 ) -> None:
-    """Give rows up, for a reason; what was leased counts as never handed out. `details` as in `enter_rows`."""
+    """Drop rows; leased ones count as never leased.
+
+    Args:
+        tx: The transaction.
+        consumer: The consumer.
+        rows: The rows.
+        reason: Why they are dropped.
+        details: Details of the events, by record number.
+    """
     about = details or {}
     consumer.samples -= sum(row.state == LEASED for row in rows)
     change_rows(
@@ -604,7 +630,7 @@ def drop_rows(
 
 
 def drop_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int], reason: str) -> int:
-    """Drop those of these records that wait or rest; how many."""
+    """Drop those of these records that are waiting or cooling down, and return how many."""
     rows = [row for row in select_rows_by_seq(tx, consumer, seqs) if row.state in (WAITING, COOLING)]
     drop_rows(tx, consumer, rows, reason)
     save_consumer(tx, consumer)
@@ -612,7 +638,7 @@ def drop_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int], reason
 
 
 def requeue_rows(tx: Transaction, consumer: Consumer, rows: Sequence[Row], kind: str, reason: str | None) -> None:
-    """Offer leased rows again, at the place they had; those that came back too often are dropped."""
+    """Offer leased rows again, with their former rank; drop those that came back `max_attempts` times."""
     most = consumer.settings.max_attempts
     spent = [row for row in rows if most is not None and row.attempts + 1 >= most]
     back = [row for row in rows if most is None or row.attempts + 1 < most]
@@ -634,7 +660,7 @@ def requeue_rows(tx: Transaction, consumer: Consumer, rows: Sequence[Row], kind:
 
 
 def expire_leases(tx: Transaction, consumer: Consumer) -> None:
-    """Take back what leases hold whose time is up, by the database's clock."""
+    """Take back the records of leases that have expired, by the database's clock."""
     # A clock that was put back would keep them as much longer: from now on they have the time they were given.
     tx.run(
         "UPDATE leases SET expires = ? + seconds WHERE consumer = ? AND state = 'active' AND expires > ? + seconds + 1",
@@ -650,7 +676,7 @@ def expire_leases(tx: Transaction, consumer: Consumer) -> None:
 
 
 def end_cooldowns(tx: Transaction, consumer: Consumer, most: int) -> bool:
-    """Let records wait again that have rested long enough after a use; return whether none is left."""
+    """Offer records again whose cooldown is over; return whether none is left."""
     due = select_rows(
         tx, "consumer = ? AND state = 'cooling' AND until <= ? ORDER BY until, seq LIMIT ?", (consumer.id, tx.now, most)
     )
@@ -664,7 +690,7 @@ def end_cooldowns(tx: Transaction, consumer: Consumer, most: int) -> bool:
 
 
 def drop_over_age(tx: Transaction, consumer: Consumer, most: int) -> bool:
-    """Drop what has waited longer than the consumer allows; return whether none is left."""
+    """Drop records that have waited longer than `MaxAge`; return whether none is left."""
     age = consumer.settings.max_age
     if age is None:
         return True
@@ -680,7 +706,7 @@ def drop_over_age(tx: Transaction, consumer: Consumer, most: int) -> bool:
 
 
 def drop_over_size(tx: Transaction, consumer: Consumer, most: int) -> bool:
-    """Drop what is above the consumer's size; return whether nothing is left above it."""
+    """Drop records beyond `MaxSize`; return whether none is left."""
     part = consumer.settings.max_size
     if part is None:
         return True
@@ -730,19 +756,19 @@ def drop_abandoned_rows(tx: Transaction, consumer: Consumer) -> None:
 
 
 def abandoned_detail(version: int | None) -> dict[str, Any]:
-    """What the ledger says of a record that is stale because an abandoned version sampled it."""
+    """Return the event detail of a record that is stale because an abandoned version sampled it."""
     return {"abandoned_version": version}
 
 
 def version_floor(announced: int | None, max_staleness: int | None) -> int | None:
-    """The oldest policy version that is fresh enough."""
+    """Return the oldest policy version that is not stale, or `None` if there is no bound."""
     if announced is None or max_staleness is None:
         return None
     return max(min(announced - max_staleness, (1 << 63) - 1), -(1 << 63))
 
 
 def announced_version(tx: Transaction) -> int | None:
-    """The policy version that was announced last."""
+    """Return the policy version that was announced last."""
     row = tx.one("SELECT value FROM meta WHERE key = 'policy_version'")
     return None if row is None else int(row[0])
 
@@ -851,7 +877,7 @@ CHUNK = 1000
 
 
 def backfill_consumer(tx: Transaction, consumer: int) -> None:
-    """Note all training records of the book for a new consumer, within an exclusive transaction."""
+    """Add all training records of the book to the inbox of a new consumer, within an exclusive transaction."""
     last, count = tx.one("SELECT MAX(seq), COUNT(*) FROM records WHERE evaluation = 0")
     if count:
         tx.insert("inbox", INBOX_COLUMNS, [(consumer, 1, last, count, None)])
@@ -958,7 +984,7 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
 
 
 def _parse_numbers(numbers: LedgerValue, count: int) -> list[float | None]:
-    """A list of numbers from a ledger that anybody may have written."""
+    """Parse a list of numbers from a ledger, which anybody may have written."""
     try:
         values = json.loads(numbers)  # type: ignore[arg-type]
     except (RecursionError, TypeError, ValueError):
@@ -971,7 +997,7 @@ def _parse_numbers(numbers: LedgerValue, count: int) -> list[float | None]:
 def new_row(
     consumer: Consumer, seq: int, gid: str, version: int | None, value: float | None, dropped: str | None
 ) -> Row:
-    """A record as a consumer first has it."""
+    """Create the row of a record that is new to a consumer."""
     sampler = consumer.settings.sampler
     item = consumer.item(seq, 0, version, value)
     state = WAITING if dropped is None else DROPPED
@@ -1005,7 +1031,7 @@ def drain_inboxes(book: Book, bounded: bool = False) -> None:
 
 @contextmanager
 def write_drained(book: Book, timeout: float | None = None) -> Iterator[Transaction]:
-    """An exclusive transaction in which every inbox is empty: each consumer has a row for each record."""
+    """Begin an exclusive transaction in which every inbox is empty: each consumer has a row for each record."""
     drain_long_inboxes(book)
     with book.ledger.write(timeout=timeout) as tx:
         drain_inboxes_within(tx, book)

@@ -119,7 +119,7 @@ def _together(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview,
 
 
 def _stack(memory: memoryview, run: Sequence[Place], verify: bool) -> Stack | None:
-    """The frames of a run, if they are alike."""
+    """Read the frames of a run as one, if they have the same layout."""
     spans = [(place.offset - run[0].offset, place.stop - run[0].offset) for place in run]
     return read_stack(np.frombuffer(memory, dtype=np.uint8), spans, verify)
 
@@ -144,7 +144,7 @@ def _check_frame(view: memoryview) -> None:
 def whole_arrays(
     book: Book, frames: Sequence[tuple[Place, Sequence[int]]], fields: Collection[str]
 ) -> Iterator[dict[str, pa.Array] | None]:
-    """Columns of each frame, not copied, if its slots are all of its records in their order; `None` if not.
+    """Yield the columns of each frame without copying; `None` if its slots are not all of its records in order.
 
     Raises:
         MissingSegmentError: If compaction moved one.
@@ -332,7 +332,7 @@ def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:
 
 
 def _in_order(where: Sequence[Location]) -> bool:
-    """Whether the records of each frame follow each other."""
+    """Return whether the records of each frame are adjacent."""
     places = [location[1:4] for location in where]
     return sum(a != b for a, b in pairwise(places)) + 1 == len(set(places))
 
@@ -371,7 +371,7 @@ def _parts(
     sparse: bool = False,
     together: bool = False,
 ) -> _Parts:
-    """The records of each frame.
+    """Read the records of each frame.
 
     Args:
         book: Where to read.
@@ -419,7 +419,7 @@ def _parts(
 def _stacked(
     memory: memoryview, run: Sequence[Place], verify: bool, slots: Mapping[Place, Sequence[Any]]
 ) -> Experiences | None:
-    """All records of a run of frames, if the frames are alike and `slots` are all they have."""
+    """Read all records of a run as one, if the frames have the same layout and `slots` are all of them."""
     stack = _stack(memory, run, verify)
     if stack is None or COLUMN in stack.schema.names:
         return None
@@ -474,7 +474,7 @@ def _sparse_rows(
 
 
 def _tolerate(reader: Reader[Experiences]) -> Reader[Experiences | None]:
-    """The reader's result, or `None` if the bytes are not good: reading them whole says what is wrong."""
+    """Return the reader's result, or `None` if the bytes are damaged: reading the whole frame then reports it."""
     try:
         return (yield from reader)
     except WireError:
@@ -603,7 +603,7 @@ def seqs_of(book: Book, uids: Sequence[str]) -> list[int]:
 
 
 def read_numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> list[float | None]:
-    """One number of each record, from the ledger if it has it, else from the record."""
+    """Return one number per record, from the ledger if possible, else from the record."""
     if key in index_columns.IndexColumns._fields:
         numbers: dict[int, Any] = {}
         for marks, part in chunks(seqs):
@@ -658,7 +658,7 @@ MOST = 10_000
 
 
 def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
-    """Conditions as users give them: `("reward", ">", 0.5)`, and `task="a"` for `("task", "=", "a")`."""
+    """Check conditions: `("reward", ">", 0.5)`, and `task="a"` for `("task", "=", "a")`."""
     parsed: list[Condition] = []
     for condition in (
         *conditions,
@@ -700,7 +700,7 @@ def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[C
 
 
 def _fit(name: str, value: Any) -> Any:
-    """A value as every database compares it with a column of the ledger."""
+    """Convert a value so that every database compares it with a column in the same way."""
     if name in ("batch", "task"):
         value = str(value)
     kind = LEDGER_TYPES[name]
@@ -714,7 +714,7 @@ def _fit(name: str, value: Any) -> Any:
 
 
 def in_ledger(conditions: Sequence[Condition]) -> tuple[str, list[Any]]:
-    """The SQL of the conditions that the ledger answers."""
+    """Return the SQL of the conditions that the ledger can answer, and its parameters."""
     parts: list[str] = []
     values: list[Any] = []
     for name, test, value in conditions:
@@ -808,7 +808,7 @@ class Selection:
         return scan(self._book, self, columns, rows)
 
     def _pieces(self, rows: int = PIECE) -> Iterator[list[Any]]:
-        """(seq, uid, segment, start, size, slot, gone, bytes) of the records that meet all conditions."""
+        """Yield (seq, uid, segment, start, size, slot, gone, bytes) of the records that meet all conditions."""
         sql, values = in_ledger(self._asked)
         last = 0
         while True:
@@ -839,12 +839,12 @@ class Selection:
 
 
 def _locations(piece: Sequence[Any]) -> dict[int, Location]:
-    """Where the records of a piece lie that have bytes."""
+    """Return the locations of the records of a piece that have bytes."""
     return {row[0]: (row[0], *row[2:]) for row in piece if row[2] is not None}
 
 
 def _values(book: Book, seqs: list[int], name: str) -> dict[int, Any]:
-    """A field of those of these records that have bytes, by their numbers."""
+    """Return one field of those of these records that have bytes, by number."""
     head, dot, key = name.partition(".")
     present, records = fetch_present(book, seqs, verify=False, media=False)
     values = records.values(head) if present else []
@@ -929,7 +929,7 @@ def _batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatch:
 
 @lru_cache(256)
 def _ordered(names: tuple[str, ...], arrays: tuple[str, ...]) -> list[str]:
-    """The arrays of some fields, sides included, in the order of the fields."""
+    """Return the arrays of some fields, with side columns, in the order of the fields."""
     sides = (name for field in names for name in arrays if name == field or name.startswith(f"{field}__"))
     return list(dict.fromkeys(sides))
 
@@ -937,8 +937,10 @@ def _ordered(names: tuple[str, ...], arrays: tuple[str, ...]) -> list[str]:
 def _runs(
     book: Book, runs: Sequence[list[Any]], fields: Sequence[str]
 ) -> Iterator[tuple[list[int], dict[str, pa.Array]]]:
-    """The numbers and columns of each run of records, all of one frame: as they lie there if it is the whole of it,
-    without those that were deleted meanwhile."""
+    """Yield the numbers and columns of each run of records of one frame, without those deleted meanwhile.
+
+    A whole frame is not copied.
+    """
     frames = [(Place(*run[0][2:5]), [row[5] for row in run]) for run in runs]
     done = 0
     try:
@@ -954,7 +956,7 @@ def _runs(
 
 
 def _with_nulls(arrays: dict[str, pa.Array], fields: Sequence[str], count: int) -> dict[str, pa.Array]:
-    """The arrays, with nulls for the fields that no record has."""
+    """Add arrays of nulls for the fields that no record has."""
     missing = {name: pa.nulls(count, LEDGER_TYPES.get(name)) for name in fields if name not in arrays}
     return {**missing, **arrays} if missing else arrays
 
@@ -992,7 +994,7 @@ _IN_FRAMES = {name for name in LEDGER_COLUMNS if name in FIELDS and FIELDS[name]
 
 
 def ledger_arrays(tx: Transaction, names: Sequence[str], seqs: Sequence[int]) -> dict[str, pa.Array]:
-    """Columns of the ledger, of records whose numbers rise."""
+    """Return columns of the ledger for records with rising numbers."""
     chosen = ["seq", *names, *(["scored"] if "reward" in names else [])]
     rows = tx.all(
         f"SELECT {', '.join(chosen)} FROM records WHERE seq >= ? AND seq <= ? ORDER BY seq", (seqs[0], seqs[-1])

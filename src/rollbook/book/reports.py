@@ -180,7 +180,7 @@ def keep_rates(
 
 
 def _edges(values: Sequence[float]) -> list[float]:
-    """Up to eight ranges of equal width over what is there."""
+    """Return the edges of up to eight ranges of equal width."""
     finite = [float(value) for value in values if math.isfinite(value)]
     if not finite:
         return []

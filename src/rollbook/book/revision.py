@@ -67,7 +67,7 @@ class Addition:
 
 
 def compare(old: Experience, new: Experience) -> Addition:
-    """What `new` adds to `old`, a stored record of the same id, or where they conflict.
+    """Compare a record with a stored one of the same id: what it adds, or where they conflict.
 
     `new` may bring late fields (see `is_late`) that `old` lacks, and new keys in its dicts; what it does not have
     itself is left as it is. Everything else has to be equal.
@@ -116,7 +116,7 @@ def compare(old: Experience, new: Experience) -> Addition:
 
 
 def _compare_entries(name: str, old: dict[Any, Any], new: dict[Any, Any]) -> tuple[dict[Any, Any], Difference | None]:
-    """The entries that only `new` has, and the first that both have and that differs."""
+    """Return the entries that only `new` has, and the first that differs."""
     additions: dict[Any, Any] = {}
     for key, value in new.items():
         if key not in old:
@@ -135,7 +135,7 @@ def _difference(field: str, old: Any, new: Any) -> Difference:
 
 
 def _show_value(value: Any, beside: Any) -> str:
-    """A value as an error shows it; of tensors and long texts what tells it from the other."""
+    """Format a value for an error; of tensors and long texts, the part that differs from the other."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = str(value.dtype).removeprefix("torch.")
         text = f"{kind}{list(value.shape)}"
@@ -359,7 +359,7 @@ def rewrite_records(
 
 
 def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None, bool]]:
-    """How often each was revised, why it is gone, if it is, and whether it is for evaluation."""
+    """Return the revision of each record, why it is gone, and whether it is for evaluation."""
     states: dict[int, tuple[int, str | None, bool]] = {}
     for marks, part in chunks(seqs):
         rows = tx.all(f"SELECT seq, revision, gone, evaluation FROM records WHERE seq IN ({marks})", part)
@@ -368,7 +368,7 @@ def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str
 
 
 def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> list[int]:
-    """The other records of these groups that can be trained on."""
+    """Return the other records of these groups that can be trained on."""
     siblings: list[int] = []
     for marks, part in chunks(list(dict.fromkeys(gids))):
         siblings += [
@@ -382,7 +382,7 @@ def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> l
 
 
 def _scalar(row: Experience, name: str) -> Any:
-    """A number or a text as an event can hold it; of anything else, nothing."""
+    """Return a number or text for an event, or `None` for anything else."""
     head, _, key = name.partition(".")
     value = getattr(row, head)
     if key:

@@ -225,7 +225,7 @@ class _Objects:
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The file system that fsspec has for a URL, and the path in it."""
+    """Return fsspec's file system for a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
@@ -291,21 +291,21 @@ class FsspecSegmentStore:
         return [Place(name, ALIGN + at, length) for at, length in places]
 
     def get(self, place: Place) -> memoryview:
-        """The bytes there, as a copy of their own; parts that were read last are kept and cost no request."""
+        """Return a copy of the bytes; recently read parts are cached."""
         return self._store.read(check_place(place))
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
-        """The bytes at each place: ranges of objects, asked for at once."""
+        """Return the bytes at each place: ranges of objects, requested concurrently."""
         for place in places:
             check_place(place)
         return self._store.read_many(places) if places else []
 
     def has(self, segment: str) -> bool:
-        """Whether the segment is there; one request."""
+        """Return whether the segment exists, with one request."""
         return self._store.has(check_name(segment))
 
     def segments(self) -> dict[str, int]:
-        """Every segment there, oldest first, and how many bytes it has."""
+        """Return every segment with its size in bytes, oldest first."""
         return {name: size for name, size in self._store.sizes().items() if is_name(name)}
 
     def busy(self, segment: str) -> bool:

@@ -110,7 +110,7 @@ class PostgresSegmentStore:
         return [Place(name, ALIGN + start, length) for start, length in spans]
 
     def get(self, place: Place) -> memoryview:
-        """The bytes there, copied."""
+        """Return a copy of the bytes."""
         check_place(place)
         return self._run(lambda connection: self._get(connection, place))
 
@@ -118,7 +118,7 @@ class PostgresSegmentStore:
         first, last = place.offset // ROW_BYTES, (place.stop - 1) // ROW_BYTES
 
         def row(number: int) -> Any:
-            """The row's first bytes, its length, and what of the place lies in it."""
+            """Return the row's first bytes, its length, and the part of the place in it."""
             start, stop = (min(max(byte - number * ROW_BYTES, 0), ROW_BYTES) for byte in (place.offset, place.stop))
             values = (start + 1, stop - start, _row_name(place.segment, number))
             fetched = connection.execute(self._sql(_GET), values, binary=True).fetchone()
@@ -145,7 +145,7 @@ class PostgresSegmentStore:
         return memoryview(memory)
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
-        """The bytes at each place, in one statement; each has at most two rows."""
+        """Return the bytes at each place, in one statement; each has at most two rows."""
         segments = list(dict.fromkeys(check_place(place).segment for place in places))
         if not places or max(place.length for place in places) > ROW_BYTES:
             return [self.get(place) for place in places]
@@ -183,12 +183,12 @@ class PostgresSegmentStore:
         return dict(sorted(connection.execute(self._sql(_SIZES)).fetchall()))
 
     def has(self, segment: str) -> bool:
-        """Whether the segment is there."""
+        """Return whether the segment exists."""
         check_name(segment)
         return self._run(lambda connection: connection.execute(self._sql(_HAS), (segment,)).fetchone() is not None)
 
     def segments(self) -> dict[str, int]:
-        """Every segment there, oldest first, and how many bytes it has."""
+        """Return every segment with its size in bytes, oldest first."""
         return {name: size for name, size in self._run(self._sizes).items() if is_name(name)}
 
     def busy(self, segment: str) -> bool:
@@ -222,8 +222,10 @@ class PostgresSegmentStore:
         return sql.SQL(statement).format(sql.Identifier(self.schema, "blobs"))
 
     def _run(self, act: Callable[[psycopg.Connection[Any]], T]) -> T:
-        """What `act` does with a connection, once more with another one if that broke. All acts may be repeated: a name
-        is used by one `put` only, and a row that is there already is left as it is."""
+        """Run `act` with a connection, and again with another one if that broke.
+
+        Every act can be repeated: a name is used by one `put` only, and existing rows are left as they are.
+        """
         import psycopg
 
         if self._closed:
@@ -257,7 +259,7 @@ def _row_name(segment: str, number: int) -> str:
 
 
 def _rows(pieces: Iterable[Buffer]) -> Iterator[bytes]:
-    """The pieces, one behind the other, in rows of `ROW_BYTES` and a last one of what is left."""
+    """Split the concatenated pieces into rows of `ROW_BYTES`, the last one shorter."""
     row: list[memoryview] = []
     room = ROW_BYTES
     for piece in pieces:
