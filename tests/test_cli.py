@@ -248,7 +248,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "exported 1 " in run(capsys, "export", folder, tmp_path / "held.parquet", "--evaluation")[1]
     status, said, _ = run(capsys, "import", tmp_path / "new", out, "--json")
     assert status == 0
-    assert json.loads(said) == {"admitted": 4, "known": 0, "revised": 0, "stale": 0}
+    assert json.loads(said) == {"admitted": 4, "existing": 0, "revised": 0, "stale": 0}
     assert "4 were known" in run(capsys, "import", tmp_path / "new", out)[1]
     with out.open("a") as file:
         file.write("{broken\n")

@@ -41,7 +41,7 @@ def test_what_append_returned_for_is_there_after_opening_again(durable_url: str)
     with rollbook.open(durable_url) as book:
         assert len(book) == 3
         assert exact_rows(book.get([each.eid.uid for each in made])) == exact_rows(made)
-        assert book.append(made) == AppendResult(known=3)
+        assert book.append(made) == AppendResult(existing=3)
         check(book)
 
 
@@ -72,12 +72,12 @@ def test_the_same_record_again_changes_nothing(url: str) -> None:
         made = records(3, reward=1.0)
         book.append(made)
         before = ledger(book)
-        assert book.append(made) == AppendResult(known=3)
-        assert book.append(made[1]) == AppendResult(known=1)
+        assert book.append(made) == AppendResult(existing=3)
+        assert book.append(made[1]) == AppendResult(existing=1)
         assert ledger(book) == before
         take(book, 2)
         before = ledger(book)
-        assert book.append(made) == AppendResult(known=3)
+        assert book.append(made) == AppendResult(existing=3)
         assert ledger(book) == before
 
 
@@ -93,7 +93,7 @@ def test_the_same_record_is_known_after_revisions_of_every_kind(url: str) -> Non
         before = ledger(book)
         # As it was admitted, and as it was after each addition.
         for each in (first, scored, advanced):
-            assert book.append(each) == AppendResult(known=1)
+            assert book.append(each) == AppendResult(existing=1)
         assert ledger(book) == before
         assert book["//0/0/a"].reward == 0.75
 
@@ -106,7 +106,7 @@ def test_late_fields_are_revisions(url: str) -> None:
             reward=0.25, advantages=torch.tensor([1.0, 2.0, 3.0]), returns=torch.zeros(3), info={"i": 1, "judge": "x"}
         )
         assert book.append([more, record(suffix="c"), record(suffix="b")], author="scorer") == AppendResult(
-            admitted=1, known=1, revised=1
+            admitted=1, existing=1, revised=1
         )
         assert exact(book["//0/0/a"]) == exact(more)
         told = book.history("//0/0/a")[-1]
@@ -152,7 +152,7 @@ def test_a_conflict_writes_nothing(url: str) -> None:
 def test_duplicates_within_one_call(url: str) -> None:
     with rollbook.open(url) as book:
         one = record(suffix="a")
-        assert book.append([one, one, record(suffix="b"), one]) == AppendResult(admitted=2, known=2)
+        assert book.append([one, one, record(suffix="b"), one]) == AppendResult(admitted=2, existing=2)
         assert len(book) == 2
         with pytest.raises(ConflictError, match=r"records 1 and 2 .* '//0/0/c'"):
             book.append([record(suffix="d"), record(suffix="c"), record(suffix="c", reward=1.0)])
@@ -227,7 +227,7 @@ def test_any_record_comes_back_exactly(rows: list[Experience]) -> None:
     with rollbook.open("memory:") as book:
         book.append(list(kept.values()))
         assert exact_rows(book.get(list(kept))) == exact_rows(kept.values())
-        assert book.append(list(kept.values())) == AppendResult(known=len(kept))
+        assert book.append(list(kept.values())) == AppendResult(existing=len(kept))
         check(book)
 
 
@@ -257,7 +257,7 @@ def test_odd_records_come_back_exactly_from_every_kind_of_book(url: str) -> None
         assert exact_rows(book.get([each.eid.uid for each in made])) == exact_rows(made)
         assert exact(book[made[2].eid]) == exact(made[2])
         assert exact_rows(book.lease(len(made)).experiences) == exact_rows(made)
-        assert book.append(made) == AppendResult(known=len(made))
+        assert book.append(made) == AppendResult(existing=len(made))
 
 
 def test_columns_of_a_newer_version_survive(url: str) -> None:
@@ -269,7 +269,7 @@ def test_columns_of_a_newer_version_survive(url: str) -> None:
         book.append(records(1, start=2))
         found = book.get(["//0/0/0001", "//0/0/0000", "//0/0/0002"])
         assert exact_rows(found)[:2] == [exact(many[1]), exact(many[0])]
-        assert book.append(found) == AppendResult(known=3)
+        assert book.append(found) == AppendResult(existing=3)
 
 
 def test_records_stay_as_they_were_when_the_callers_change(url: str) -> None:
@@ -292,7 +292,7 @@ def test_two_threads_that_append_the_same_admit_it_once(url: str) -> None:
         for thread in threads:
             thread.join(60)
         assert sum(each.admitted for each in results) == 8
-        assert sum(each.known for each in results) == 24
+        assert sum(each.existing for each in results) == 24
         assert len(book) == 8
         check(book)
 

@@ -188,9 +188,9 @@ def test_an_append_of_late_fields_and_new_records_is_one(url: str) -> None:
     assert book[old.eid.uid].advantages is None
     assert len(book) == 1
     done = book.append([more, record(2), record(3)])
-    assert (done.admitted, done.revised, done.known) == (2, 1, 0)
+    assert (done.admitted, done.revised, done.existing) == (2, 1, 0)
     again = book.append([more, record(4)])
-    assert (again.admitted, again.revised, again.known) == (1, 0, 1)
+    assert (again.admitted, again.revised, again.existing) == (1, 0, 1)
     assert book.check().ok
 
 

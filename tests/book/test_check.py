@@ -130,7 +130,7 @@ def test_an_illness_is_found_and_mended(name: str, tmp_path: Path) -> None:
         report = book.check()
         assert not report.ok
         assert kind in kinds(report), report.findings
-        assert all(finding.what and finding.remedy for finding in report.findings)
+        assert all(finding.description and finding.remedy for finding in report.findings)
     fixed = repair(url)
     if name in UNMENDED:
         assert kinds(fixed) == {"event", "pending"}
@@ -314,7 +314,7 @@ def test_a_missing_ledger_is_made_from_the_segments(tmp_path: Path) -> None:
     assert alive(folder)[uid(2)].reward == 1.0
     with rollbook.open(folder) as book:
         del given[2]
-        assert book.append(given).known == 5, "they are what was brought, byte by byte"
+        assert book.append(given).existing == 5, "they are what was brought, byte by byte"
         book.consumer("groups", create=True)
         for consumer in ("train", "groups"):
             assert take(book, 10, consumer=consumer) == [], "whether they were trained on is not known"

@@ -588,10 +588,10 @@ def test_later_records_are_dropped_and_may_come_again_with_other_content(book: B
     assert book.counts().dropped == {"rewound": 3}
     with pytest.raises(BookError, match="rewound"):
         book[made[0].eid.uid]
-    assert book.append(old).known == 4
+    assert book.append(old).existing == 4
     other = [each.replace(tokens=[9, 9, 9, 9, 9]) for each in made]
     assert book.append(other).admitted == 2
-    assert book.append(other).known == 2
+    assert book.append(other).existing == 2
     assert book.append(record(9, batch="eval").replace(reward=0.25), evaluation=True).admitted == 1
     assert book.fail(EID(batch="b", task=6, run=0)) == 1
     assert book[made[0].eid.uid].tokens.tolist() == [9] * 5

@@ -98,11 +98,11 @@ def watched(callback: Callable[[], None]) -> Iterator[None]:
             finally:
                 busy = False
 
-    disk.watch(seen)
+    disk.watch_failpoints(seen)
     try:
         yield
     finally:
-        disk.watch(None)
+        disk.watch_failpoints(None)
 
 
 # --- what goes and what stays -----------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_bytes_in_another_writers_segment_go_when_it_ends(
             other.append(record(2))
         else:
             other.revise(uid(1), info={"late": 1}, author="ana")
-        assert "the next compaction" in book.check().findings[0].what
+        assert "the next compaction" in book.check().findings[0].description
         assert book.compact().pending == {}
         assert MARKER.encode() not in held(book)
         assert book.check().findings == []
@@ -421,7 +421,7 @@ def test_stale_records_lose_their_bytes_and_stay_in_the_ledger(url: str) -> None
         assert [e.kind for e in book.history(uid(0))] == ["admitted", "dropped", "removed"]
         with pytest.raises(BookError, match="stale"):
             book[uid(0)]
-        assert book.append(record(0, policy_versions=torch.full((32,), 0))).known == 1
+        assert book.append(record(0, policy_versions=torch.full((32,), 0))).existing == 1
         assert book.compact().purged == 0
 
 
@@ -636,7 +636,7 @@ def killed_at(url: str, at: int) -> None:
     sound(book, {i: record(i) for i in range(4 * at) if i % 4})
     spread(book, [record(i) for i in range(4 * at, 4 * at + 4)], each=4)
     book.delete(uid(4 * at), author="ana")
-    disk.watch(lambda name: os._exit(9) if name in points and next(left) == at else None)
+    disk.watch_failpoints(lambda name: os._exit(9) if name in points and next(left) == at else None)
     book.compact(garbage=0.0, small=1 << 20, grace=0.0)
 
 

@@ -35,7 +35,7 @@ class Proxy:
         """What to cut at the next commit: its "request", its "answer", or (with what follows) "everything"."""
         self._armed = False
         self.cuts = 0
-        disk.watch(self._reach)
+        disk.watch_failpoints(self._reach)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _reach(self, name: str) -> None:
@@ -78,7 +78,7 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        disk.watch(None)
+        disk.watch_failpoints(None)
         self.listener.close()
 
 
@@ -155,7 +155,9 @@ def paused(durable_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         try:
             with rollbook.open(durable_url) as book:
                 stops = iter([signal.SIGSTOP])
-                disk.watch(lambda name: os.kill(os.getpid(), next(stops, 0)) if name == "before commit" else None)
+                disk.watch_failpoints(
+                    lambda name: os.kill(os.getpid(), next(stops, 0)) if name == "before commit" else None
+                )
                 status = int(book.checkpoint("saved") != "saved")
         finally:
             os._exit(status)

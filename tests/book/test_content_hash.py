@@ -38,7 +38,7 @@ Rows = list[Experience]
 def one(record: Experience) -> tuple[bytes, bytes]:
     """The digests of a record that is alone in its columns."""
     found = content_hashes(Experiences([record]))
-    return found.whole[0], found.core[0]
+    return found.full[0], found.core[0]
 
 
 def whole(**given: Any) -> bytes:
@@ -55,9 +55,9 @@ def test_neighbours_slices_and_gathering_change_nothing(rows: Rows) -> None:
     alone = [one(row) for row in rows]
     many = Experiences(rows)
     found = content_hashes(many)
-    assert list(zip(found.whole, found.core, strict=True)) == alone
+    assert list(zip(found.full, found.core, strict=True)) == alone
     for start in range(len(rows)):
-        assert content_hashes(many[start:]).whole == found.whole[start:]
+        assert content_hashes(many[start:]).full == found.full[start:]
         assert content_hashes(many[: start + 1]).core == found.core[: start + 1]
     back = list(range(len(rows)))[::-1]
     assert content_hashes(many.take(back)) == found.take(back)
@@ -179,7 +179,7 @@ def test_every_byte_of_an_8_bit_float_is_told_from_those_it_differs_from() -> No
         tensors = torch.arange(256, dtype=torch.uint8).view(getattr(torch, kind)).split(1)
         eid = EID(suffix="s")
         rows = [Experience(eid=eid, tokens=[1, 2], multi_modal_inputs={"t": tensor}) for tensor in tensors]
-        found = content_hashes(Experiences(rows)).whole
+        found = content_hashes(Experiences(rows)).full
         wide = torch.cat([tensor.float() for tensor in tensors])
         alike = (wide[:, None] == wide) | (wide.isnan()[:, None] & wide.isnan())
         assert [[a == b for b in found] for a in found] == alike.tolist(), kind
@@ -220,12 +220,12 @@ def test_a_row_in_a_wider_column_keeps_its_digest() -> None:
     assert len(set(alone)) == len(rows)
     many = Experiences(rows)
     assert many.column("returns").codes is not None
-    assert content_hashes(many).whole == alone
+    assert content_hashes(many).full == alone
     # And with a type that no column holds beside them: some rows stand aside.
     wide = rows[0].replace(returns=torch.tensor([2**63, 1], dtype=torch.uint64))
     many = Experiences([*rows, wide])
     assert many.column("returns__other") is not None
-    assert content_hashes(many).whole == [*alone, one(wide)[0]]
+    assert content_hashes(many).full == [*alone, one(wide)[0]]
 
 
 def _variants() -> dict[str, Experience]:
@@ -278,7 +278,7 @@ def test_every_single_change_shows() -> None:
         late = not name or (field is not None and is_late(field))
         assert (core == found[""][1]) == late, name
     # All of them in one batch, with their side columns beside each other.
-    assert content_hashes(Experiences(list(variants.values()))).whole == [pair[0] for pair in found.values()]
+    assert content_hashes(Experiences(list(variants.values()))).full == [pair[0] for pair in found.values()]
 
 
 def test_empty_and_missing_are_one_only_where_a_record_cannot_tell_them_apart() -> None:
@@ -299,17 +299,17 @@ def test_unknown_columns() -> None:
         "moment": pa.array([1, None, 3], pa.timestamp("us", "UTC")),
         "nothing": pa.nulls(3),
     }
-    seen = {plain.whole[0]}
+    seen = {plain.full[0]}
     for name, array in columns.items():
         many = from_table(to_table(Experiences(rows)).append_column(name, array))
         found = content_hashes(many)
-        assert found.whole[1] == plain.whole[1], "a null is a neighbour's doing"
-        assert (found.whole[0] in seen) == (name == "nothing")
-        seen.add(found.whole[0])
+        assert found.full[1] == plain.full[1], "a null is a neighbour's doing"
+        assert (found.full[0] in seen) == (name == "nothing")
+        seen.add(found.full[0])
         assert (found.core[2] != plain.core[2]) == (name != "nothing")
         assert content_hashes(decode(encode(many))) == found
         assert content_hashes(many[1:]) == found.take([1, 2])
-        assert content_hashes(Experiences([*many.rows(), rows[0]])).whole == [*found.whole, plain.whole[0]]
+        assert content_hashes(Experiences([*many.rows(), rows[0]])).full == [*found.full, plain.full[0]]
     union = pa.UnionArray.from_dense(
         pa.array([0] * 3, pa.int8()), pa.array([0, 1, 2], pa.int32()), [pa.array([1, 2, 3])]
     )
@@ -328,7 +328,7 @@ def test_a_new_field_changes_no_record_without_it() -> None:
         assert content_hashes(Experiences(rows)) == before
         late, core = (one(rows[0].replace(**change)) for change in ({"aaa": [1, 2, 3]}, {"zzz": "x"}))
         assert late[1] == before.core[0] != core[1]
-        assert len({late[0], core[0], before.whole[0]}) == 3
+        assert len({late[0], core[0], before.full[0]}) == 3
     finally:
         withdraw("aaa")
         withdraw("zzz")
@@ -390,7 +390,7 @@ def test_conflicts_are_named() -> None:
     tokens[3] += 1
     found = compare(old, old.replace(tokens=tokens)).conflict
     assert found is not None
-    assert found.field == "tokens" and found.given == f"int32[5] with {int(tokens[3])} at 3"
+    assert found.field == "tokens" and found.new == f"int32[5] with {int(tokens[3])} at 3"
 
 
 def test_an_addition_merges_entries_and_keeps_the_rest() -> None:
@@ -501,7 +501,7 @@ from rollbook.core.wire import decode
 from rollbook.book.content_hash import content_hashes
 from rollbook.book.index_columns import index_columns, number_column
 many = decode(open({str(path)!r}, "rb").read())
-digest, numbers = content_hashes(many).whole[1].hex(), number_column(many, "metrics.n")
+digest, numbers = content_hashes(many).full[1].hex(), number_column(many, "metrics.n")
 print(digest, len(index_columns(many)), numbers, "torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -370,7 +370,7 @@ def test_a_missing_segment(tmp_path: Path) -> None:
         assert readable(book, [*PIECES, Piece("b", 1, 2)]) == [Piece("b", 1, 2)]
         with pytest.raises(CorruptBookError, match=segment.name):
             book.get(PIECES[0].uids)
-        assert book.append(made(PIECES[0])).known == 2  # the ledger still knows it
+        assert book.append(made(PIECES[0])).existing == 2  # the ledger still knows it
         book.compact(garbage=0.0, grace=0.0)
         assert book.counts().adds_up
 

@@ -82,7 +82,7 @@ def test_what_is_accepted_never_comes_to_a_standstill(
 def test_less_slack_than_two_steps_is_refused(ratio: float, lease: int, append: int, less: float) -> None:
     slack = float(smallest_slack(ratio, lease, append))
     SamplesToInserts(ratio, slack + 1e-9, 0, lease, append)
-    with pytest.raises(ValueError, match="for ever; expected a slack of at least"):
+    with pytest.raises(ValueError, match="forever; expected a slack of at least"):
         SamplesToInserts(ratio, slack * (1 - less), 0, lease, append)
 
 
@@ -508,21 +508,21 @@ HOSTILE = [
     "{" * 100,
     json.dumps({**PLAIN, "hook": "os.system"}),
     json.dumps({**PLAIN, "sampler": None}),
-    json.dumps({**PLAIN, "sampler": "First"}),
-    json.dumps({**PLAIN, "sampler": {"name": ["First"]}}),
+    json.dumps({**PLAIN, "sampler": "first"}),
+    json.dumps({**PLAIN, "sampler": {"name": ["first"]}}),
     json.dumps({**PLAIN, "sampler": {"name": "ConsumerConfig"}}),
     json.dumps({**PLAIN, "sampler": {"name": "__class__"}}),
-    json.dumps({**PLAIN, "sampler": {"name": "First", "key": "reward"}}),
-    json.dumps({**PLAIN, "sampler": {"name": "Balanced", "edges": 5, "key": "no such"}}),
-    json.dumps({**PLAIN, "sampler": {"name": "Balanced", "edges": ["a"]}}),
-    json.dumps({**PLAIN, "sampler": {"name": "Proportional", "alpha": "2"}}),
-    json.dumps({**PLAIN, "sampler": {"name": "Proportional", "key": ["reward"]}}),
-    json.dumps({**PLAIN, "removers": {"name": "MaxSize", "size": 3}}),
-    json.dumps({**PLAIN, "removers": [{"name": "MaxSize"}]}),
-    json.dumps({**PLAIN, "removers": [{"name": "MinSize", "size": 3}]}),
-    json.dumps({**PLAIN, "removers": [["MaxSize", 3]]}),
-    json.dumps({**PLAIN, "limiters": [{"name": "SamplesToInserts", "ratio": 1}]}),
-    json.dumps({**PLAIN, "limiters": "MinSize"}),
+    json.dumps({**PLAIN, "sampler": {"name": "first", "key": "reward"}}),
+    json.dumps({**PLAIN, "sampler": {"name": "balanced", "edges": 5, "key": "no such"}}),
+    json.dumps({**PLAIN, "sampler": {"name": "balanced", "edges": ["a"]}}),
+    json.dumps({**PLAIN, "sampler": {"name": "proportional", "alpha": "2"}}),
+    json.dumps({**PLAIN, "sampler": {"name": "proportional", "key": ["reward"]}}),
+    json.dumps({**PLAIN, "removers": {"name": "max_size", "size": 3}}),
+    json.dumps({**PLAIN, "removers": [{"name": "max_size"}]}),
+    json.dumps({**PLAIN, "removers": [{"name": "min_size", "size": 3}]}),
+    json.dumps({**PLAIN, "removers": [["max_size", 3]]}),
+    json.dumps({**PLAIN, "limiters": [{"name": "samples_to_inserts", "ratio": 1}]}),
+    json.dumps({**PLAIN, "limiters": "min_size"}),
     json.dumps({**PLAIN, "seed": 1e300}),
     json.dumps({**PLAIN, "seed": None}),
     json.dumps({**PLAIN, "max_staleness": "2"}),
@@ -554,14 +554,14 @@ def test_any_value_of_a_setting_is_taken_or_refused(name: str, value: Any) -> No
     assert ConsumerConfig.from_json(made.to_json()) == made
 
 
-KINDS = ["First", "Proportional", "Priority", "EasyToHard", "Balanced", "MaxSize", "SamplesToInserts"]
+KINDS = ["first", "proportional", "priority", "easy_to_hard", "balanced", "max_size", "samples_to_inserts"]
 OPTIONS = ["key", "alpha", "least", "edges", "limit", "ascending", "decay", "size", "ratio", "slack"]
 
 
 @given(kind=st.sampled_from(KINDS), options=st.dictionaries(st.sampled_from(OPTIONS), JSON))
 def test_any_options_of_a_part_are_taken_or_refused(kind: str, options: dict[str, Any]) -> None:
     part = {"name": kind, **options}
-    where = {"MaxSize": "removers", "SamplesToInserts": "limiters"}.get(kind, "sampler")
+    where = {"max_size": "removers", "samples_to_inserts": "limiters"}.get(kind, "sampler")
     try:
         made = ConsumerConfig.from_json(json.dumps({**PLAIN, where: part if where == "sampler" else [part]}))
     except ValueError:

@@ -142,7 +142,7 @@ def test_groups_and_consumers_of_one_book(url: str) -> None:
 
 
 def test_bad_parts(expert: Book) -> None:
-    with pytest.raises(ValueError, match="parts: got none"):
+    with pytest.raises(ValueError, match="parts: missing"):
         Mix([])
     with pytest.raises(ValueError, match=r"parts\[1\]: got tuple, expected a Part"):
         Mix([Part(expert, 1), (expert, 1)])  # type: ignore[list-item]

@@ -361,7 +361,7 @@ class Machine(RuleBasedStateMachine):
                 Record(uid, seq, f"1/{task}", run, size, version, reward, self.model.now, evaluation=evaluation)
             )
         done = self.book.append(made, evaluation=evaluation)
-        assert done.admitted == len(made) and done.known == 0
+        assert done.admitted == len(made) and done.existing == 0
         assert done.stale == self.model.admit(records)
 
     @precondition(lambda self: self.given)
@@ -373,7 +373,7 @@ class Machine(RuleBasedStateMachine):
         was = self.everything()
         if what == "again":
             done = self.book.append(self.given[uid], evaluation=evaluation)
-            assert (done.admitted, done.known, done.revised) == (0, 1, 0)
+            assert (done.admitted, done.existing, done.revised) == (0, 1, 0)
         elif what == "older version":
             if self.model.announced:
                 with pytest.raises(BookError, match="only a rewind goes back"):
@@ -396,7 +396,7 @@ class Machine(RuleBasedStateMachine):
         done = self.book.append(scored, evaluation=self.model.records[uid].evaluation, author="judge")
         assert (done.admitted, done.revised) == (0, 1)
         self.model.records[uid].reward = reward
-        assert self.book.append(scored, evaluation=self.model.records[uid].evaluation).known == 1
+        assert self.book.append(scored, evaluation=self.model.records[uid].evaluation).existing == 1
 
     @rule(task=st.integers(0, 2), runs=st.sets(st.integers(0, 2), min_size=1), size=st.sampled_from([None, 2]))
     def fail(self, task: int, runs: set[int], size: int | None) -> None:

@@ -48,7 +48,7 @@ def test_modes(durable_url: str) -> None:
     with rollbook.open(durable_url) as book:
         book.append(records(2))
     with rollbook.open(durable_url, mode="r+") as book:
-        assert book.append(records(3)) == AppendResult(admitted=1, known=2)
+        assert book.append(records(3)) == AppendResult(admitted=1, existing=2)
     with rollbook.open(durable_url, mode="r") as book:
         assert numbers(book.where()) == [0, 1, 2]
         assert book.counts().waiting == 3 and book.consumer().lease_seconds == 300.0

@@ -11,7 +11,7 @@ import pytest
 
 import rollbook
 from rollbook.book.book import Book
-from rollbook.book.disk import Disk, File, watch
+from rollbook.book.disk import Disk, File, watch_failpoints
 from rollbook.book.ledger import SQLiteLedger
 from tests.book.forgetful import ForgetfulDisk
 from tests.book.trials.crash import CONSUMERS, Worker
@@ -70,7 +70,7 @@ class Lying(Doomed):
 @pytest.fixture(autouse=True)
 def unwatched() -> Any:
     yield
-    watch(None)
+    watch_failpoints(None)
 
 
 def suffer(folder: Path, losses: int, seed: int, disk: type[Doomed] = Doomed) -> tuple[list[str], Log, int]:
@@ -83,7 +83,7 @@ def suffer(folder: Path, losses: int, seed: int, disk: type[Doomed] = Doomed) ->
     for life in range(losses):
         power = disk(folder / "attic", chance.randrange(1 << 30), chance.randint(1, 60))
         worker = Worker(url, log.feed, f"w{life}", chance.randrange(1 << 30))
-        watch(power.step)
+        watch_failpoints(power.step)
         book: Book | None = None
         try:
             book = rollbook.open(url, segment_bytes=20_000, disk=power)
@@ -97,7 +97,7 @@ def suffer(folder: Path, losses: int, seed: int, disk: type[Doomed] = Doomed) ->
         except PowerLoss:
             failed += 1
         finally:
-            watch(None)
+            watch_failpoints(None)
             if book is not None:
                 book.close()
         wrong += check(url, log)
@@ -150,7 +150,7 @@ def test_bytes_are_synced_before_the_ledger_commits(tmp_path: Path) -> None:
     said: list[str] = []
     with rollbook.open(tmp_path / "book", disk=Noting(said)) as book:
         said.clear()
-        watch(said.append)
+        watch_failpoints(said.append)
         book.append(made(Piece("a", 1, 2)))
         # The folder's sync, of the file's new name, and that of the folder above, where the first is new.
         first = [word for word in said if word != "sync folder"]
@@ -171,7 +171,7 @@ def test_compaction_syncs_the_copy_commits_and_only_then_removes(tmp_path: Path)
         for task in range(4):
             book.append(made(Piece("a", task, 2)))
         book.delete(Piece("a", 1, 2).uids, author="ana")
-        watch(said.append)
+        watch_failpoints(said.append)
         said.clear()
         assert book.compact(grace=0.0).removed == 1
         copying = said[said.index("append") :]
@@ -210,14 +210,14 @@ def test_an_append_is_there_as_a_whole_or_not_at_all(tmp_path: Path, window: str
         log.feed("try append a/1/4")
         log.feed("did append a/1/4")
         log.feed("try append a/2/8")
-        watch(strike)
+        watch_failpoints(strike)
         with pytest.raises(PowerLoss):
             book.append(made(Piece("a", 2, 8)))
-        watch(None)
+        watch_failpoints(None)
     assert check(url, log) == []
     with rollbook.open(url) as book:
         assert len(book) == (12 if window == "after commit" else 4)
         again = book.append(made(Piece("a", 2, 8)))
-        assert (again.known, again.admitted) == ((8, 0) if window == "after commit" else (0, 8))
+        assert (again.existing, again.admitted) == ((8, 0) if window == "after commit" else (0, 8))
     log.feed("did append a/2/8")
     assert check(url, log) == []

@@ -68,9 +68,9 @@ def test_what_was_sampled_is_never_revised(url: str) -> None:
         book.append(records(1))
         before = ledger(book)
         for fields in ({"tokens": [1, 2, 3]}, {"logprobs": torch.zeros(3)}, {"response_text": "x"}, {"eid": None}):
-            with pytest.raises(ValueError, match=f"{next(iter(fields))!r} is none of the fields that come late"):
+            with pytest.raises(ValueError, match=f"{next(iter(fields))!r} cannot be revised"):
                 book.revise("//0/0/0000", author="ana", **fields)
-        with pytest.raises(ValueError, match="'rewrd' is none of the fields.*did you mean 'reward'"):
+        with pytest.raises(ValueError, match="'rewrd' cannot be revised.*did you mean 'reward'"):
             book.revise("//0/0/0000", author="ana", rewrd=1.0)
         with pytest.raises(ValueError, match="author: got ''"):
             book.revise("//0/0/0000", author="", reward=1.0)
@@ -172,7 +172,7 @@ def test_revisions_outlive_the_process(durable_url: str) -> None:
         book.revise("//0/0/0000", reward=0.5, author="ana")
     with rollbook.open(durable_url) as book:
         assert book["//0/0/0000"].reward == 0.5
-        assert book.append(records(1, reward=0.25)) == AppendResult(known=1)
+        assert book.append(records(1, reward=0.25)) == AppendResult(existing=1)
 
 
 def test_media_stay_with_a_revised_record(url: str) -> None:
@@ -225,11 +225,11 @@ def test_redaction(url: str) -> None:
         assert told.kind == "redacted" and told.detail["author"] == "dpo" and "was" not in told.detail
         assert book.redact("//0/0/a", ["response_text"], author="dpo") == 0
         # What was there does not come back with the same record, nor under its id.
-        assert book.append(secretive()) == AppendResult(known=2)
+        assert book.append(secretive()) == AppendResult(existing=2)
         assert book["//0/0/a"].response_text is None
         assert book.sql("select response_text from experiences order by seq").rows() == [(None,), ("kept",)]
         for bad in ("tokens", "reward", "response_text.x", "info_name"):
-            with pytest.raises(ValueError, match=f"'{bad}' is none of the fields that can be blanked"):
+            with pytest.raises(ValueError, match=f"'{bad}' cannot be redacted"):
                 book.redact("//0/0/b", [bad], author="dpo")
         check(book)
 
@@ -282,9 +282,9 @@ def test_deletion(url: str) -> None:
         told = next(event for event in book.history("//0/0/0000") if event.kind == "deleted")
         assert (told.reason, told.detail) == ("asked to", {"author": "ana"})
         before = ledger(book)
-        assert book.append(made[:3]) == AppendResult(known=3)
+        assert book.append(made[:3]) == AppendResult(existing=3)
         # With late fields too, which have nothing left to be added to.
-        assert book.append([each.replace(advantages=torch.ones(3)) for each in made[:3]]) == AppendResult(known=3)
+        assert book.append([each.replace(advantages=torch.ones(3)) for each in made[:3]]) == AppendResult(existing=3)
         assert ledger(book) == before
         with pytest.raises(ConflictError, match=r"//0/0/0000.*gone \(deleted\)"):
             book.append(made[0].replace(tokens=torch.tensor([5, 4, 3, 2, 1])))
@@ -295,7 +295,7 @@ def test_deletion(url: str) -> None:
         assert numbers(book.lease(9)) == [3]
         book.compact()
         assert numbers(book.where()) == [3]
-        assert book.append(made[:3]) == AppendResult(known=3)
+        assert book.append(made[:3]) == AppendResult(existing=3)
         check(book)
 
 
@@ -345,7 +345,7 @@ def test_a_revised_record_that_was_deleted_is_known_as_it_was_and_as_it_became(u
         book.append(first)
         book.append(later)
         book.delete(first, author="ana")
-        assert book.append(first) == book.append(later) == AppendResult(known=1)
+        assert book.append(first) == book.append(later) == AppendResult(existing=1)
 
 
 def test_evaluation_records_are_revised_and_deleted_too(url: str) -> None:

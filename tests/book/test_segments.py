@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from rollbook import Experience
 from rollbook.book import disk as disk_module
-from rollbook.book.disk import Disk, network_mount, watch
+from rollbook.book.disk import Disk, network_mount, watch_failpoints
 from rollbook.book.errors import (
     CorruptBookError,
     MissingSegmentError,
@@ -71,7 +71,7 @@ def store(request: Any, tmp_path: Path) -> SegmentStore:
 @pytest.fixture
 def unwatched() -> Iterator[None]:
     yield
-    watch(None)
+    watch_failpoints(None)
 
 
 def in_child(work: Callable[[], Any]) -> Any:
@@ -159,12 +159,12 @@ def test_what_was_put_stays(kind: str, steps: list[tuple[str, Any]], seed: int, 
                         if at == window:
                             raise Cut
 
-                    watch(cut)
+                    watch_failpoints(cut)
                     try:
                         with pytest.raises(Cut):
                             store.put([chance.randbytes(given % 9000), b"lost"])
                     finally:
-                        watch(None)
+                        watch_failpoints(None)
                 if step != "reopen":
                     disk.power_loss()
                 else:
@@ -291,7 +291,7 @@ def test_closed_stores_take_nothing(store: SegmentStore) -> None:
 def test_windows_are_reached_in_order(tmp_path: Path, unwatched: None) -> None:
     for kind in ("folder", "object", "file"):
         seen: list[str] = []
-        watch(seen.append)
+        watch_failpoints(seen.append)
         open_store(kind, tmp_path).put([b"x"])
         assert seen == ["after write", "after sync"]
 
@@ -424,14 +424,14 @@ def test_a_fork_in_the_middle_of_a_put(tmp_path: Path, unwatched: None) -> None:
             inside.set()
             leave.wait(60)
 
-    watch(wait)
+    watch_failpoints(wait)
     thread = threading.Thread(target=lambda: places.extend(store.put([b"slow"])))
     places: list[Place] = []
     thread.start()
     assert inside.wait(60)
 
     def child() -> Any:
-        watch(None)
+        watch_failpoints(None)
         return store.put([b"child"])[0].segment
 
     segment = in_child(child)
@@ -584,10 +584,10 @@ def test_an_interrupt_in_a_put_starts_another_segment(tmp_path: Path, unwatched:
     def interrupt(name: str) -> None:
         raise KeyboardInterrupt
 
-    watch(interrupt)
+    watch_failpoints(interrupt)
     with pytest.raises(KeyboardInterrupt):
         store.put([b"in doubt"])
-    watch(None)
+    watch_failpoints(None)
     [second] = store.put([b"after"])
     assert second.segment != first.segment
     assert store.get(first) == b"before" and store.get(second) == b"after"

@@ -103,7 +103,7 @@ def test_every_kind_of_book_means_the_same_by_a_condition(url: str) -> None:
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
-        (("rewrd", ">", 1), r"'rewrd' is no column.*did you mean 'reward'\? \((?!.*\breward,.*\breward,)"),
+        (("rewrd", ">", 1), r"unknown column 'rewrd'.*did you mean 'reward'\? \((?!.*\breward,.*\breward,)"),
         (("reward", "~", 1), "reward: got operator '~', expected one of"),
         (("reward", ">"), r"expected \(column, operator, value\)"),
         ("reward > 1", r"expected \(column, operator, value\)"),

@@ -27,8 +27,8 @@ class Stopped(BaseException):
 
 @pytest.fixture
 def watched() -> Iterator[Callable[[Callable[[str], None]], None]]:
-    yield disk.watch
-    disk.watch(None)
+    yield disk.watch_failpoints
+    disk.watch_failpoints(None)
 
 
 @pytest.fixture(params=KINDS)
@@ -109,7 +109,7 @@ def test_a_copy_is_the_book(book: Book, target: str) -> None:
         told = json.loads(rows(copy, "SELECT value FROM meta WHERE key = 'from'")[0][0])
         assert told == {"book": other, "event": before[1][-1][0], "checkpoint": None, "from": None}
         # Both go on, on their own.
-        assert copy.append([record(1, 0, version=1), record(4, 0).replace(multi_modal_inputs=picture(1))]).known == 2
+        assert copy.append([record(1, 0, version=1), record(4, 0).replace(multi_modal_inputs=picture(1))]).existing == 2
         assert sequence(copy, "group", 2, 1) == sequence(book, "group", 2, 1)
         assert copy.append(some(range(20, 22))).admitted == 4
         assert len(copy) == len(book) + 4
@@ -353,7 +353,7 @@ def test_half_a_copy_is_no_book(window: str, tmp_path: Path, watched: Any) -> No
         watched(stop)
         with pytest.raises(Stopped):
             snapshot(book, tmp_path / "copy")
-        disk.watch(None)
+        disk.watch_failpoints(None)
         assert os.listdir(tmp_path) == ["book"]
         snapshot(book, tmp_path / "copy").close()
 
@@ -368,7 +368,7 @@ def test_half_a_copy_leaves_no_schema(postgres_url: str, watched: Any) -> None:
         watched(stop)
         with pytest.raises(Stopped):
             snapshot(book, postgres_url)
-        disk.watch(None)
+        disk.watch_failpoints(None)
         with snapshot(book, postgres_url) as copy:
             names = rows(copy, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'copying%'")
             assert (len(copy), names) == (2, [])

@@ -57,7 +57,7 @@ def test_flush_waits_until_all_is_durable(durable_url: str) -> None:
             assert len(other) == 3
         writer.flush()
         writer.close()
-        with pytest.raises(BookError, match="writer: it is closed"):
+        with pytest.raises(BookError, match="writer: closed"):
             writer.add(records(1, start=3))
         writer.close()
 
@@ -114,8 +114,8 @@ def test_receipts_tell_what_became_of_their_own(url: str) -> None:
             ]
             revised = record(suffix="c")
         assert [receipt.result() for receipt in receipts] == [
-            AppendResult(admitted=1, known=1),
-            AppendResult(known=1),
+            AppendResult(admitted=1, existing=1),
+            AppendResult(existing=1),
             AppendResult(admitted=1, stale=1),
             AppendResult(),
         ]

@@ -97,7 +97,7 @@ def _child(ask: dict[str, Any]) -> int:
         if point == name and left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    disk.watch(reached)
+    disk.watch_failpoints(reached)
     return main(ask["arguments"])
 
 

@@ -21,13 +21,13 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 import rollbook
 from rollbook import Experience
 from rollbook.book import trained_steps
+from rollbook.book.sampler import SAMPLERS
 from rollbook.cli import main
 from rollbook.models import Actor
 from rollbook.rollout.environment import Reply
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import PRESET_NAMES
 from rollbook.train.config import ConfigError, effective, shown
-from rollbook.train.config.schema import SAMPLERS
 from rollbook.train.evaluation import difference
 from rollbook.train.learner import NonFiniteLossError
 from rollbook.train.recipes import letters

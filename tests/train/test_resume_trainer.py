@@ -43,7 +43,7 @@ class Died(BaseException):
 @pytest.fixture(autouse=True)
 def unwatched() -> Any:
     yield
-    disk.watch(None)
+    disk.watch_failpoints(None)
 
 
 def dying(point: str, times: int) -> Callable[[str], None]:
@@ -179,7 +179,7 @@ SETTINGS: dict[str, Setting] = {
     "running norm": {"changes": {"reward_norm": "mean_std"}},
     "dropped groups": {"reward": rarely, "changes": {"drop_constant_groups": True, "refill": 2, "group_size": 4}},
     "replay": {"replay": ReplayConfig(**REPLAY)},
-    "newest first": {"replay": ReplayConfig(**{**REPLAY, "sampler": "Last", "max_staleness": 1})},
+    "newest first": {"replay": ReplayConfig(**{**REPLAY, "sampler": "last", "max_staleness": 1})},
     "expert": {"algorithm": "mix", "replay": ReplayConfig(expert_share=0.4)},
     "replay and expert": {"algorithm": "mix", "replay": ReplayConfig(**REPLAY, expert_share=0.4)},
     "given answers": {"algorithm": "sft"},
@@ -200,17 +200,17 @@ def test_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
     seeded()
     folder = tmp_path / "killed"
     first = trainer(folder, setting)
-    disk.watch(dying("learnt", 4 if name != "dropped groups" else 3))
+    disk.watch_failpoints(dying("learnt", 4 if name != "dropped groups" else 3))
     with pytest.raises(Died):
         first.run(5)
-    disk.watch(None)
+    disk.watch_failpoints(None)
     second = trainer(folder, setting, weights=1)
     assert second.resume()
     assert second.done == 2 and second.book.policy_version == 2
-    disk.watch(dying("before rename", 1))
+    disk.watch_failpoints(dying("before rename", 1))
     with pytest.raises(Died):
         second.run(5)
-    disk.watch(None)
+    disk.watch_failpoints(None)
     third = trainer(folder, setting, weights=1)
     assert third.resume() and third.done == 2
     again = third.run(5)
@@ -304,10 +304,10 @@ def test_a_step_is_saved_again(tmp_path: Path) -> None:
     assert [point.name for point in made.book.checkpoints()] == ["step-000000", "step-000002+"]
     for point in ("book's checkpoint", "saving begins", "before rename", "between renames", "after rename"):
         made.book.log(2, {point: 1.0})
-        disk.watch(dying(point, 1))
+        disk.watch_failpoints(dying(point, 1))
         with pytest.raises(Died):
             made.save()
-        disk.watch(None)
+        disk.watch_failpoints(None)
         other = trainer(tmp_path, {}, weights=1)
         assert other.resume()
         kept = dict(other.book.metrics())[2]
@@ -321,10 +321,10 @@ def test_a_step_is_saved_again(tmp_path: Path) -> None:
 
 def test_only_the_newest_are_kept_and_the_first(tmp_path: Path) -> None:
     made = trainer(tmp_path, {"keep_last": 2, "interval": 1})
-    disk.watch(dying("before forgetting", 4))
+    disk.watch_failpoints(dying("before forgetting", 4))
     with pytest.raises(Died):
         made.run(6)
-    disk.watch(None)
+    disk.watch_failpoints(None)
     assert [one.step for one in checkpoint.saved(tmp_path)] == [0, 2, 3]
     made = trainer(tmp_path, {"keep_last": 2, "interval": 1})
     assert made.resume()

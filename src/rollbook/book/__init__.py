@@ -1,6 +1,6 @@
 """The book: a durable store of experience with leases, samplers, staleness, revisions, a ledger and SQL.
 
-`rollbook.open` opens one; the parts here are what its settings are made of.
+`rollbook.open` opens one. This package exports the settings, results and exceptions of its methods.
 """
 
 from __future__ import annotations

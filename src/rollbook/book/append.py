@@ -1,7 +1,7 @@
 """Appending records: preparation, transaction, group commit and the streaming writer.
 
 Appends of several threads are written together, with one sync of the segment and one commit of the ledger: the first
-thread writes its append; threads that come meanwhile wait, and the first of them then writes all that wait.
+thread writes its append, later ones wait, and the first of those then writes all waiting appends.
 
 Invariant: bytes are in the store before the ledger refers to them, and the ledger has all records of an append or none.
 Appending a record again changes nothing; a different record under its id is rejected before anything is written.
@@ -15,9 +15,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -70,18 +71,21 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class AppendResult:
-    """What an append did: how many records are new, how many were there already, how many of those got new fields."""
+    """Counts of the records of an append."""
 
     admitted: int = 0
-    known: int = 0
+    """New records."""
+    existing: int = 0
+    """Records that the book already had."""
     revised: int = 0
+    """Records that the book had, to which the append added fields."""
     stale: int = 0
-    """Of the admitted ones, how many were too old for some consumer as they came."""
+    """Admitted records that were too old for some consumer on arrival."""
 
     def __add__(self, other: AppendResult) -> AppendResult:
         return AppendResult(
             self.admitted + other.admitted,
-            self.known + other.known,
+            self.existing + other.existing,
             self.revised + other.revised,
             self.stale + other.stale,
         )
@@ -92,6 +96,7 @@ class PendingAppend:
     """Records on their way in, with what the ledger will say of them."""
 
     records: Experiences | RowLayout
+    uids: list[str]
     digests: ContentHashes
     tags: Sequence[IndexColumns]
     evaluation: bool
@@ -103,11 +108,12 @@ class PendingAppend:
     """With `frame`: the media of each record; empty if there are none."""
 
     def take(self, indices: list[int]) -> PendingAppend:
-        hashes = ContentHashes(*([column[i] for i in indices] for column in self.digests))
-        return PendingAppend(self.select(indices), hashes, [self.tags[i] for i in indices], self.evaluation)
+        """Return the records at `indices`, not encoded."""
+        uids, tags = [self.uids[i] for i in indices], [self.tags[i] for i in indices]
+        return PendingAppend(self.select(indices), uids, self.digests.take(indices), tags, self.evaluation)
 
     def select(self, indices: list[int]) -> Experiences:
-        """The records at `indices`, on memory of their own."""
+        """Copy the records at `indices`."""
         records = decode(self.frame, verify=False) if isinstance(self.records, RowLayout) else self.records
         return records.take(indices)
 
@@ -131,12 +137,12 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def as_experiences(experiences: Any) -> Experiences:
-    """One record, some, or columns, as columns."""
+def as_experiences(experiences: Experience | Iterable[Experience]) -> Experiences:
+    """Return one record, several, or columns as columns."""
     return experiences if isinstance(experiences, Experiences) else from_rows(_rows(experiences), copy=False)
 
 
-def _rows(records: Any) -> list[Any]:
+def _rows(records: Experience | Iterable[Experience]) -> list[Experience]:
     from rollbook.core.experience import Experience
 
     if isinstance(records, Experience):
@@ -152,12 +158,20 @@ def _prepare(records: Experiences | list[Any], evaluation: bool) -> PendingAppen
     # by this thread's next append: columns that the caller holds stay out of it.
     with uncollected():
         layout = None if isinstance(records, Experiences) else RowLayout.of(records)
+        columns: Experiences | RowLayout
+        blobs: Mapping[str, Blob] = {}
+        uses: Sequence[tuple[str, ...]] = ()
         if layout is not None and not evaluation and not (_has_long_text(layout) and may_hold_media(layout)):
-            return _describe(layout, evaluation, encode(layout, out=_scratch.of), {}, ())
-        columns = as_experiences(records)
-        lifted = extract(columns, evaluation=[evaluation] * len(columns))
-        frame = encode(lifted.stripped, out=_scratch.of, settle=columns is not records)
-        return _describe(columns, evaluation, frame, lifted.blobs, lifted.uses if lifted.blobs else ())
+            columns, frame = layout, encode(layout, out=_scratch.of)
+        else:
+            columns = records if isinstance(records, Experiences) else from_rows(records, copy=False)
+            extracted = extract(columns, evaluation=[evaluation] * len(columns))
+            frame = encode(extracted.stripped, out=_scratch.of, settle=columns is not records)
+            if extracted.blobs:
+                blobs, uses = extracted.blobs, extracted.uses
+        ids = content_hash.printed_ids(columns.columns["eid"])
+        hashes, tags = content_hashes(columns, ids), index_columns(columns, ids)
+        return PendingAppend(columns, ids.uid, hashes, tags, evaluation, frame, blobs, uses)
 
 
 def _has_long_text(layout: RowLayout) -> bool:
@@ -169,19 +183,16 @@ def _has_long_text(layout: RowLayout) -> bool:
     )
 
 
-def _describe(records: Experiences | RowLayout, evaluation: bool, *encoded: Any) -> PendingAppend:
-    ids = content_hash.printed_ids(records.columns["eid"])
-    return PendingAppend(records, content_hashes(records, ids), index_columns(records, ids), evaluation, *encoded)
-
-
 def append_records(
-    book: Book, experiences: Any, *, evaluation: bool, author: str, timeout: float | None
+    book: Book, experiences: Experience | Iterable[Experience], *, evaluation: bool, author: str, timeout: float | None
 ) -> tuple[AppendResult, dict[str, str]]:
     """See `Book.append`; also, by id, which records were "admitted", too old as they came ("stale") or "revised"."""
     records = experiences if isinstance(experiences, Experiences) else _rows(experiences)
     if not records:
         return AppendResult(), {}
-    pending, doubled = _deduplicate(_prepare(records, evaluation))
+    pending, doubled = _prepare(records, evaluation), 0
+    if len(set(pending.uids)) < len(pending.uids):
+        pending, doubled = _deduplicate(pending)
     end = None if timeout is None else time.monotonic() + timeout
     # Where bytes and rows are written by one transaction, the first attempt takes all records for new and writes them
     # at once; if some are not, it writes nothing.
@@ -195,8 +206,9 @@ def append_records(
         else:
             with book.ledger.read() as tx:
                 fresh, known_count, revisions = _classify(tx, pending)
-                check_tokenizer(tx, book)
-                wait_reason = _limiter_wait(tx, evaluation, len(fresh))
+                if book.tokenizer is not None:
+                    check_tokenizer(tx, book)
+                wait_reason = _limiter_wait(tx, len(fresh)) if fresh and not evaluation else None
             if wait_reason is not None:
                 _wait(wait_reason, end)
                 continue
@@ -232,32 +244,41 @@ def append_records(
                 if time.monotonic() >= last_retry:
                     raise
                 continue
-        result = AppendResult(known=known_count + doubled, revised=len(fates))
+        known_count, revised = known_count + doubled, len(fates)
         if admit is None or admit.stale is None:
-            return result, fates
+            return AppendResult(existing=known_count, revised=revised), fates
 
         book.known_column_types |= admit.columns
         book.pending_tokenizer = None
         if not book.store.transactional and next(book.appends) % compaction.AUTO_MERGE_INTERVAL == 0:
             compaction.start_auto_merge(book)
-        fates |= {tag.uid: "stale" if i in admit.stale else "admitted" for i, tag in enumerate(new.tags)}
-        return result + AppendResult(admitted=len(fresh), stale=len(admit.stale)), fates
+        fates.update(dict.fromkeys(new.uids, "admitted"))
+        for i in admit.stale:
+            fates[new.uids[i]] = "stale"
+        return AppendResult(len(fresh), known_count, revised, len(admit.stale)), fates
 
 
 def _deduplicate(pending: PendingAppend) -> tuple[PendingAppend, int]:
-    """Each id once: the same record twice in one append counts once."""
+    """Drop repeated records, and return how many there were."""
     first: dict[str, int] = {}
-    for i, tag in enumerate(pending.tags):
-        j = first.setdefault(tag.uid, i)
-        if pending.digests.whole[i] != pending.digests.whole[j]:
-            raise ConflictError(f"append: records {j} and {i} are different and have the same id {tag.uid!r}")
-    doubled = len(pending.tags) - len(first)
-    return (pending.take(list(first.values())), doubled) if doubled else (pending, 0)
+    for i, uid in enumerate(pending.uids):
+        j = first.setdefault(uid, i)
+        if pending.digests.full[i] != pending.digests.full[j]:
+            raise ConflictError(f"append: records {j} and {i} are different and have the same id {uid!r}")
+    return pending.take(list(first.values())), len(pending.uids) - len(first)
 
 
 def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, list[tuple[int, int]]]:
-    """Which records are new, how many are known, and which known ones (index, number) may bring new fields."""
-    place = {tag.uid: i for i, tag in enumerate(pending.tags)}
+    """Compare records with the book.
+
+    Returns:
+        The indices of new records, how many others have nothing to add, and (index, number) of those that may add
+        fields.
+
+    Raises:
+        ConflictError: A record contradicts the one of the same id.
+    """
+    place = dict(zip(pending.uids, range(len(pending.uids)), strict=True))
     fresh = dict.fromkeys(place.values())
     known_count = 0
     revisions = []
@@ -274,8 +295,8 @@ def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, 
                 raise ConflictError(
                     f"{uid}: got it for {_purpose(pending.evaluation)}, it is there for {_purpose(evaluation)}"
                 )
-            same = stored_hash is not None and bytes(stored_hash) == pending.digests.whole[i]
-            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, pending.digests.whole[i])):
+            same = stored_hash is not None and bytes(stored_hash) == pending.digests.full[i]
+            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, pending.digests.full[i])):
                 known_count += 1
             elif gone is not None:
                 # What was sampled is the same: it stays gone, and late fields have nothing to be added to.
@@ -287,14 +308,12 @@ def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, 
     return list(fresh), known_count, revisions
 
 
-def _purpose(evaluation: Any) -> str:
+def _purpose(evaluation: bool) -> str:
     return "evaluation" if evaluation else "training"
 
 
 def check_tokenizer(tx: Transaction, book: Book) -> None:
-    """Raise if the book's records are of another tokenizer than its opener named."""
-    if book.tokenizer is None:
-        return
+    """Raise `BookError` if the book's records were made with another tokenizer than it was opened with."""
     row = tx.one("SELECT value FROM meta WHERE key = 'tokenizer'")
     if row is not None and row[0] != book.tokenizer:
         raise BookError(f"tokenizer: got {book.tokenizer!r}, the book's records were made with {row[0]!r}")
@@ -302,66 +321,29 @@ def check_tokenizer(tx: Transaction, book: Book) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where an append's bytes were put: one frame, and the media that the book did not have."""
+    """Where an append's bytes are: its frame, and the media that the book did not have."""
 
     frame: Place
     media: dict[str, Place]
-    uses: Sequence[tuple[str, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Records as they are written: a frame, and the media that it refers to."""
-
-    frame: Any
-    blobs: Mapping[str, Blob]
-    uses: Sequence[tuple[str, ...]]
-
-    @classmethod
-    def of(cls, pending: PendingAppend) -> Encoded:
-        """Encode records, unless they are encoded already."""
-        if pending.frame is not None:
-            return cls(pending.frame, pending.blobs, pending.uses)
-        columns = as_experiences(pending.records)
-        lifted = extract(columns, evaluation=[pending.evaluation] * len(columns))
-        return cls(encode(lifted.stripped), lifted.blobs, lifted.uses)
-
-    def parts(self, known_hashes: Collection[str]) -> tuple[list[Any], list[str]]:
-        """What is written: the frame, then the media that the book does not know; and the hashes of those."""
-        new = [key for key in self.blobs if key not in known_hashes]
-        return [self.frame, *(self.blobs[key].data for key in new)], new
-
-    def known_media(self, tx: Transaction) -> set[str]:
-        """Those of its media that the book has."""
-        if not self.blobs:
-            return set()
-        hashes = tx.array(list(self.blobs))
-        return {key for (key,) in tx.all(f"SELECT hash FROM media WHERE hash {tx.in_texts}", (hashes,))}
-
-    def stored(self, places: Sequence[Place], new: Sequence[str]) -> Stored:
-        """Where its parts were put."""
-        return Stored(places[0], dict(zip(new, places[1:], strict=True)), self.uses)
 
 
 def store_all(book: Book, admits: Sequence[AppendTransaction]) -> None:
-    """Put the bytes of appends in the store, with one sync; those that are there already stay where they are."""
+    """Write the bytes of appends that are not in the store yet, with one sync."""
     admits = [admit for admit in admits if admit.stored is None]
     if not admits:
         return
-    known_hashes: set[str] = set()
-    if any(admit.encoded.blobs for admit in admits):
+    new_media: list[list[str]] = [[] for _ in admits]
+    if [admit for admit in admits if admit.pending.blobs]:
         with book.ledger.read() as tx:
-            known_hashes = set().union(*(admit.encoded.known_media(tx) for admit in admits))
-    listed = [admit.encoded.parts(known_hashes) for admit in admits]
-    parts = [part for parts, _ in listed for part in parts]
+            new_media = [admit.new_media(tx) for admit in admits]
+    parts = [part for admit, new in zip(admits, new_media, strict=True) for part in admit.parts(new)]
     if book.quota is not None:
         check_quota(book, sum(map(len, parts)))
-    places = book.store.put(parts)
-    start = 0
-    for admit, (own_parts, new) in zip(admits, listed, strict=True):
-        admit.stored = admit.encoded.stored(places[start : start + len(own_parts)], new)
-        start += len(own_parts)
-        admit.keep_vocabulary()
+    places = iter(book.store.put(parts))
+    for admit, new in zip(admits, new_media, strict=True):
+        admit.stored = Stored(next(places), dict(zip(new, islice(places, len(new)), strict=True)))
+        if book.pending_tokenizer is not None and admit.vocabulary is None:
+            admit.vocabulary = encode_vocabulary(book)
 
 
 def check_quota(book: Book, size: int) -> None:
@@ -383,10 +365,8 @@ def check_quota(book: Book, size: int) -> None:
         )
 
 
-def _limiter_wait(tx: Transaction, evaluation: bool, count: int) -> str | None:
-    """Why a limiter holds these records back, if one does."""
-    if evaluation or not count:
-        return None
+def _limiter_wait(tx: Transaction, count: int) -> str | None:
+    """Return why a limiter holds back an append of `count` records, or `None`."""
     for consumer in all_consumers(tx):
         if consumer.settings.ratio is not None:
             consumer.inserts += queue.inbox_size(tx, consumer.id)
@@ -407,13 +387,17 @@ class AppendTransaction:
     """
 
     def __init__(self, book: Book, pending: PendingAppend) -> None:
+        if pending.frame is None and isinstance(pending.records, Experiences):
+            # Some of the records of an append, which `PendingAppend.take` does not encode.
+            extracted = extract(pending.records, evaluation=[pending.evaluation] * len(pending.records))
+            frame = encode(extracted.stripped)
+            pending = replace(pending, frame=frame, blobs=extracted.blobs, uses=extracted.uses)
         self.book = book
         self.pending = pending
         self.columns = column_types(pending.records) - book.known_column_types
-        self.encoded = Encoded.of(pending)
         self.stored: Stored | None = None
         self.placed: Stored | None = None
-        """Where the last call found or put the bytes."""
+        """Where the last call found or wrote the bytes."""
         self.vocabulary: str | None = None
         self.stale: set[int] | None = None
         """Which records were too old for some consumer; `None` until they are written."""
@@ -424,25 +408,34 @@ class AppendTransaction:
             store_all(self.book, [self])
             return
         if self.book.quota is not None:
-            check_quota(self.book, sum(map(len, self.encoded.parts(())[0])))
-        self.keep_vocabulary()
-
-    def keep_vocabulary(self) -> None:
-        """Prepare the tokenizer's vocabulary for the ledger, if that does not have it."""
+            check_quota(self.book, sum(map(len, self.parts(list(self.pending.blobs)))))
         if self.book.pending_tokenizer is not None and self.vocabulary is None:
             self.vocabulary = encode_vocabulary(self.book)
 
+    def new_media(self, tx: Transaction) -> list[str]:
+        """Return the hashes of the media that the book does not have."""
+        blobs = self.pending.blobs
+        if not blobs:
+            return []
+        rows = tx.all(f"SELECT hash FROM media WHERE hash {tx.in_texts}", (tx.array(list(blobs)),))
+        known_hashes = {key for (key,) in rows}
+        return [key for key in blobs if key not in known_hashes]
+
+    def parts(self, new: Sequence[str]) -> list[bytes | bytearray | memoryview]:
+        """Return the bytes to write: the frame, then the media with these hashes."""
+        return [self.pending.frame, *(self.pending.blobs[key].data for key in new)]
+
     def is_there(self, tx: Transaction) -> bool:
-        """Whether a call wrote the ledger and was committed."""
+        """Return whether a call was committed."""
         frame = None if self.placed is None else self.placed.frame
         if frame is None:
             return False
-        place = (self.pending.tags[0].uid, frame.segment, frame.offset)
+        place = (self.pending.uids[0], frame.segment, frame.offset)
         return tx.one("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", place) is not None
 
     def __call__(self, tx: Transaction) -> None:
         book, pending = self.book, self.pending
-        uids = [tag.uid for tag in pending.tags]
+        uids = pending.uids
         same_uids, consumer_rows, meta_rows, [(base,)] = tx.ask(
             (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
             (SELECT_CONSUMERS, ()),
@@ -450,7 +443,7 @@ class AppendTransaction:
             tx.next_number("records", len(uids)),
         )
         meta = dict(meta_rows)
-        if not all(free for _, _, free in same_uids):
+        if same_uids and not all(free for _, _, free in same_uids):
             raise _ConcurrentAppendError
         if book.tokenizer is not None and meta.get("tokenizer", book.tokenizer) != book.tokenizer:
             raise _ConcurrentAppendError
@@ -463,33 +456,37 @@ class AppendTransaction:
         listening = [] if pending.evaluation else parse_consumers(consumer_rows)
         # Where an append depends on how many records there are, or the other way round, appends come one by one.
         limited = []
-        for consumer in [group for group in listening if group.settings.ratio or group.settings.max_size]:
-            limited.append(_counted(tx, book, consumer))
-            if _limiter_reason(tx, limited[-1], len(uids)):
-                raise _ConcurrentAppendError
+        for consumer in listening:
+            if consumer.settings.ratio or consumer.settings.max_size:
+                limited.append(_counted(tx, book, consumer))
+                if _limiter_reason(tx, limited[-1], len(uids)):
+                    raise _ConcurrentAppendError
         if same_uids:
             renamed = [(f"{uid}~{seq}", seq) for seq, uid, _ in sorted(same_uids)]
             tx.many("UPDATE records SET uid = ? WHERE seq = ?", renamed)
         insert_records(tx, pending, stored, base)
         stale: set[int] = set()
-        numbers: dict[int, str] = {}
+        inbox = []
         lineage = queue.parse_lineage(meta)
-        if lineage.number and queue.name_lineage(pending.records):
+        if lineage.branches and queue.name_lineage(pending.records):
             lineage = queue.read_lineage(tx, lock=True)
-        newest = [tag.version_max for tag in pending.tags]
-        abandoned = lineage.admit(tx, pending.records, base, newest) if lineage.number else set()
+        abandoned: set[int] = set()
+        if lineage.branches:
+            abandoned = lineage.admit(tx, pending.records, base, [tag.version_max for tag in pending.tags])
         for consumer in listening:
-            key = consumer.settings.sampler.key
+            key, numbers = consumer.settings.sampler.key, None
             if key is not None and key not in IndexColumns._fields:
-                numbers[consumer.id] = json.dumps(number_column(pending.records, key))
+                numbers = json.dumps(number_column(pending.records, key))
+            inbox.append((consumer.id, base, base + len(uids) - 1, len(uids), numbers))
             if consumer.settings.max_staleness is not None:
                 floor = queue.version_floor(lineage.announced, consumer.settings.max_staleness)
-                versions = [tag.version_min for tag in pending.tags]
                 stale |= abandoned
-                stale.update(i for i, v in enumerate(versions) if floor is not None and v is not None and v < floor)
+                for i, tag in enumerate(pending.tags):
+                    if floor is not None and tag.version_min is not None and tag.version_min < floor:
+                        stale.add(i)
             if consumer.waiting > tx.now:
                 tx.notify(consumer.id)
-        queue.add_to_inbox(tx, [consumer.id for consumer in listening], base, len(uids), numbers)
+        tx.insert("inbox", queue.INBOX_COLUMNS, inbox)
         for consumer in limited:
             while not queue.drain_inbox(tx, book, consumer):
                 pass
@@ -505,36 +502,30 @@ class AppendTransaction:
         self.stale = stale
 
     def _placed(self, tx: Transaction) -> Stored:
-        """Where the bytes are, written now or before, and still there."""
+        """Return where the bytes are, after writing them (a transactional store) or checking that they still exist."""
         if self.book.store.transactional:
-            parts, new = self.encoded.parts(self.encoded.known_media(tx))
-            return self.encoded.stored(self.book.store.insert(tx, parts), new)  # type: ignore[attr-defined]
+            new = self.new_media(tx)
+            frame, *media = self.book.store.insert(tx, self.parts(new))  # type: ignore[attr-defined]
+            return Stored(frame, dict(zip(new, media, strict=True)))
         stored = self.stored
-        if stored is None:
+        if stored is None or not self.book.store.has(stored.frame.segment):
             raise _ConcurrentAppendError
-        segments = {stored.frame.segment, *(place.segment for place in stored.media.values())}
-        if not all(map(self.book.store.has, segments)):
-            raise _ConcurrentAppendError
-        borrowed = _borrowed(stored)
-        if borrowed and len(borrowed) > len(
-            tx.all(f"SELECT hash FROM media WHERE hash {tx.in_texts}", (tx.array(borrowed),))
-        ):
-            raise _ConcurrentAppendError  # A medium that was known has been removed meanwhile.
+        if self.pending.blobs:
+            segments = {place.segment for place in stored.media.values()}
+            # Media that the book had when the bytes were written may have been removed since.
+            if not all(map(self.book.store.has, segments)) or set(self.new_media(tx)) - stored.media.keys():
+                raise _ConcurrentAppendError
         return stored
 
 
 def _counted(tx: Transaction, book: Book, consumer: Consumer) -> Consumer:
-    """A consumer, locked, whose counts include every record before this append."""
+    """Lock a consumer and drain its inbox, so that its counts include every record before this append."""
     locked = find_consumer(tx, consumer.name, lock=True)
     if locked is None:
         raise _ConcurrentAppendError
     while not queue.drain_inbox(tx, book, locked):
         pass
     return locked
-
-
-def _borrowed(stored: Stored) -> list[str]:
-    return list({key for keys in stored.uses for key in keys if key not in stored.media})
 
 
 def _limiter_reason(tx: Transaction, consumer: Consumer, count: int) -> str | None:
@@ -556,7 +547,7 @@ def _limiter_reason(tx: Transaction, consumer: Consumer, count: int) -> str | No
 
 
 def _can_go_on(tx: Transaction, consumer: Consumer) -> bool:
-    """Whether something is leased, rests, or could be leased now, so that samples can catch up without more inserts."""
+    """Return whether samples can catch up without more inserts: records are leased, cooling down or can be leased."""
     if queue.count_rows(tx, consumer, queue.LEASED, queue.COOLING)[0]:
         return True
     if consumer.grouped:
@@ -577,27 +568,16 @@ def insert_records(
     count = len(pending.tags)
     place = (None, None, None) if stored is None else (stored.frame.segment, stored.frame.offset, stored.frame.length)
     share = 0 if stored is None else -(-stored.frame.length // count)
-    tx.insert(
-        "records",
-        _COLUMNS,
-        [
-            (
-                base + i,
-                *pending.tags[i],
-                int(pending.evaluation),
-                tx.now,
-                0,
-                None if stored is None else pending.digests.whole[i],
-                None if stored is None else pending.digests.core[i],
-                *place,
-                None if stored is None else i,
-                share,
-                gone,
-            )
-            for i in range(count)
-        ],
-    )
-    if stored is not None and stored.uses:
+    detail = {"evaluation": True} if pending.evaluation else None
+    rows, events = [], []
+    for i, tag in enumerate(pending.tags):
+        content, core, slot = None, None, None
+        if stored is not None:
+            content, core, slot = pending.digests.full[i], pending.digests.core[i], i
+        rows.append((base + i, *tag, int(pending.evaluation), tx.now, 0, content, core, *place, slot, share, gone))
+        events.append(queue.Event("admitted", base + i, detail=detail))
+    tx.insert("records", _COLUMNS, rows)
+    if stored is not None and pending.uses:
         # Another writer may have brought the same medium: its place stays, this one's bytes are left to compaction.
         tx.insert(
             "media",
@@ -605,11 +585,10 @@ def insert_records(
             [(key, p.segment, p.offset, p.length) for key, p in stored.media.items()],
             "ON CONFLICT DO NOTHING",
         )
-        uses = [(key, base + i) for i, keys in enumerate(stored.uses) for key in keys]
+        uses = [(key, base + i) for i, keys in enumerate(pending.uses) for key in keys]
         tx.insert("media_uses", ("hash", "seq"), uses)
-    detail = {"evaluation": True} if pending.evaluation else None
-    queue.record_events(tx, [queue.Event("admitted", base + i, detail=detail) for i in range(count)])
-    queue.add_counts(tx, [(0, "evaluation" if pending.evaluation else "admitted", "", count, 0.0)])
+    queue.record_events(tx, events)
+    queue.add_counts(tx, [(0, "evaluation" if pending.evaluation else "admitted", "", count, 0.0, tx.shard)])
 
 
 def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | None) -> int:
@@ -624,10 +603,10 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
         tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0)
         for tag in index_columns(experiences)
     ]
-    pending = PendingAppend(experiences, content_hashes(experiences), entries, False)
+    pending = PendingAppend(experiences, [tag.uid for tag in entries], content_hashes(experiences), entries, False)
     with queue.write_drained(book) as tx:
         # A run that has a record, or failed already, is known: ids end in chance, and who starts again fails it again.
-        gids, uids = tx.array([tag.gid for tag in entries]), tx.array([tag.uid for tag in entries])
+        gids, uids = tx.array([tag.gid for tag in entries]), tx.array(pending.uids)
         runs, same_uids = tx.ask(
             (
                 "SELECT gid, run FROM records WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') "
@@ -643,7 +622,7 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
         if not fresh:
             return 0
         pending = pending.take(fresh)
-        again = {tag.uid for tag in pending.tags}
+        again = set(pending.uids)
         tx.many(
             "UPDATE records SET uid = ? WHERE seq = ?",
             [(f"{uid}~{seq}", seq) for seq, uid, free in same_uids if free and uid in again],
@@ -701,9 +680,21 @@ class GroupCommit:
         if self._pid != os.getpid():
             self._reset()  # The parent's threads did not follow into this forked process.
         entry = _Entry(admit)
-        group: list[_Entry] = []
+        group: list[_Entry] = []  # What this thread writes; empty if another thread writes the entry.
+        patience = BUSY_SECONDS if timeout is None else timeout
         try:
-            self._join(entry, group, BUSY_SECONDS if timeout is None else timeout)
+            with self._changed:
+                self._waiting.append(entry)
+                entry.leads, self._busy = not self._busy, True
+                if not entry.leads and not self._changed.wait_for(lambda: entry.done or entry.leads, patience):
+                    if entry in self._waiting:
+                        raise LockTimeoutError(
+                            f"append: other threads of this process held the book for {patience:.3g} s"
+                        )
+                    self._changed.wait_for(lambda: entry.done or entry.leads)  # It is being written.
+                if not entry.done:
+                    group += self._waiting[:MAX_APPENDS]
+                    del self._waiting[:MAX_APPENDS]
             _write(book, group, timeout)
         finally:
             with self._changed:
@@ -712,29 +703,12 @@ class GroupCommit:
                 if entry.leads:
                     # If this thread was interrupted, the others write for themselves.
                     self._waiting[:0] = [other for other in group if not other.done and other is not entry]
-                    self._hand_over()
+                    self._busy = bool(self._waiting)
+                    if self._waiting:
+                        self._waiting[0].leads = True
+                    self._changed.notify_all()
         if entry.error is not None:
             raise entry.error
-
-    def _join(self, entry: _Entry, group: list[_Entry], timeout: float) -> None:
-        """Wait in the queue; fill `group` with what this thread has to write, unless another thread wrote the entry."""
-        with self._changed:
-            self._waiting.append(entry)
-            entry.leads, self._busy = not self._busy, True
-            if not self._changed.wait_for(lambda: entry.done or entry.leads, timeout):
-                if entry in self._waiting:
-                    raise LockTimeoutError(f"append: other threads of this process held the book for {timeout:.3g} s")
-                self._changed.wait_for(lambda: entry.done or entry.leads)  # It is being written.
-            if not entry.done:
-                group += self._waiting[:MAX_APPENDS]
-                del self._waiting[:MAX_APPENDS]
-
-    def _hand_over(self) -> None:
-        """Let the first thread that waits write; with the lock."""
-        self._busy = bool(self._waiting)
-        if self._waiting:
-            self._waiting[0].leads = True
-        self._changed.notify_all()
 
 
 def _write(book: Book, group: Sequence[_Entry], timeout: float | None) -> None:
@@ -761,7 +735,7 @@ def _write(book: Book, group: Sequence[_Entry], timeout: float | None) -> None:
 
 
 def _commit(book: Book, admits: Sequence[AppendTransaction], timeout: float | None) -> None:
-
+    """Write the bytes of appends with one sync, then the ledger with one commit."""
     store_all(book, admits)
     with book.ledger.write(shared=True, timeout=timeout) as tx:
         for admit in admits:
@@ -769,9 +743,9 @@ def _commit(book: Book, admits: Sequence[AppendTransaction], timeout: float | No
 
 
 class Receipt(Future[AppendResult]):
-    """What becomes of the records of one `add`: `result()` waits until they are durable, or raises why they are not."""
+    """A future for the records of one `Writer.add`: `result()` waits until they are durable, or raises."""
 
-    asked = False
+    retrieved = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -779,22 +753,22 @@ class Receipt(Future[AppendResult]):
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> AppendResult:
-        """What the append did with these records."""
-        self.asked = True
+        """Wait until the records are durable and return their counts."""
+        self.retrieved = True
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Why they were refused; `None` if they were not."""
-        self.asked = True
+        """Wait, and return the exception of the append, or `None`."""
+        self.retrieved = True
         return super().exception(timeout)
 
 
 class Writer:
-    """Appends in the background; made by `book.writer(delay=...)`. Threads may share it.
+    """A background writer that batches small appends; created by `Book.writer`. Thread-safe.
 
-    Records wait at most `delay` seconds, or until `batch` of them are together, and are then admitted in one append
-    (one sync, one frame). If one of them is refused, the pieces are appended one by one, so that only the one at fault
-    fails. While the book holds inserts back, `add` blocks once `most` records wait.
+    Records wait at most `delay` seconds, or until there are `batch` of them, and are then appended together (one sync,
+    one frame). If that fails, the parts are appended one by one, so that only the faulty one fails. While rate limiters
+    hold appends back, `add` blocks once `most` records wait.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -823,7 +797,17 @@ class Writer:
         self._thread.start()
 
     def add(self, experiences: Experience | Iterable[Experience]) -> Receipt:
-        """Take records; the receipt's `result()` waits until they are durable."""
+        """Queue records for the next append. Later changes to them have no effect.
+
+        Args:
+            experiences: One record or several.
+
+        Returns:
+            A receipt, whose `result()` waits until the records are durable.
+
+        Raises:
+            BookError: The writer is closed.
+        """
         self._check_process()
         # Columns hold what the records were now, not what the caller makes of them before the flush.
         columns = as_experiences(experiences).compact()
@@ -832,7 +816,7 @@ class Writer:
             while self._count >= self._most and not self._closing:
                 self._changed.wait()
             if self._closing:
-                raise BookError("writer: it is closed")
+                raise BookError("writer: closed")
             if not self._pending:
                 self._since = time.monotonic()
             self._pending.append((columns, receipt))
@@ -841,7 +825,15 @@ class Writer:
         return receipt
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until all that was added is durable; raises what struck any of it, unless its receipt was asked."""
+        """Wait until all added records are durable.
+
+        Args:
+            timeout: Seconds to wait; `None` for no limit.
+
+        Raises:
+            TimeoutError: Some records are not durable yet.
+            Exception: The first failure of an append whose receipt was not read.
+        """
         self._check_process()
         with self._changed:
             self._hurry = bool(self._pending)
@@ -852,7 +844,11 @@ class Writer:
         self._complain()
 
     def close(self) -> None:
-        """Flush and end; raises what struck any of the records, unless its receipt was asked."""
+        """Flush and stop the writer.
+
+        Raises:
+            Exception: The first failure of an append whose receipt was not read.
+        """
         self._end()
         self._complain()
 
@@ -869,7 +865,7 @@ class Writer:
         self._thread.join()
 
     def _complain(self) -> None:
-        failed, self._failed = [receipt for receipt in self._failed if not receipt.asked], []
+        failed, self._failed = [receipt for receipt in self._failed if not receipt.retrieved], []
         if failed:
             failed[0].result()
 
@@ -913,7 +909,7 @@ class Writer:
                 receipt.set_exception(error)
 
     def _share_out(self, taken: list[tuple[Experiences, Receipt]], fates: dict[str, str]) -> None:
-        """Each receipt's part of what one append did; of a record that came twice, the first has it."""
+        """Set the result of each receipt; a record that was added twice counts for the first."""
         for columns, receipt in taken:
             states = [fates.pop(eid.uid, "known") for eid in columns.eids()]
             known_count, revised, stale = (states.count(word) for word in ("known", "revised", "stale"))
@@ -933,7 +929,7 @@ class Writer:
 
 
 def encode_vocabulary(book: Book) -> str | None:
-    """What the ledger is to keep of the tokenizer that the book was opened with; `None` if it has it."""
+    """Encode the vocabulary of the book's tokenizer for the ledger; return `None` if the ledger has it."""
     from rollbook.core.vocabulary import Vocabulary
 
     with book.ledger.read() as tx:

@@ -69,6 +69,7 @@ from rollbook.core.checks import check_choice, check_float, check_int
 if TYPE_CHECKING:
     from rollbook.book.check import Report
     from rollbook.book.query import Result
+    from rollbook.book.read import Operand, RecordIds
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
     from rollbook.core.ids import EID
@@ -87,8 +88,8 @@ class Book:
     >>> group = [rollbook.Experience(eid={"batch": 0, "task": 1, "run": r}, tokens=[1, 2, 3 + r], reward=float(r),
     ...                              group_size=2) for r in range(2)]
     >>> book.append(group)
-    AppendResult(admitted=2, known=0, revised=0, stale=0)
-    >>> book.append(group).known
+    AppendResult(admitted=2, existing=0, revised=0, stale=0)
+    >>> book.append(group).existing
     2
     >>> with book.lease(1, by="group") as lease:
     ...     print(lease.experiences.values("reward"))
@@ -202,7 +203,7 @@ class Book:
         listed = [eids] if hasattr(eids, "uid") or isinstance(eids, (str, Mapping)) else list(eids)
         return append_tombstones(self, listed, reason, group_size) if listed else 0
 
-    def drop(self, uids: Any, reason: str = "filtered", *, consumer: str | None = None) -> int:
+    def drop(self, uids: RecordIds, reason: str = "filtered", *, consumer: str | None = None) -> int:
         """Drop records that are waiting or cooling down; they still count for their groups.
 
         Args:
@@ -303,7 +304,7 @@ class Book:
         max_staleness: int | None = None,
         seconds: float | None = None,
     ) -> Lease:
-        """Lease without blocking the event loop, with the arguments of `lease`; a cancelled wait claims nothing."""
+        """Call `lease`, with its arguments, without blocking the event loop. A cancelled wait claims nothing."""
         check_writable(self, "lease")
         request = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
         return await alease_records(self, request, timeout)
@@ -311,14 +312,21 @@ class Book:
     # --- policy versions ----------------------------------------------------------------------------------------
 
     def announce(self, version: int) -> None:
-        """Set the current policy version, from which staleness is counted. It never decreases."""
+        """Set the current policy version, from which staleness is counted.
+
+        Args:
+            version: The version of the weights that sample from now on.
+
+        Raises:
+            BookError: The version is older than the announced one; only `rewind` goes back.
+        """
         check_writable(self, "announce")
         version = check_int("version", version)
         with self.ledger.write() as tx:
-            is_new = queue.announce_version(tx, version)
-        for name, settings in self.consumers().items() if is_new else ():
-            if settings.max_staleness is not None:
-                drop_stale_records(self, name)
+            consumers = all_consumers(tx) if queue.announce_version(tx, version) else []
+        for consumer in consumers:
+            if consumer.settings.max_staleness is not None:
+                drop_stale_records(self, consumer.name)
 
     @property
     def policy_version(self) -> int | None:
@@ -334,12 +342,16 @@ class Book:
         book detect records of a version that a rewind abandoned, whenever they are appended.
         """
         with self.ledger.read() as tx:
-            return queue.read_lineage(tx).number
+            return len(queue.read_lineage(tx).branches)
 
     # --- metrics ------------------------------------------------------------------------------------------------
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Store metrics of a training step; SQL sees them in `events`, as the JSON of `detail`.
+
+        Args:
+            step: The training step.
+            metrics: Numbers by name; NaN and infinity are allowed.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")
@@ -400,7 +412,7 @@ class Book:
         check_choice("retrain", retrain, (False, True, "group"))
         return revision.revise_records(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
 
-    def redact(self, uids: Any, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
+    def redact(self, uids: RecordIds, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
         """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
 
         Records are redacted in chunks: a call that fails leaves the rest unchanged, and repeating it finishes.
@@ -418,7 +430,7 @@ class Book:
         revision.check_signature(author, reason)
         return revision.redact_records(self, uids_of(uids), list(fields), author=author, reason=reason)
 
-    def delete(self, uids: Any, *, author: str, reason: str | None = None) -> int:
+    def delete(self, uids: RecordIds, *, author: str, reason: str | None = None) -> int:
         """Delete records; the next compaction removes their bytes.
 
         The ledger keeps their ids, so that they are not admitted again. Records are deleted in chunks: a call that
@@ -493,8 +505,19 @@ class Book:
         """Iterate over the records as they are now, in the order of admission, without those that have no bytes."""
         return iter(self.where())
 
-    def get(self, uids: Any) -> Experiences:
-        """Return records by id, in this order."""
+    def get(self, uids: RecordIds) -> Experiences:
+        """Return records by id.
+
+        Args:
+            uids: One id or record, or several.
+
+        Returns:
+            The records, in this order, each once.
+
+        Raises:
+            KeyError: An id is not in the book.
+            BookError: The bytes of a record are gone.
+        """
         return fetch(self, seqs_of(self, uids_of(uids)))
 
     def __contains__(self, uid: object) -> bool:
@@ -509,7 +532,7 @@ class Book:
     def __bool__(self) -> bool:
         return True
 
-    def where(self, *conditions: tuple[str, str, Any], **equal: Any) -> Selection:
+    def where(self, *conditions: tuple[str, str, Any], **equal: Operand) -> Selection:
         """Select records by conditions: `("reward", ">", 0.5)`, `("info.level", "in", [1, 2])`, `task="a"`.
 
         Columns are those of the ledger (`rollbook.book.read.LEDGER_COLUMNS`), texts and numbers of a record, and
@@ -551,11 +574,22 @@ class Book:
         return run_sql(self, query, parameters, memory, seconds)
 
     def counts(self, consumer: str = TRAIN) -> reports.Counts:
-        """Return a consumer's counts: admitted = waiting + leased + trained + dropped, by reason."""
+        """Return a consumer's counts: admitted = waiting + leased + trained + dropped.
+
+        Args:
+            consumer: The consumer group.
+        """
         return reports.counts(self, consumer)
 
     def history(self, uid: str | EID | Experience) -> list[reports.Entry]:
-        """Return the events of a record, in order."""
+        """Return the events of a record, in order.
+
+        Args:
+            uid: The record's id, or the record.
+
+        Raises:
+            KeyError: The id is not in the book.
+        """
         return reports.history(self, uid_of(uid))
 
     @property
@@ -612,7 +646,7 @@ class Book:
         return check(self, deep=deep)
 
     def close(self) -> None:
-        """Stop writing and close files; whatever a method returned is durable in any case."""
+        """Close files and connections. Idempotent; completed calls are durable with or without it."""
         self.closed = True
         if self.compactor is not None:
             self.compactor.join()
@@ -673,17 +707,29 @@ def open(
     disk: Disk | None = None,
     **settings: Any,
 ) -> Book:
-    """Open a book, or make it.
+    """Open a book, or create it.
 
-    `url` is a folder (`runs/first`; the folder of a run stands for its book), `memory:`, or
-    `postgresql://user@host/database` (`?schema=NAME` for more than one book in a database); the password comes
-    from `PGPASSWORD` or `~/.pgpass`, or stands in the URL, and is never shown.
-    `mode`: "a" makes it if it is not there, "r+" wants it there, "r" only reads. `tokenizer` (or
-    its fingerprint): a book takes records of one tokenizer, and keeps its vocabulary, so that its texts can be shown
-    without it. `quota`: the most bytes its data may take. `data`: for
-    PostgreSQL, a folder or an object store (any fsspec address) for the data instead of the database. `settings`: those
-    of the consumer group "train" (see `Book.consumer`). `clock` replaces the database's clock in simulations, `disk`
-    the file operations in trials.
+    Args:
+        url: A folder (or the folder of a run, for its book), `memory:`, or `postgresql://user@host/database`, with
+            `?schema=NAME` for more than one book in a database. The password comes from `PGPASSWORD`, `~/.pgpass` or
+            the URL, and is never shown.
+        mode: `"a"` creates the book if it does not exist, `"r+"` requires it, `"r"` opens it for reading.
+        tokenizer: The tokenizer of the records, or its fingerprint. A book takes records of one tokenizer and stores
+            its vocabulary, so that texts can be shown without it.
+        quota: Maximum size of the data in bytes.
+        data: For PostgreSQL, a folder or object store (any fsspec URL) for the data instead of the database.
+        storage_options: Options of that fsspec file system.
+        segment_bytes: Size at which a segment is finished.
+        clock: Replaces the database's clock in simulations.
+        disk: Replaces the file operations in tests.
+        settings: Settings of the consumer group "train"; see `Book.consumer`.
+
+    Returns:
+        The book, a context manager.
+
+    Raises:
+        NotABookError: There is no book at this address, or this version cannot read it.
+        BookError: The book was written with another tokenizer, or has its data elsewhere.
 
     >>> import rollbook
     >>> with rollbook.open("memory:") as book:
@@ -756,7 +802,7 @@ def _fingerprint(tokenizer: Any) -> str | None:
 
     if not (hasattr(tokenizer, "backend_tokenizer") or hasattr(tokenizer, "get_vocab")):
         raise ValueError(
-            f"tokenizer: got {type(tokenizer).__name__}, of which no fingerprint can be taken; pass a text"
+            f"tokenizer: got {type(tokenizer).__name__}, expected a tokenizer or its fingerprint (a string)"
         )
     return tokenizer_fingerprint(tokenizer)
 
@@ -799,7 +845,7 @@ def _folder(
 
 
 def _lost(folder: Path) -> CorruptBookError:
-    """Why no ledger is begun beside segments: it would know nothing of them, and compaction would remove them."""
+    """Return the error for segments without a ledger: compaction would remove them, since a new one lacks them."""
     return CorruptBookError(
         f"{folder}: it has segments, and its {LEDGER} is missing or empty; `rollbook check --repair` makes one"
     )

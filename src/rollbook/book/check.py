@@ -1,6 +1,6 @@
-"""Findings: what a check says of a book, and a repair of what it did.
+"""Checks of a book (tables, places, bytes, counts, leases, groups, events, files), and reports of checks and repairs.
 
-Invariant: a report's size is bounded, whatever it is of: all findings are counted, `LISTED` of each kind are kept.
+Invariant: the size of a report is bounded: all findings are counted, and at most `LISTED` of each kind are stored.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rollbook.core.errors import WireError
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
+    from rollbook.core.experiences import Experiences
 
 
 LISTED = 100
@@ -57,16 +58,16 @@ KINDS: dict[str, tuple[str, str]] = {
     "leftover": (NOTE, f"none is needed; {_MEND} moves it away"),
     "stranger": (NOTE, "none: the book never reads it"),
 }
-"""Every kind of finding: how grave it is, and what helps."""
+"""Kinds of findings, with their severity and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be (`error`), or that is left over and harms nobody (`note`)."""
+    """A problem (`error`) or a harmless leftover (`note`)."""
 
     kind: str
     severity: str
-    what: str
+    description: str
     where: str
     """A record's id, a segment, a consumer or a table."""
     remedy: str
@@ -74,20 +75,20 @@ class Finding:
 
 @dataclass(slots=True)
 class Report:
-    """What a check found, or a repair did."""
+    """The result of a check or a repair."""
 
     url: str
     deep: bool = True
-    """Whether every byte of the data was looked at, or only what is needed to find it."""
+    """Whether every byte of the data was checked, or only where it is."""
     records: int = 0
     media: int = 0
     segments: int = 0
     bytes: int = 0
-    """What was looked at; the bytes are those of the segments."""
+    """What was checked; the bytes are those of the segments."""
     findings: list[Finding] = field(default_factory=list)
-    """What is wrong now: at most `LISTED` of a kind."""
+    """Current findings, at most `LISTED` of a kind."""
     counts: Counter[str] = field(default_factory=Counter)
-    """How many findings there are of each kind."""
+    """Number of findings of each kind."""
     repaired: list[Finding] = field(default_factory=list)
     """What a repair did, recovered and could not recover; counted in `repairs`."""
     repairs: Counter[str] = field(default_factory=Counter)
@@ -96,25 +97,38 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; what is merely left over is not."""
+        """Whether there is no error; notes do not count."""
         return not any(KINDS[kind][0] == ERROR for kind in self.counts)
 
     def add(self, kind: str, description: str, where: str = "") -> None:
-        """Note a finding."""
+        """Add a finding.
+
+        Args:
+            kind: A key of `KINDS`.
+            description: What is wrong.
+            where: A record's id, a segment, a consumer or a table.
+        """
         self.counts[kind] += 1
         if self.counts[kind] <= LISTED:
             severity, remedy = KINDS[kind]
             self.findings.append(Finding(kind, severity, description, where, remedy))
 
     def did(self, kind: str, description: str, where: str = "", count: int = 1) -> None:
-        """Note what a repair did."""
+        """Add an action of a repair.
+
+        Args:
+            kind: The kind of finding that was repaired.
+            description: What was done.
+            where: A record's id, a segment, a consumer or a table.
+            count: How often it was done; nothing is added for 0.
+        """
         if count:
             self.repairs[kind] += count
             if sum(repair.kind == kind for repair in self.repaired) < LISTED:
                 self.repaired.append(Finding(kind, NOTE, description, where, ""))
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the report as a dict for JSON."""
         return {
             "url": self.url,
             "ok": self.ok,
@@ -127,7 +141,7 @@ class Report:
             "findings": [{name: getattr(finding, name) for name in Finding.__slots__} for finding in self.findings],
             "repairs": dict(self.repairs),
             "repaired": [
-                {name: getattr(finding, name) for name in ("kind", "what", "where")} for finding in self.repaired
+                {name: getattr(finding, name) for name in ("kind", "description", "where")} for finding in self.repaired
             ],
             "aside": self.aside,
         }
@@ -143,7 +157,7 @@ class Problem(NamedTuple):
     kind: str
     seq: int
     uid: str
-    what: str
+    description: str
     mend: Any = None
     """Of `tags` those of the record, of `uses` the hashes of its media."""
 
@@ -167,7 +181,7 @@ def _rows(tx: Transaction, condition: str, values: Sequence[Any]) -> list[_Row]:
 
 
 def pages(book: Book) -> Iterator[list[_Row]]:
-    """All records, a page at a time."""
+    """Yield all records, a page at a time."""
     last = -(1 << 63)
     while True:
         with book.ledger.read() as tx:
@@ -179,7 +193,7 @@ def pages(book: Book) -> Iterator[list[_Row]]:
 
 
 def record_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[Problem]:
-    """What is wrong with records, in order; what compaction or a revision moved meanwhile is looked at again."""
+    """Yield the problems of records, in order; records that were moved or revised meanwhile are checked again."""
     for page in pages(book):
         if report is not None:
             report.records += len(page)
@@ -211,7 +225,7 @@ def _problems(book: Book, rows: Sequence[_Row], deep: bool) -> Iterator[Problem]
         yield from _in_frame(book, frame, mine)
 
 
-def _in_frame(book: Book, frame: Any, rows: Sequence[_Row]) -> Iterator[Problem]:
+def _in_frame(book: Book, frame: Experiences, rows: Sequence[_Row]) -> Iterator[Problem]:
     inside = []
     for row in rows:
         if type(row.slot) is int and 0 <= row.slot < len(frame):
@@ -256,7 +270,7 @@ def _in_frame(book: Book, frame: Any, rows: Sequence[_Row]) -> Iterator[Problem]
 
 
 def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[tuple[str, str]]:
-    """(hash, what is wrong) of media whose bytes are not what they should be."""
+    """Yield (hash, problem) of media whose bytes are damaged or missing."""
     last = ""
     while True:
         with book.ledger.read() as tx:
@@ -303,7 +317,7 @@ def check(book: Book, *, deep: bool = True) -> Report:
     True
     >>> with book.ledger.write() as tx:
     ...     _ = tx.run("UPDATE records SET reward = 2.0")
-    >>> [(finding.kind, finding.what) for finding in check(book).findings]
+    >>> [(finding.kind, finding.description) for finding in check(book).findings]
     [('tags', 'reward: the ledger has 2.0, the record 1.0')]
     """
     report = Report(book.url, deep)
@@ -324,7 +338,7 @@ def check(book: Book, *, deep: bool = True) -> Report:
 
 
 def columns_of(tx: Transaction, dialect: str, table: str) -> list[str]:
-    """The names of a table's columns; none if there is no such table."""
+    """Return the names of a table's columns; none if the table does not exist."""
     if dialect == "sqlite":
         rows = tx.all("SELECT name FROM pragma_table_info(?) ORDER BY cid", (table,))
     else:
@@ -337,7 +351,7 @@ def columns_of(tx: Transaction, dialect: str, table: str) -> list[str]:
 
 
 def names_of(table: str) -> list[str]:
-    """The names of the columns that a table of the ledger has to have."""
+    """Return the names of the columns that a table must have."""
     return [column.split()[0] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
 
 
@@ -394,7 +408,7 @@ def _types(book: Book, report: Report) -> None:
 
 def _records(book: Book, report: Report) -> None:
     for problem in record_problems(book, report.deep, report):
-        report.add(problem.kind, problem.what, problem.uid)
+        report.add(problem.kind, problem.description, problem.uid)
 
 
 def _media(book: Book, report: Report) -> None:
@@ -423,7 +437,7 @@ def _media(book: Book, report: Report) -> None:
 
 
 def readable(tx: Transaction) -> tuple[list[Consumer], dict[int, str]]:
-    """The consumers, and of those that cannot be read, by number, why."""
+    """Return the consumers that can be parsed, and the errors of the others by number."""
     good: list[Consumer] = []
     bad: dict[int, str] = {}
     for number, name in tx.all("SELECT id, name FROM consumers ORDER BY id"):
@@ -438,7 +452,7 @@ def readable(tx: Transaction) -> tuple[list[Consumer], dict[int, str]]:
 
 
 def recount(tx: Transaction, consumer: int) -> dict[tuple[str, str], tuple[int, float]]:
-    """What the tallies of a consumer have to be."""
+    """Compute the tallies of a consumer from its rows."""
     rows = tx.all(
         "SELECT state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work WHERE consumer = ? GROUP BY 1, 2",
         (consumer,),
@@ -481,7 +495,7 @@ def _count(tx: Transaction, report: Report, consumer: Consumer, admitted: int) -
         elif abs(weight - heavy) > 1e-6 * max(abs(heavy), 1.0) + 1e-12 * passed:
             report.add("tally", f"{label}: weight {weight!r}, there is {heavy!r}", name)
         if key[0] not in queue.STATES:
-            report.add("work", f"{real} rows in a state {key[0]!r}, which is none", name)
+            report.add("work", f"{real} rows in unknown state {key[0]!r}", name)
     total = sum(n for n, _ in there.values()) + queue.inbox_size(tx, consumer.id)
     if total != admitted:
         report.add("work", f"{admitted} records were admitted, {total} are waiting, leased, trained or dropped", name)
@@ -536,7 +550,7 @@ def _leases(book: Book, report: Report) -> None:
 
 
 def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
-    """(group, what is wrong) of a consumer that leases by group, at most `LISTED`."""
+    """Yield (group, problem) of a consumer that leases by group, at most `LISTED`."""
     if not consumer.grouped or "ungrouped" in consumer.state or "unranked" in consumer.state:
         return []
     settings = consumer.settings
@@ -604,7 +618,7 @@ class Past(NamedTuple):
 
 
 def past(tx: Transaction, seqs: Sequence[int]) -> dict[tuple[int, int], Past]:
-    """What events say, by record and consumer."""
+    """Return what the events say, by record and consumer."""
     histories: dict[tuple[int, int], Past] = {}
     for marks, part in chunks(seqs):
         rows = tx.all(
@@ -634,7 +648,7 @@ def _events(book: Book, report: Report) -> None:
             for (event,) in tx.all(
                 f"SELECT id FROM events WHERE detail IS NOT NULL AND NOT json_valid({_PLAIN}) LIMIT {LISTED}"
             ):
-                report.add("event", "its detail is no JSON", f"event {event}")
+                report.add("event", "invalid JSON in its detail", f"event {event}")
         good = readable(tx)[0]
     for page in pages(book):
         seqs = [row.seq for row in page]
@@ -678,7 +692,7 @@ def _check_store(book: Book, report: Report) -> None:
             continue
         except CorruptBookError as error:
             if name not in used and not book.store.busy(name):
-                report.add("begun", f"a segment that was begun and is none: {error}", name)
+                report.add("begun", f"incomplete segment: {error}", name)
             continue
         if name not in used and not book.store.busy(name):
             report.add("orphan", "a segment that nothing in the ledger points to", name)
@@ -691,7 +705,7 @@ def _check_store(book: Book, report: Report) -> None:
 
 
 def beside(store: FileSegmentStore) -> Iterator[tuple[str, str]]:
-    """(kind, path) of what lies among the files of a book and is none of them."""
+    """Yield (kind, path) of foreign files in a book's folder."""
     for folder in (os.path.dirname(store.folder), store.folder):
         try:
             with os.scandir(folder) as entries:

@@ -1,8 +1,8 @@
-"""Checkpoints: named points that go with a trainer's weights, and the way back to them.
+"""Checkpoints: named states of a book that belong to a trainer's checkpoints, and rewinding to them.
 
-Invariant: after a rewind every consumer is as it was at the checkpoint, and what it takes next is what it took then.
-Nothing is erased: what is undone stands in the ledger as voided, and the acknowledgements of a record that are not
-voided are as many as its uses. Facts stay: revisions, redactions and deletions are not undone.
+Invariant: after a rewind every consumer is in the state of the checkpoint, and its next leases are those that followed
+it then. Nothing is erased: the ledger marks what is undone as voided, and the acknowledgements of a record that are not
+voided are as many as its uses. Revisions, redactions and deletions are not undone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollbook.book.consumer import (
     save_settings,
     shift_state,
 )
-from rollbook.book.disk import hit
+from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError
 from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, parsed, write_once
 from rollbook.book.read import read_numbers
@@ -53,7 +53,7 @@ class Checkpoint:
     """
 
     name: str
-    made: float
+    created: float
     """Seconds since 1970, by the database's clock."""
     event: int
     """The number of the ledger's event that made it: what has a larger one came later."""
@@ -65,7 +65,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class RewindResult:
-    """What a rewind did."""
+    """The result of a rewind."""
 
     checkpoint: str
     acks: int
@@ -86,30 +86,31 @@ class Point(NamedTuple):
     name: str
     event: int
     seq: int
-    made: float
+    created: float
     state: dict[str, Any]
 
 
 def checkpoint_points(tx: Transaction) -> list[Point]:
-    """Every checkpoint, oldest first."""
+    """Return every checkpoint, oldest first."""
     rows = tx.all("SELECT name, event, seq, made, state FROM checkpoints ORDER BY event")
-    return [_point(*row) for row in rows]
+    return [_point(row) for row in rows]
 
 
-def _point(name: Any, event: Any, seq: Any, created: Any, state: Any) -> Point:
-    """A checkpoint's row, which anybody may have written."""
+def _point(row: Sequence[Any]) -> Point:
+    """Parse a checkpoint's row, which anybody may have written."""
+    name, event, seq, created, state = row
     fields = parsed(state, f"checkpoint {name!r}")
     consumers, version = fields.get("consumers"), fields.get("policy_version")
-    each_told = isinstance(consumers, list) and all(
+    valid = isinstance(consumers, list) and all(
         isinstance(entry, dict) and type(entry.get("id")) is int for entry in consumers
     )
-    if not each_told or any(type(number) is not int for number in (event, seq, 0 if version is None else version)):
+    if not valid or any(type(number) is not int for number in (event, seq, 0 if version is None else version)):
         raise CorruptBookError(f"checkpoint {name!r}: got {str(state)[:100]!r}, expected what every consumer was like")
     return Point(name, event, seq, created, fields)
 
 
 def find_checkpoint(tx: Transaction, name: str) -> Point:
-    """The checkpoint of this name."""
+    """Return the checkpoint of this name, or raise `KeyError`."""
     if not isinstance(name, str):
         raise ValueError(f"checkpoint: got {name!r}, expected its name, as book.checkpoint gave it")
     check_text("checkpoint", name)
@@ -117,7 +118,7 @@ def find_checkpoint(tx: Transaction, name: str) -> Point:
     if row is None:
         names = [repr(checkpoint) for (checkpoint,) in tx.all("SELECT name FROM checkpoints ORDER BY event")]
         raise KeyError(f"checkpoint: got {name!r}, the book has {', '.join(names) or 'none'}")
-    return _point(*row)
+    return _point(row)
 
 
 # --- making and forgetting ----------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
         if keep is not None:
             for old in checkpoint_points(tx)[:-keep]:
                 _forget(tx, old)
-        hit("during checkpoint")
+        hit_failpoint("during checkpoint")
         return used
 
     try:
@@ -157,7 +158,7 @@ def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
 
 
 def _of_token(tx: Transaction, token: str) -> str | None:
-    """The name of the checkpoint that the call with this token made."""
+    """Return the name of the checkpoint that the call with this token created."""
     row = tx.one(
         "SELECT checkpoints.name FROM checkpoints JOIN events ON events.id = checkpoints.event WHERE events.detail = ?",
         (json.dumps({"token": token}),),
@@ -166,7 +167,7 @@ def _of_token(tx: Transaction, token: str) -> str | None:
 
 
 def _is_there(tx: Transaction, name: str, state: str) -> bool:
-    """Whether a checkpoint of this name says the very same; one that says something else is in the way."""
+    """Return whether an identical checkpoint exists; a different one of this name is an error."""
     row = tx.one("SELECT event, state FROM checkpoints WHERE name = ?", (name,))
     if row is None:
         return False
@@ -219,7 +220,7 @@ def list_checkpoints(book: Book) -> list[Checkpoint]:
     """See `Book.checkpoints`."""
     with book.ledger.read() as tx:
         points = checkpoint_points(tx)
-    return [Checkpoint(p.name, p.made, p.event, p.seq, p.state["policy_version"]) for p in points]
+    return [Checkpoint(p.name, p.created, p.event, p.seq, p.state["policy_version"]) for p in points]
 
 
 def forget_checkpoint(book: Book, name: str) -> None:
@@ -248,7 +249,7 @@ def rewind_book(book: Book, name: str, later: str) -> RewindResult:
     check_choice("later", later, ("keep", "drop"))
     with queue.write_drained(book) as tx:
         done = undo_work(tx, book, find_checkpoint(tx, name), later)
-        hit("during rewind")
+        hit_failpoint("during rewind")
     return done
 
 
@@ -276,10 +277,10 @@ def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindRe
             _begin_anew(tx, book, consumer, point, last)
         save_consumer(tx, consumer)
     done = RewindResult(
-        point.name, acks, leases, came, tuple(later_point.name for later_point in reversed(forgotten)), lineage.number
+        point.name, acks, leases, came, tuple(newer.name for newer in reversed(forgotten)), len(lineage.branches)
     )
     detail = {
-        "lineage": lineage.number,
+        "lineage": len(lineage.branches),
         "event": point.event,
         "acks": acks,
         "leases": leases,
@@ -312,7 +313,7 @@ def void_leases(tx: Transaction, reason: str) -> int:
 
 
 def _let_go(tx: Transaction, seq: int) -> None:
-    """Records that came after the checkpoint are gone, and their ids are free; what was deleted stays deleted."""
+    """Mark the records after the checkpoint as rewound, which frees their ids; deleted ones stay deleted."""
     tx.run(
         compaction.MARK.format("SELECT DISTINCT segment, 0 FROM records WHERE seq > ? AND segment IS NOT NULL"), (seq,)
     )
@@ -325,7 +326,7 @@ def _let_go(tx: Transaction, seq: int) -> None:
 
 
 def _revised(tx: Transaction, point: Point) -> list[int]:
-    """Records of the checkpoint that were revised since and are still there."""
+    """Return the records of the checkpoint that were revised since and still exist."""
     rows = tx.all(
         "SELECT seq FROM records WHERE gone IS NULL AND seq <= ? AND seq IN "
         "(SELECT seq FROM events WHERE id > ? AND kind IN ('revised', 'redacted')) ORDER BY seq",
@@ -335,7 +336,7 @@ def _revised(tx: Transaction, point: Point) -> list[int]:
 
 
 def _shifted(state: dict[str, Any], point: Point, last: int) -> dict[str, Any]:
-    """A consumer's state for which the record after number `last` is the one after the checkpoint's last."""
+    """Shift a consumer's state, so that the record after number `last` follows the checkpoint's last record."""
     if last == point.seq:
         return dict(state)
     return {
@@ -345,7 +346,7 @@ def _shifted(state: dict[str, Any], point: Point, last: int) -> dict[str, Any]:
 
 
 def _begin_anew(tx: Transaction, book: Book, consumer: Consumer, point: Point, last: int) -> None:
-    """A consumer that was made after the checkpoint: its settings stay, and it has taken nothing yet."""
+    """Reset a consumer that was created after the checkpoint, except its settings."""
     for table in ("work", "groups", "tallies", "work_before", "groups_before"):
         tx.run(f"DELETE FROM {table} WHERE consumer = ?", (consumer.id,))
     consumer.state, consumer.grouped, consumer.floor = _shifted({}, point, last), False, None
@@ -399,7 +400,7 @@ def _put_back(
 
 
 def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[str, list[queue.Row]]:
-    """Rows as they were at the checkpoint, leased ones as waiting; those whose bytes are gone since, by the reason."""
+    """Restore rows as of the checkpoint, leased ones as waiting; drop those whose bytes are gone since."""
     lost: dict[str, list[queue.Row]] = {}
     last = 0
     while True:
@@ -464,7 +465,7 @@ def _follow_revisions(
 
 
 def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
-    """Records that came after the checkpoint, as if they came now: those that were kept wait. Their groups."""
+    """Offer the records after the checkpoint as if they came now, and return their groups."""
     lineage = queue.read_lineage(tx)
     bounded = consumer.settings.max_staleness is not None
     floor = queue.version_floor(lineage.announced, consumer.settings.max_staleness)

@@ -1,12 +1,12 @@
-"""Compaction: bytes that nobody needs leave the store, and many small segments become few.
+"""Compaction: remove bytes that are not needed any more, and merge small segments.
 
-Invariant: whatever the ledger points to is in the store. Records are copied first, then the ledger points to the copies
-(only where it still pointed to what was copied), then what nothing points to any more is removed, each removal checked
-in the transaction that does it. A compactor that dies, or that another one overtakes, leaves bytes too many, never too
-few; a record is moved whole and unharmed, or stays where it is.
+Invariant: everything that the ledger refers to is in the store. Records are copied first, then the ledger is changed to
+refer to the copies (unless it was changed meanwhile), then segments without references are removed, each after a check
+in the same transaction. A compaction that dies, or that another one overtakes, leaves too many bytes, never too few. A
+record is moved completely and verified, or stays where it is.
 
-A row of `orphans` says since when a segment has been seen without anything pointing to it; 0: the ledger once spoke of
-it, so that no append can be on its way to it, and it may go at once.
+A row of `orphans` has the time since when nothing refers to a segment. 0 means that the ledger referred to it before:
+no append can be about to use it, and it may be removed at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollbook.book import media, queue
 from rollbook.book.consumer import all_consumers, delete_removed_consumers
 from rollbook.book.content_hash import printed_ids
-from rollbook.book.disk import hit
+from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import CorruptBookError, MissingSegmentError, SegmentBusyError
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.media import open_blob
@@ -50,8 +50,11 @@ MARK = "INSERT INTO orphans (segment, seen) {} ON CONFLICT (segment) DO UPDATE S
 
 
 def _done_with(tx: Transaction, condition: str) -> str | None:
-    """The end of a query of `work` and `records` for what every consumer is done with, as `condition` says of its row
-    (`mine`), and what no kept checkpoint would bring back; `None` if there is no consumer."""
+    """Return the end of a query of `work` and `records` for records that every consumer is done with.
+
+    `condition` says so of a consumer's row (`mine`). Records that a checkpoint may need again are left out. Without a
+    consumer the result is `None`.
+    """
     first = tx.one("SELECT MIN(id) FROM consumers")[0]
     if first is None:
         return None
@@ -70,7 +73,7 @@ def _done_with(tx: Transaction, condition: str) -> str | None:
 
 
 def _evicted(tx: Transaction) -> str | None:
-    """`_done_with` what was dropped before it was ever used, by a rule; what a consumer keeps to look at is not."""
+    """Apply `_done_with` to records that a rule dropped before their first use, unless `keep_stale` keeps them."""
     keep = [group.id for group in all_consumers(tx) if group.settings.keep_stale]
     condition = f" AND NOT (mine.reason = 'stale' AND consumers.id IN ({','.join(map(str, keep))}))" if keep else ""
     reasons = ",".join(f"'{reason}'" for reason in _EVICTED)
@@ -78,7 +81,7 @@ def _evicted(tx: Transaction) -> str | None:
 
 
 def _finished(tx: Transaction) -> str | None:
-    """`_done_with` what was trained or dropped."""
+    """Apply `_done_with` to trained and dropped records."""
     return _done_with(tx, "mine.state IN ('trained', 'dropped')")
 
 
@@ -110,7 +113,7 @@ def purge(book: Book) -> int:
 
 
 def _take_bytes(tx: Transaction, reasons: Sequence[tuple[int, str]]) -> int:
-    """Records (number, reason) that have no bytes from now on; the ledger keeps them."""
+    """Detach the bytes of records (number, reason); the ledger keeps their rows."""
     for marks, part in chunks([seq for seq, _ in reasons]):
         tx.run(MARK.format(f"SELECT DISTINCT segment, 0 FROM records WHERE seq IN ({marks})"), part)
         tx.run(f"DELETE FROM media_uses WHERE seq IN ({marks})", part)
@@ -227,7 +230,7 @@ def look_for_forgotten(book: Book) -> None:
 
 
 def _holds_bytes(book: Book, segment: str, size: int, names: set[str]) -> bool:
-    """Whether a segment holds, among what nothing points to, a record of one of these ids or a medium that is gone."""
+    """Return whether the unreferenced parts of a segment hold a record of one of these ids or a medium that is gone."""
     live: defaultdict[int, set[int]] = defaultdict(set)
     with book.ledger.read() as tx:
         for start, slot in tx.all("SELECT start, slot FROM records WHERE segment = ?", (segment,)):
@@ -279,7 +282,7 @@ _POINT = "during compaction"
 
 @dataclass(slots=True)
 class CompactionResult:
-    """What a compaction did."""
+    """The result of a compaction."""
 
     before: int = 0
     """Bytes in the store."""
@@ -309,9 +312,9 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
     done = CompactionResult(before=sum(book.store.segments().values()))
     delete_removed_consumers(book.ledger)
     done.purged = purge(book)
-    hit(_POINT)
+    hit_failpoint(_POINT)
     look_for_forgotten(book)
-    hit(_POINT)
+    hit_failpoint(_POINT)
     for names in _chosen(book, garbage, small):
         _move(book, names, done)
     done.removed += _sweep(book, grace)
@@ -328,7 +331,7 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
 
 
 def _chosen(book: Book, garbage: float, small: int) -> list[list[str]]:
-    """The segments to write anew, in the order of their age, those together that fit into one copy."""
+    """Return the segments to rewrite, oldest first, in groups that fit into one copy."""
     sizes = book.store.segments()
     with book.ledger.read() as tx:
         live: Counter[str] = Counter()
@@ -363,7 +366,7 @@ def _chosen(book: Book, garbage: float, small: int) -> list[list[str]]:
 
 
 def _share(live: int, size: int) -> float:
-    """How much of a segment is not needed."""
+    """Return the share of a segment that is not needed."""
     return 1.0 - live / max(size - ALIGN, 1)
 
 
@@ -380,7 +383,7 @@ def _tiers(sizes: dict[str, int]) -> dict[int, list[str]]:
 
 
 def _mergeable(book: Book, names: Sequence[str]) -> list[str]:
-    """Those without a writer, if they are enough for a merge to be worth it."""
+    """Return the segments without a writer, if a merge is worth it."""
     idle = [name for name in names if not book.store.busy(name)] if len(names) >= MERGE else []
     return idle if len(idle) >= MERGE else []
 
@@ -416,7 +419,7 @@ class _Copies:
         self.owners: list[list[_Row] | _Medium] = []
         self.size = 0
 
-    def add(self, part: Any, owner: list[_Row] | _Medium) -> None:
+    def add(self, part: bytes | bytearray | memoryview, owner: list[_Row] | _Medium) -> None:
         self.parts.append(part)
         self.owners.append(owner)
         self.size += len(part)
@@ -455,7 +458,7 @@ def _move(book: Book, names: Sequence[str], done: CompactionResult) -> None:
 
 
 def _pieces(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
-    """Records of adjacent numbers, as many as go into a frame."""
+    """Yield records of adjacent numbers, as many as fit into a frame."""
     piece: list[_Row] = []
     room = FRAME_BYTES
     for row in rows:
@@ -471,7 +474,7 @@ def _pieces(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
 def _gathered(
     frames: Frames, piece: Sequence[_Row], done: CompactionResult
 ) -> Iterator[tuple[Experiences, list[_Row]]]:
-    """The records of a piece, in order, every byte checked; those together whose columns are of one type."""
+    """Read and verify the records of a piece, in order; those with columns of the same types together."""
     parts: list[Experiences] = []
     rows: list[_Row] = []
     kinds: dict[str, Any] = {}
@@ -501,7 +504,7 @@ def _gathered(
 
 
 def _blob(book: Book, medium: _Medium, done: CompactionResult) -> memoryview | None:
-    """A medium's bytes, checked; `None` if they are gone or damaged."""
+    """Read and verify a medium; return `None` if it is gone or damaged."""
     try:
         view = book.store.get(Place(*medium[1:]))
         digest = open_blob(view).hash
@@ -521,9 +524,9 @@ def _put(book: Book, names: Sequence[str], copies: _Copies, done: CompactionResu
     """Put copies of `least` bytes or more in the store and have the ledger point to them; what is still to be put."""
     if copies.size < least:
         return copies
-    hit(_POINT)
+    hit_failpoint(_POINT)
     places = book.store.put(copies.parts)
-    hit(_POINT)
+    hit_failpoint(_POINT)
     fresh = places[0].segment
     records: list[tuple[Any, ...]] = []
     media: list[tuple[Any, ...]] = []
@@ -541,7 +544,7 @@ def _put(book: Book, names: Sequence[str], copies: _Copies, done: CompactionResu
         part = slice(start, start + POINTED_AT_ONCE)
         if not _repoint(book, names, fresh, records[part], media[part], copies.size, start == starts[-1], done):
             return _Copies()
-        hit(_POINT)
+        hit_failpoint(_POINT)
     return _Copies()
 
 
@@ -611,7 +614,7 @@ def _remove(book: Book, names: Sequence[str]) -> int:
                 tx.run("DELETE FROM orphans WHERE segment = ?", (name,))
                 tx.run("DELETE FROM purges WHERE segment = ?", (name,))
                 count += there
-        hit(_POINT)
+        hit_failpoint(_POINT)
     return count
 
 
@@ -680,7 +683,7 @@ _compactors: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _join_compactors() -> None:
-    """A daemon thread that the interpreter stops inside Arrow's code would abort the process."""
+    """Wait for compactions: a daemon thread that is stopped inside Arrow's code would abort the process."""
     for thread in list(_compactors):
         thread.join(10.0)
 

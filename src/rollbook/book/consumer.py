@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book.errors import CorruptBookError, UnknownConsumerError
-from rollbook.book.ledger import Ledger, Transaction, check_text, check_writable, chunks, parsed
-from rollbook.book.sampler import SAMPLERS, First, Item, Priority, Sampler, State, built, described
+from rollbook.book.ledger import Ledger, LedgerValue, Transaction, check_text, check_writable, chunks, parsed
+from rollbook.book.sampler import SAMPLERS, First, Item, Priority, Sampler, State, part_from_json, part_to_json
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=64)
 def exact(number: float) -> Fraction:
-    """The number as it is written: sums of it are not off by a rounding, at which both sides could wait.
+    """Return the decimal number that `repr` prints, without the rounding error of a float.
 
     >>> exact(0.1) * 3 == exact(0.3)
     True
@@ -33,14 +33,18 @@ def exact(number: float) -> Fraction:
 
 
 def _at_least(bound: Fraction) -> str:
-    """A number to write that is not below the bound."""
+    """Format a number that is at least the bound."""
     near = float(bound)
     return repr(near if exact(near) >= bound else math.nextafter(near, math.inf)).removesuffix(".0")
 
 
 @dataclass(frozen=True)
 class MaxSize:
-    """At most `size` records wait when records have come; the oldest (or those of the worst rank) make room for them.
+    """Remover: keep at most `size` waiting records.
+
+    Args:
+        size: The maximum.
+        drop: Which records to drop when new ones arrive: `"oldest"`, or `"worst"` by the sampler's rank.
 
     >>> MaxSize(10_000).drop
     'oldest'
@@ -56,7 +60,7 @@ class MaxSize:
 
 @dataclass(frozen=True)
 class MaxAge:
-    """Nothing waits longer than `seconds` after it was admitted."""
+    """Remover: drop records that have waited longer than `seconds` since they were admitted."""
 
     seconds: float
 
@@ -67,7 +71,10 @@ class MaxAge:
 
 @dataclass(frozen=True)
 class MaxUses:
-    """A record is handed out until it was acknowledged `uses` times; `None`: for ever. Without this part: once."""
+    """Remover: lease a record until it was acknowledged `uses` times, or without limit if `None`.
+
+    Without this part a record is used once.
+    """
 
     uses: int | None
 
@@ -78,7 +85,7 @@ class MaxUses:
 
 @dataclass(frozen=True)
 class MinSize:
-    """Nothing is handed out before `size` records wait, rest or are leased."""
+    """Rate limiter: lease nothing until `size` records are waiting, cooling down or leased."""
 
     size: int
 
@@ -88,19 +95,28 @@ class MinSize:
 
 @dataclass(frozen=True)
 class SamplesToInserts:
-    """Keep the records handed out near `ratio` times the records brought, within `slack` records either way.
+    """Rate limiter: keep the number of leased records within `slack` of `ratio` times the number of appended records.
 
-    Whoever is ahead waits: `append` while too much is unread (back-pressure), `lease` while too little is there. With
-    `c = inserts * ratio - samples - min_size * ratio`, a lease of k needs `c - k >= -slack`, an append of m needs
-    `c + m * ratio <= slack`. `lease_size` and `append_size` are the largest of each that will be asked for. What was
-    given up (dropped, too old, too many) counts on neither side. Numbers mean what they print: 0.1 is a tenth.
+    The side that is ahead waits: `append` (back-pressure) or `lease`. With
+    `c = inserts * ratio - samples - min_size * ratio`, a lease of k needs `c - k >= -slack`, and an append of m needs
+    `c + m * ratio <= slack`. Dropped records count on neither side. Numbers are exact decimals: 0.1 is a tenth.
+
+    Args:
+        ratio: Leased records per appended record.
+        slack: Allowed difference, in leased records.
+        min_size: Lease nothing before so many records were appended.
+        lease_size: Size of the largest lease.
+        append_size: Size of the largest append.
+
+    Raises:
+        ValueError: The slack is so small that leases and appends could wait for each other forever.
 
     >>> SamplesToInserts(ratio=2.0, slack=64, lease_size=64, append_size=8).inserts_left(0, 0)
     32
     >>> SamplesToInserts(ratio=1.0, slack=4, lease_size=64, append_size=8)
     Traceback (most recent call last):
         ...
-    ValueError: SamplesToInserts: with slack 4.0, leases of 64 and appends of 8 could wait for each other for ever; \
+    ValueError: SamplesToInserts: with slack 4.0, leases of 64 and appends of 8 could wait for each other forever; \
 expected a slack of at least 36
     """
 
@@ -126,7 +142,7 @@ expected a slack of at least 36
         if exact(self.slack) < needed:
             raise ValueError(
                 f"SamplesToInserts: with slack {self.slack}, leases of {self.lease_size} and appends of "
-                f"{self.append_size} could wait for each other for ever; expected a slack of at least "
+                f"{self.append_size} could wait for each other forever; expected a slack of at least "
                 f"{_at_least(needed)}"
             )
 
@@ -134,24 +150,41 @@ expected a slack of at least 36
         return (inserts - self.min_size) * exact(self.ratio) - samples
 
     def samples_left(self, inserts: int, samples: int) -> int:
-        """How many records may be handed out now."""
+        """Return how many records may be leased now.
+
+        Args:
+            inserts: Records appended so far.
+            samples: Records leased so far.
+        """
         if inserts < self.min_size:
             return 0
         return max(math.floor(self._cursor(inserts, samples) + exact(self.slack)), 0)
 
     def inserts_left(self, inserts: int, samples: int) -> int:
-        """How many records may be brought now."""
+        """Return how many records may be appended now.
+
+        Args:
+            inserts: Records appended so far.
+            samples: Records leased so far.
+        """
         return max(math.floor((exact(self.slack) - self._cursor(inserts, samples)) / exact(self.ratio)), 0)
 
 
-REMOVERS: dict[str, type] = {kind.__name__: kind for kind in (MaxSize, MaxAge, MaxUses)}
-LIMITERS: dict[str, type] = {kind.__name__: kind for kind in (MinSize, SamplesToInserts)}
+Remover = MaxSize | MaxAge | MaxUses
+Limiter = MinSize | SamplesToInserts
+REMOVERS: dict[str, type[Remover]] = {"max_size": MaxSize, "max_age": MaxAge, "max_uses": MaxUses}
+LIMITERS: dict[str, type[Limiter]] = {"min_size": MinSize, "samples_to_inserts": SamplesToInserts}
+"""Removers and rate limiters by name, as in the saved settings of a consumer."""
 
 
 def check_together(
-    removers: tuple[Any, ...], limiters: tuple[Any, ...], uses: int | None, group_size: int | None, partial: bool
+    removers: Sequence[Remover],
+    limiters: Sequence[Limiter],
+    uses: int | None,
+    group_size: int | None,
+    partial: bool,
 ) -> None:
-    """Raise `ValueError` if these parts could keep leases or appends waiting for ever."""
+    """Raise `ValueError` if these parts could keep leases or appends waiting forever."""
     for kind in (*REMOVERS.values(), *LIMITERS.values()):
         if sum(isinstance(part, kind) for part in (*removers, *limiters)) > 1:
             raise ValueError(f"{kind.__name__}: got it twice, expected it once")
@@ -160,19 +193,19 @@ def check_together(
         floor = part.size if isinstance(part, MinSize) else part.min_size
         if most is not None and floor > most:
             raise ValueError(
-                f"{type(part).__name__}: nothing is handed out before {floor} records are there, and MaxSize keeps at "
-                f"most {most}: no lease would ever be given"
+                f"{type(part).__name__}: nothing is leased before {floor} records are present, but MaxSize keeps at "
+                f"most {most}: no lease would ever succeed"
             )
         if isinstance(part, SamplesToInserts) and uses is not None and part.ratio > uses:
             raise ValueError(
-                f"SamplesToInserts.ratio: got {part.ratio}, but each record is handed out at most {uses} time(s): "
-                "samples could never keep up and appends would wait for ever; expected a ratio of at most "
+                f"SamplesToInserts.ratio: got {part.ratio}, but each record is leased at most {uses} time(s): "
+                "samples could never keep up and appends would wait forever; expected a ratio of at most "
                 f"{uses}, or a larger MaxUses"
             )
         if isinstance(part, SamplesToInserts) and group_size and part.lease_size < group_size:
             raise ValueError(
-                f"SamplesToInserts.lease_size: got {part.lease_size}, but groups have {group_size} runs and are handed "
-                "out whole; expected at least one group"
+                f"SamplesToInserts.lease_size: got {part.lease_size}, but groups have {group_size} runs and are "
+                "leased as a whole; expected at least one group"
             )
         if isinstance(part, SamplesToInserts):
             # All but one of them may be there, and none of those is handed out: the next append has to fit in.
@@ -181,8 +214,8 @@ def check_together(
             needed = (unseen - 1 + part.append_size - part.min_size) * exact(part.ratio)
             if unseen and exact(part.slack) < needed:
                 raise ValueError(
-                    f"SamplesToInserts.slack: got {part.slack}, but nothing is handed out before {unseen} records are "
-                    f"there: appends would wait for ever; expected at least {_at_least(needed)}"
+                    f"SamplesToInserts.slack: got {part.slack}, but nothing is leased before {unseen} records are "
+                    f"present: appends would wait forever; expected at least {_at_least(needed)}"
                 )
     if most is not None and group_size and group_size > most and not partial:
         raise ValueError(
@@ -203,54 +236,49 @@ NUMBERS = (
     "step",
     "group_size",
 )
-"""The tags of a record that are numbers."""
+"""Numeric index columns of a record."""
 
 
 @dataclass(frozen=True)
 class ConsumerConfig:
-    """How one consumer group takes records.
-
-    `sampler` orders what waits (first in, first out); `removers` and `limiters` are any of those of `rollbook.book`.
-    Without `MaxUses` a record is trained on once, by every sampler but `Priority`. `max_staleness`: how many policy
-    versions behind the announced one a record's oldest token may be; `keep_stale` keeps the bytes of those too old.
-    `group_size`: how many runs make a group whose records do not say so; `partial_after`: seconds after which an
-    incomplete group is handed out as it is. `lease_seconds`: how long a lease lives without progress, and so how long
-    the records of a holder that was killed are away. `max_attempts`: how often a record may be leased in vain before it
-    is dropped. `seed`: of the samplers' chance.
+    """Settings of a consumer group.
 
     >>> ConsumerConfig().max_uses, ConsumerConfig(sampler=Priority()).max_uses
     (1, None)
     """
 
     sampler: Sampler = field(default_factory=First)
-    removers: tuple[Any, ...] = ()
-    limiters: tuple[Any, ...] = ()
+    """Order of the waiting records."""
+    removers: tuple[Remover, ...] = ()
+    """Any of `MaxSize`, `MaxAge`, `MaxUses`. Without `MaxUses` a record is used once, except by `Priority`."""
+    limiters: tuple[Limiter, ...] = ()
+    """Any of `MinSize`, `SamplesToInserts`."""
     max_staleness: int | None = None
     """How many policy versions behind the announced one a record's oldest token may be."""
     keep_stale: bool = False
-    """Whether the bytes of records that are too old are kept for inspection."""
+    """Keep the bytes of stale records for inspection."""
     group_size: int | None = None
-    """How many runs make a group whose records do not say so."""
+    """Number of runs in a group whose records do not state it."""
     partial_after: float | None = None
-    """Seconds after which an incomplete group is handed out as it is; `None`: never."""
+    """Seconds after which an incomplete group is leased; `None` for never."""
     lease_seconds: float = 300.0
-    """How long a lease lives without progress."""
+    """Seconds without progress after which a lease ends, and the records of a holder that died are offered again."""
     max_attempts: int | None = None
     """How often a record may be given back before it is dropped."""
     seed: int = 0
+    """Seed of random samplers."""
 
     def __post_init__(self) -> None:
-        if (
-            type(self.sampler).__name__ not in SAMPLERS
-            or type(self.sampler) is not SAMPLERS[type(self.sampler).__name__]
-        ):
-            raise ValueError(f"sampler: got {self.sampler!r}, expected one of {', '.join(SAMPLERS)}")
+        if type(self.sampler) not in SAMPLERS.values():
+            names = ", ".join([kind.__name__ for kind in SAMPLERS.values()])
+            raise ValueError(f"sampler: got {self.sampler!r}, expected one of {names}")
         for name, kinds in (("removers", REMOVERS), ("limiters", LIMITERS)):
             setting = getattr(self, name)
             parts = setting if isinstance(setting, (list, tuple)) else (setting,)
             for part in parts:
                 if type(part) not in kinds.values():
-                    raise ValueError(f"{name}: got {part!r}, expected any of {', '.join(kinds)}")
+                    expected = ", ".join([kind.__name__ for kind in kinds.values()])
+                    raise ValueError(f"{name}: got {part!r}, expected any of {expected}")
             object.__setattr__(self, name, tuple(parts))
         if self.max_staleness is not None:
             check_int("max_staleness", self.max_staleness)
@@ -275,32 +303,36 @@ class ConsumerConfig:
     def _part(self, kind: type) -> Any:
         return next((part for part in (*self.removers, *self.limiters) if type(part) is kind), None)
 
-    @property
+    @cached_property
     def max_uses(self) -> int | None:
-        """After how many acknowledgements a record is done; `None`: never."""
+        """Number of acknowledgements after which a record is done; `None` for no limit."""
         part = self._part(MaxUses)
         limits = [part.uses if part is not None else None if isinstance(self.sampler, Priority) else 1]
         if isinstance(self.sampler, Priority):
             limits.append(self.sampler.most)
         return min((most for most in limits if most is not None), default=None)
 
-    @property
+    @cached_property
     def max_size(self) -> MaxSize | None:
+        """The `MaxSize` remover, if any."""
         part: MaxSize | None = self._part(MaxSize)
         return part
 
-    @property
+    @cached_property
     def max_age(self) -> float | None:
+        """Seconds that a record may wait, or `None`."""
         part = self._part(MaxAge)
         return None if part is None else float(part.seconds)
 
-    @property
+    @cached_property
     def min_size(self) -> int:
+        """Number of records that must be present before a lease, 0 for none."""
         part = self._part(MinSize)
         return 0 if part is None else int(part.size)
 
-    @property
+    @cached_property
     def ratio(self) -> SamplesToInserts | None:
+        """The `SamplesToInserts` limiter, if any."""
         part: SamplesToInserts | None = self._part(SamplesToInserts)
         return part
 
@@ -310,17 +342,24 @@ class ConsumerConfig:
         return bool(self.removers) or self.max_staleness is not None
 
     def to_json(self) -> str:
-        """As the ledger keeps it."""
+        """Return the settings as JSON, as the ledger stores them."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain["sampler"] = described(self.sampler)
-        plain["removers"] = [described(part) for part in self.removers]
-        plain["limiters"] = [described(part) for part in self.limiters]
+        plain["sampler"] = part_to_json(SAMPLERS, self.sampler)
+        plain["removers"] = [part_to_json(REMOVERS, part) for part in self.removers]
+        plain["limiters"] = [part_to_json(LIMITERS, part) for part in self.limiters]
         # Numbers of numpy are numbers too.
         return json.dumps(plain, sort_keys=True, default=lambda n: int(n) if hasattr(n, "__index__") else float(n))
 
     @classmethod
     def from_json(cls, text: str) -> ConsumerConfig:
-        """Back from the ledger; a part that this version does not know is refused."""
+        """Parse settings from JSON.
+
+        Args:
+            text: The result of `to_json`.
+
+        Raises:
+            ValueError: A setting or a part is unknown or invalid.
+        """
         plain = json.loads(text)
         names = {f.name for f in fields(cls)}
         if not isinstance(plain, dict) or not names.issuperset(plain):
@@ -328,17 +367,24 @@ class ConsumerConfig:
         for name in ("sampler", "removers", "limiters"):
             if name not in plain or (name != "sampler" and not isinstance(plain[name], list)):
                 raise ValueError(f"a consumer's settings: {name}: got {plain.get(name)!r}, expected what it is made of")
-        plain["sampler"] = built(SAMPLERS, "sampler", plain["sampler"])
-        plain["removers"] = tuple(built(REMOVERS, "remover", part) for part in plain["removers"])
-        plain["limiters"] = tuple(built(LIMITERS, "limiter", part) for part in plain["limiters"])
+        plain["sampler"] = part_from_json(SAMPLERS, "sampler", plain["sampler"])
+        plain["removers"] = tuple([part_from_json(REMOVERS, "remover", part) for part in plain["removers"]])
+        plain["limiters"] = tuple([part_from_json(LIMITERS, "limiter", part) for part in plain["limiters"]])
         return cls(**plain)
 
     def changed(self, options: dict[str, Any]) -> ConsumerConfig:
-        """These settings with some of them replaced."""
+        """Return a copy with some settings replaced.
+
+        Args:
+            options: New values by name.
+
+        Raises:
+            ValueError: A setting is unknown or invalid.
+        """
         by_name = {f.name: f for f in fields(self)}
         for name in options:
             if name not in by_name:
-                raise ValueError(f"consumer: {name!r} is none of its settings{suggest(name, by_name)}")
+                raise ValueError(f"consumer: unknown setting {name!r}{suggest(name, by_name)}")
         return replace(self, **options)
 
 
@@ -346,8 +392,8 @@ _MAX_NUMBER = 1 << 20  # characters of settings or of a sampler's state; both ar
 
 
 @lru_cache(maxsize=64)
-def parse_settings(text: Any) -> ConsumerConfig:
-    """ConsumerConfig from a ledger that anybody may have written."""
+def parse_settings(text: LedgerValue) -> ConsumerConfig:
+    """Parse settings from a ledger, which anybody may have written."""
     if not isinstance(text, str) or len(text) > _MAX_NUMBER:
         raise CorruptBookError(f"a consumer's settings: got {str(text)[:100]!r}, expected a short text")
     try:
@@ -356,8 +402,11 @@ def parse_settings(text: Any) -> ConsumerConfig:
         raise CorruptBookError(f"a consumer's settings: got {text[:100]!r}, which cannot be read: {error}") from None
 
 
-def parse_state(text: Any) -> State:
-    """A sampler's state from a ledger that anybody may have written: finite numbers, by name or in a list or dict.
+def parse_state(text: LedgerValue) -> State:
+    """Parse a sampler's state from a ledger, which anybody may have written: numbers, or lists or dicts of numbers.
+
+    Raises:
+        CorruptBookError: It is not valid JSON, or a number is not finite.
 
     >>> parse_state('{"clock": 1.5, "ready": [2, 2.0]}')["ready"]
     [2, 2.0]
@@ -368,19 +417,18 @@ def parse_state(text: Any) -> State:
     for name, value in state.items():
         shaped = {"ready": list, "shifts": list, "rounds": dict, "group_rounds": dict}.get(name, (int, float))
         numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-        if (
-            not isinstance(value, shaped)
-            or (name == "ready" and len(numbers) != 2)
-            or (name == "shifts" and len(numbers) % 2)
-            or not all(math.isfinite(n) if type(n) is float else type(n) is int and abs(n) < 2**63 for n in numbers)
-        ):
+        valid = isinstance(value, shaped)
+        valid &= (name != "ready" or len(numbers) == 2) and (name != "shifts" or len(numbers) % 2 == 0)
+        for number in numbers:
+            valid &= math.isfinite(number) if type(number) is float else type(number) is int and abs(number) < 2**63
+        if not valid:
             raise CorruptBookError(f"a sampler's state: {name[:40]}: got {str(value)[:100]}, expected finite numbers")
     return state
 
 
 @dataclass
 class Consumer:
-    """A consumer group as one transaction sees it."""
+    """A consumer group, as one transaction sees it."""
 
     id: int
     name: str
@@ -393,14 +441,9 @@ class Consumer:
     """Waiting records whose oldest token is older than this version have been dropped."""
     generation: int
     waiting: float = 0.0
-    """Until when somebody waits for records, by the database's clock."""
+    """Until when a lease waits for records, by the database's clock."""
     saved: tuple[Any, ...] = ()
-    """What the ledger has, so that nothing is written that has not changed."""
-
-    def as_saved(self) -> tuple[Any, ...]:
-        """The values that a transaction may change, as the ledger keeps them."""
-        state = json.dumps(self.state)
-        return state, int(self.grouped), self.inserts, self.samples, self.floor, self.generation
+    """The values that the ledger has, so that `save_consumer` writes only changes."""
 
     def item(self, seq: int, uses: int, version: int | None, value: float | None, *, group: bool = False) -> Item:
         """Return what the sampler sees of a record or a group."""
@@ -410,8 +453,9 @@ class Consumer:
 
 
 def shift_state(state: State, seq: int) -> int:
-    """How many records that rewinds dropped are before this one: what is brought again after a rewind is ranked, by
-    order or by chance, as it was the first time.
+    """Return how many records before this one were dropped by rewinds.
+
+    Ranks do not count them, so that records that are appended again after a rewind get the ranks of the first time.
 
     >>> shift_state({"shifts": [20, 10, 30, 15]}, 20), shift_state({"shifts": [20, 10, 30, 15]}, 21)
     (0, 10)
@@ -423,42 +467,59 @@ def shift_state(state: State, seq: int) -> int:
 _COLUMNS = "id, name, settings, state, grouped, inserts, samples, floor, generation, waiting"
 
 
-def _consumer(row: Any) -> Consumer:
-    id_, name, settings, state, grouped, inserts, samples, floor, generation, waiting = row
-    if any(type(n) is not int for n in (id_, grouped, inserts, samples, generation, 0 if floor is None else floor)):
-        raise CorruptBookError(f"consumer {name!r}: got {row[4:]!r}, expected whole numbers")
-    consumer = Consumer(
-        id_, name, parse_settings(settings), parse_state(state), bool(grouped), inserts, samples, floor, generation
-    )
-    consumer.waiting = waiting if isinstance(waiting, float) else 0.0
-    consumer.saved = (state, grouped, inserts, samples, floor, generation)
-    return consumer
-
-
 SELECT_CONSUMERS = f"SELECT {_COLUMNS} FROM consumers ORDER BY id"
 SELECT_CONSUMER = f"SELECT {_COLUMNS} FROM consumers WHERE name = ?"
 """Queries whose rows `parse_consumers` reads."""
 
 
-def parse_consumers(rows: Iterable[Any]) -> list[Consumer]:
-    """Consumers from rows of the ledger."""
-    return list(map(_consumer, rows))
+def parse_consumers(rows: Iterable[Sequence[Any]]) -> list[Consumer]:
+    """Parse rows of `SELECT_CONSUMERS` or `SELECT_CONSUMER`.
+
+    Raises:
+        CorruptBookError: A value has the wrong type; SQLite stores text in a column of numbers, too.
+    """
+    consumers = []
+    for row in rows:
+        number, name, settings, state, grouped, inserts, samples, floor, generation, waiting = row
+        if {*map(type, (number, grouped, inserts, samples, generation, 0 if floor is None else floor))} != {int}:
+            raise CorruptBookError(f"consumer {name!r}: got {row[4:]!r}, expected whole numbers")
+        consumer = Consumer(
+            number,
+            name,
+            parse_settings(settings),
+            parse_state(state),
+            bool(grouped),
+            inserts,
+            samples,
+            floor,
+            generation,
+            waiting if isinstance(waiting, float) else 0.0,
+            saved=(state, grouped, inserts, samples, floor, generation),
+        )
+        consumers.append(consumer)
+    return consumers
 
 
 def all_consumers(tx: Transaction) -> list[Consumer]:
-    """Every consumer of the book, in the order they were made."""
+    """Return every consumer of the book, in the order of creation."""
     return parse_consumers(tx.all(SELECT_CONSUMERS))
 
 
 def find_consumer(tx: Transaction, name: str, lock: bool = False) -> Consumer | None:
-    """The consumer of this name; with `lock`, no other transaction changes its queue until this one ends."""
+    """Return the consumer of this name, or `None`.
+
+    Args:
+        tx: The transaction.
+        name: The consumer's name.
+        lock: Lock its row, so that no other transaction changes its queue until this one ends.
+    """
     check_text("consumer", name, 1, 200)
-    row = tx.one(f"{SELECT_CONSUMER}{tx.lock_row() if lock else ''}", (name,))
-    return None if row is None else _consumer(row)
+    rows = tx.all(f"{SELECT_CONSUMER}{tx.for_update if lock else ''}", (name,))
+    return parse_consumers(rows)[0] if rows else None
 
 
 def get_consumer(tx: Transaction, name: str) -> Consumer:
-    """The consumer of this name, which must be there."""
+    """Return the consumer of this name, or raise `UnknownConsumerError`."""
     consumer = find_consumer(tx, name)
     if consumer is None:
         names = [row[0] for row in tx.all("SELECT name FROM consumers ORDER BY id")]
@@ -467,12 +528,12 @@ def get_consumer(tx: Transaction, name: str) -> Consumer:
 
 
 def unknown_consumer(name: str, names: list[str]) -> UnknownConsumerError:
-    """The error for a name that is none of the book's consumers."""
-    return UnknownConsumerError(f"consumer: got {name!r}, which the book does not have{suggest(name, names)}")
+    """Return the error for an unknown consumer."""
+    return UnknownConsumerError(f"consumer: unknown consumer group {name!r}{suggest(name, names)}")
 
 
 def create_consumer(tx: Transaction, name: str, settings: ConsumerConfig) -> Consumer:
-    """A new consumer; its waiting room is empty until `work.enrol` fills it."""
+    """Create a consumer; `queue.backfill_consumer` offers it the records of the book."""
     number = 1 + _last_number(tx)
     tx.run(
         f"INSERT INTO consumers (made, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, 0, 0, 0, NULL, 0, NULL)",
@@ -482,14 +543,14 @@ def create_consumer(tx: Transaction, name: str, settings: ConsumerConfig) -> Con
 
 
 def _last_number(tx: Transaction) -> int:
-    """The largest number that a consumer has or had: events of one that was removed keep its number."""
+    """Return the largest number that a consumer has or had; events keep the numbers of removed ones."""
     last = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM consumers")[0])
     row = tx.one("SELECT value FROM meta WHERE key = 'last_consumer'")
     return last if row is None else max(last, _numberof("last_consumer", row[0]))
 
 
-def _numberof(key: str, text: Any) -> int:
-    """A consumer's number from a ledger that anybody may have written."""
+def _numberof(key: str, text: LedgerValue) -> int:
+    """Parse a consumer's number from a ledger, which anybody may have written."""
     if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 18:
         raise CorruptBookError(f"meta: {key[:40]}: got {str(text)[:40]!r}, expected a whole number")
     return int(text)
@@ -560,7 +621,9 @@ def _delete_some(ledger: Ledger, table: str, column: str, consumer: int) -> bool
 
 def save_consumer(tx: Transaction, consumer: Consumer) -> None:
     """Write back what a transaction changed."""
-    now = consumer.as_saved()
+    state = json.dumps(consumer.state)
+    counts = (consumer.inserts, consumer.samples, consumer.floor, consumer.generation)
+    now = (state, int(consumer.grouped), *counts)
     if now != consumer.saved:
         tx.later(
             "consumers",
@@ -572,7 +635,7 @@ def save_consumer(tx: Transaction, consumer: Consumer) -> None:
 
 
 def save_settings(tx: Transaction, consumer: Consumer, settings: ConsumerConfig) -> None:
-    """Other settings for everybody; a sampler's state does not outlive it."""
+    """Replace a consumer's settings; the state of a sampler that is replaced is dropped."""
     if settings.sampler != consumer.settings.sampler:
         consumer.state = {key: value for key, value in consumer.state.items() if key in ("ready", "shifts")}
     consumer.settings = settings

@@ -1,6 +1,7 @@
-"""The ids of a column of records, as they print, without making a record.
+"""Content hashes and printed ids of records, computed on columns without building records.
 
-Invariant: `tid` and `uid` are those that `EID` gives for the same parts.
+Invariant: `tid` and `uid` equal those of `EID` for the same parts. Two records have the same hash if and only if they
+are equal, whatever the layout of their columns.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Ids(NamedTuple):
 
 
 def printed_ids(column: pa.StructArray | EidParts) -> Ids:
-    """The ids of a column, numbers among batches and tasks as text.
+    """Return the ids of a column; batches and tasks that are numbers become text.
 
     >>> from rollbook import EID, Experience, Experiences
     >>> eid = EID(batch="10/eval", task=3, run=1, suffix="a")
@@ -54,33 +55,37 @@ def printed_ids(column: pa.StructArray | EidParts) -> Ids:
     if isinstance(column, EidParts):
         batch, task, run, step, suffix = column
     else:
-        parts: list[Any] = [texts(column.field(i)) for i in (0, 1, 4)]
+        strings: list[Any] = [texts(column.field(i)) for i in (0, 1, 4)]
         run, step = numbers(column.field(2)), numbers(column.field(3))
         flags = column.field(5).to_numpy()
-        batch, task, suffix = _print_parts(parts[0], flags & 1), _print_parts(parts[1], flags & 2), parts[2]
-    tid = [f"{a}/{b}" for a, b in zip(map(_percent_encode, batch), map(_percent_encode, task), strict=True)]
-    rest = zip(tid, run, step, map(_percent_encode, suffix), strict=True)
-    return Ids(batch, task, run, step, suffix, tid, [f"{t}/{r}/{s}/{x}" for t, r, s, x in rest])
+        batch, task, suffix = _print_parts(strings[0], flags & 1), _print_parts(strings[1], flags & 2), strings[2]
+    escaped = []
+    for parts in (batch, task, suffix):
+        joined = "".join(parts)
+        if "%" in joined or "/" in joined:
+            parts = [part.replace("%", "%25").replace("/", "%2F") for part in parts]
+        escaped.append(parts)
+    tid = [f"{a}/{b}" for a, b in zip(escaped[0], escaped[1], strict=True)]
+    uid = [f"{t}/{r}/{s}/{x}" for t, r, s, x in zip(tid, run, step, escaped[2], strict=True)]
+    return Ids(batch, task, run, step, suffix, tid, uid)
 
 
-def _print_parts(parts: list[Any], are_numbers: NDArray[Any]) -> list[str]:
+def _print_parts(parts: list[str], are_numbers: NDArray[np.integer[Any]]) -> list[str]:
+    """Write parts that are marked as numbers in their canonical form: a foreign writer's "01" is the number 1."""
     if not are_numbers.any():
         return parts
-    marks = are_numbers.tolist()
-    try:
-        # A foreign writer's "01" is the number 1, and few of a batch's tasks are different.
-        printed = {text: str(int(text)) for text in {text for text, mark in zip(parts, marks, strict=True) if mark}}
-    except ValueError as error:
-        raise WireError(f"eid: a part is marked as a number, and is none: {error}") from None
-    return [printed[text] if mark else text for text, mark in zip(parts, marks, strict=True)]
+    parts = list(parts)
+    printed: dict[str, str] = {}  # Few tasks of a batch are different.
+    for i in np.flatnonzero(are_numbers).tolist():
+        text = parts[i]
+        if text not in printed:
+            try:
+                printed[text] = str(int(text))
+            except ValueError as error:
+                raise WireError(f"eid: a part is marked as a number but is not one: {error}") from None
+        parts[i] = printed[text]
+    return parts
 
-
-def _percent_encode(part: str) -> str:
-    return part.replace("%", "%25").replace("/", "%2F") if "%" in part or "/" in part else part
-
-
-FORMAT = 1
-"""Of the digests; a ledger that holds others compares records, not digests."""
 
 _CORE = b"rollbook core 1\0"
 _WHOLE = b"rollbook whole 1\0"
@@ -97,19 +102,19 @@ _QUIET = {"float16": (0x7C00, 0x7E00), "bfloat16": (0x7F80, 0x7FC0)}
 class ContentHashes(NamedTuple):
     """One pair of 16-byte digests per record."""
 
-    whole: list[bytes]
+    full: list[bytes]
     """Of everything: equal if and only if the records are."""
     core: list[bytes]
     """Of everything but the late fields (see `is_late`): equal if one record can be the other with more known of it."""
 
     def take(self, indices: Iterable[int]) -> ContentHashes:
-        """Those of the records at `indices`."""
+        """Return the hashes of the records at `indices`."""
         chosen = list(indices)
-        return ContentHashes([self.whole[i] for i in chosen], [self.core[i] for i in chosen])
+        return ContentHashes([self.full[i] for i in chosen], [self.core[i] for i in chosen])
 
 
 def is_late(field: Field) -> bool:
-    """Whether a field may be added to a record that a book already has.
+    """Return whether a field may be added to a record that is already in a book.
 
     Late is what is judged, computed or noted about a sample after it was drawn: its numbers (`reward`), floats per
     response token (`advantages`, `returns`, a teacher's log-probs, weights), and the dicts that every record has for
@@ -131,33 +136,46 @@ def is_late(field: Field) -> bool:
 
 
 def content_hashes(records: Experiences | RowLayout, ids: Ids | None = None) -> ContentHashes:
-    """The digests of every record; `ids`: their ids, if they were read already.
+    """Hash every record.
+
+    Args:
+        records: The records.
+        ids: Their printed ids, if they were computed already.
 
     >>> from rollbook import Experience, Experiences
     >>> record = Experience(eid={"batch": 1, "task": 2, "suffix": "a"}, tokens=[1, 2, 3], info={"a": 1, "b": 2})
     >>> other = Experience(tokens=[1, 2, 3], reward=1.0, policy_versions=3)
     >>> alone, beside = content_hashes(Experiences([record])), content_hashes(Experiences([other, record]))
-    >>> alone.whole[0] == beside.whole[1], alone.whole[0].hex()
+    >>> alone.full[0] == beside.full[1], alone.full[0].hex()
     (True, '0d14085f88b1b4d5b088912f5eb41e0d')
     >>> scored = content_hashes(Experiences([record.replace(reward=0.5)]))
-    >>> scored.core == alone.core, scored.whole == alone.whole
+    >>> scored.core == alone.core, scored.full == alone.full
     (True, False)
     """
     count, columns = len(records), records.columns
     core: list[Iterable[bytes]] = [[_CORE] * count]
     late: list[Iterable[bytes]] = []
-    owners = {name: owner(name) for name in columns}
-    fields = {ids[0].name: ids[0] for ids in owners.values() if ids}
+    fields: dict[str, Field] = {}
+    unknown: dict[str, Column] = {}
+    for name, column in columns.items():
+        entry = owner(name)
+        if entry is None:
+            unknown[name] = column
+        else:
+            fields[entry[0].name] = entry[0]
     with np.errstate(all="ignore"):
-        for name in sorted(fields):
-            field = fields[name]
-            if field.kind == "eid" and ids is not None:
-                hashes = _uids(name, ids)
+        for name, field in sorted(fields.items()):
+            if field.kind == "eid":
+                ids = ids or printed_ids(columns[name])
+                head = _head(name, "uid")
+                hashes = [head + H(uid.encode()) for uid in ids.uid]
+            elif field.kind in ("number", "integer"):
+                hashes = _scalars(name, field.kind, columns[name])
             else:
                 hashes = _ENTRIES[field.kind](field, columns)
             (late if is_late(field) else core).append(hashes)
-    unknown = arrow.to_arrays({name: columns[name] for name, ids in owners.items() if ids is None})
-    core.extend(_unknown(name, unknown[name]) for name in sorted(unknown))
+    for name, array in sorted(arrow.to_arrays(unknown).items()) if unknown else ():
+        core.append(_unknown(name, array))
     join = b"".join
     cores = [H(join(row)) for row in zip(*core, strict=True)]
     return ContentHashes([H(join(row)) for row in zip([_WHOLE] * count, cores, *late, strict=True)], cores)
@@ -178,12 +196,12 @@ def _form(dtype: str, shape: tuple[int, ...]) -> str:
 
 @lru_cache(4096)
 def _rows_head(name: str, dtype: str, trailing: tuple[int, ...]) -> bytes:
-    """Of the rows of a column, whose first dimension their number of bytes gives."""
+    """Return the head of a column's rows, whose first dimension follows from their size in bytes."""
     return _head(name, _form(dtype, (0, *trailing)))
 
 
-def _first(candidates: Iterable[list[bytes]]) -> list[bytes]:
-    """The main column's entry where there is one, else that of a side column: as `columns.decode` reads them."""
+def _first(candidates: Sequence[list[bytes]]) -> list[bytes]:
+    """Return the main column's entry where there is one, else that of a side column, as `columns.decode` does."""
     entries, *sides = candidates
     for side in sides:
         entries = [a or b for a, b in zip(entries, side, strict=True)]
@@ -194,7 +212,7 @@ def _first(candidates: Iterable[list[bytes]]) -> list[bytes]:
 
 
 def clean(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Elements as they lie in a column, with one NaN and one zero; the same array where there is nothing to do.
+    """Return elements with one canonical NaN and zero; the same array if nothing changes.
 
     >>> clean(np.array([-0.0, 1.5]), "float64").tolist()
     [0.0, 1.5]
@@ -226,7 +244,7 @@ def clean(values: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 @lru_cache
 def _float8(dtype: str) -> NDArray[np.uint8]:
-    """What each byte becomes. The types without a sign of zero have one NaN as well."""
+    """Return a table of the canonical byte of each byte; types without signed zero have one NaN anyway."""
     table = np.arange(256, dtype=np.uint8)
     if dtype in ("float8_e4m3fn", "float8_e5m2"):
         table[0x80] = 0
@@ -251,14 +269,14 @@ def _narrow(values: NDArray[Any], dtype: str, target: str) -> NDArray[Any]:
 
 def _tensors(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     name = field.name
-    arrays = []
+    candidates = []
     if (main := columns.get(name)) is not None:
-        arrays.append(_ragged(name, main))
+        candidates.append(_ragged(name, main))
     if (other := columns.get(f"{name}__other")) is not None:
-        arrays.append([_ABSENT if box is None else _boxed(name, *box) for box in boxes(other, name)])
+        candidates.append([_ABSENT if box is None else _boxed(name, *box) for box in boxes(other, name)])
     if (single := columns.get(f"{name}__one")) is not None:
-        arrays.append(_scalars(name, "one", single))
-    return _first(arrays)
+        candidates.append(_scalars(name, "one", single))
+    return candidates[0] if len(candidates) == 1 else _first(candidates)
 
 
 def _ragged(name: str, column: Ragged) -> list[bytes]:
@@ -296,11 +314,11 @@ def _rows(
     return [head + H(data[a:b]) for a, b in pairwise(bounds)]
 
 
-def _boxed(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
+def _boxed(name: str, dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> bytes:
     return _head(name, _form(dtype, shape)) + _elements(dtype, data)
 
 
-def _elements(dtype: str, data: Any) -> bytes:
+def _elements(dtype: str, data: bytes | memoryview) -> bytes:
     values = np.frombuffer(data, dtype=np.uint8)
     if dtype in ("float16", "float32", "float64"):
         values = values.view(dtype)
@@ -308,7 +326,7 @@ def _elements(dtype: str, data: Any) -> bytes:
 
 
 def boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...], bytes | memoryview] | None]:
-    """The type, shape and bytes of each tensor of an `__other` column; `None` where there is none."""
+    """Return the type, shape and bytes of each tensor of an `__other` column, `None` for missing ones."""
     fields = {column.type.field(i).name: column.field(i) for i in range(column.type.num_fields)}
     valid = column.is_valid().to_pylist()
     tensors: list[tuple[str, tuple[int, ...], bytes | memoryview] | None] = []
@@ -327,7 +345,7 @@ def boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...]
 
 
 def _slices(array: pa.Array | Values) -> Sequence[bytes | memoryview | None]:
-    """The bytes of each entry of a large text or binary array."""
+    """Return the bytes of each entry of a large text or binary array."""
     if isinstance(array, Values):
         return array.data or []
     buffer = array.buffers()[2]
@@ -342,15 +360,12 @@ def _slices(array: pa.Array | Values) -> Sequence[bytes | memoryview | None]:
 
 def _texts(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     head = _head(field.name, "text")
-    return _first(
-        [_ABSENT if item is None else head + H(item) for item in _slices(columns[key])]
-        for key in (field.name, f"{field.name}__raw")
-        if key in columns
-    )
-
-
-def _plain(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
-    return _scalars(field.name, field.kind, columns[field.name])
+    entries = []
+    for key in (field.name, f"{field.name}__raw"):
+        if key in columns:
+            slices = _slices(columns[key])
+            entries.append([_ABSENT if text is None else head + H(text) for text in slices])
+    return entries[0] if len(entries) == 1 else _first(entries)
 
 
 def _scalars(name: str, form: str, array: pa.Array | Values) -> list[bytes]:
@@ -360,15 +375,6 @@ def _scalars(name: str, form: str, array: pa.Array | Values) -> list[bytes]:
         pack = _NUMBER.pack
         values = [None if value is None else value + 0.0 if value == value else math.nan for value in values]
     return [_ABSENT if value is None else head + pack(value, 0) for value in values]
-
-
-def _eids(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
-    return _uids(field.name, printed_ids(columns[field.name]))
-
-
-def _uids(name: str, ids: Ids) -> list[bytes]:
-    head = _head(name, "uid")
-    return [head + H(uid.encode()) for uid in ids.uid]
 
 
 def _media(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
@@ -403,7 +409,7 @@ def _unknown(name: str, array: pa.Array) -> list[bytes]:
 
 
 def _arrow_value(array: pa.Array, i: int, name: str) -> bytes:
-    """One value of an Arrow array: 0 for a null, else 1 and its bytes, behind their number where it varies."""
+    """Encode one value of an Arrow array: 0 for null, else 1 and its bytes, with their number if it varies."""
     kind, types, scalar = array.type, pa.types, array[i]
     if not scalar.is_valid:
         return b"\0"
@@ -529,7 +535,7 @@ def _integer(value: int) -> Any:
 
 
 def _escape(value: dict[str, Any]) -> dict[str, Any]:
-    """A dict whose only key looks like a tag, in the tag that says it is none."""
+    """Wrap a dict whose only key looks like a tag."""
     return {"$dict": value} if len(value) == 1 and next(iter(value)).startswith("$") else value
 
 
@@ -548,7 +554,7 @@ def _map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
 
 
 def _key(key: Any, depth: int) -> Any:
-    """A dict's key: unlike values, a numpy number finds what the number itself does."""
+    """Return the canonical form of a dict's key; a numpy number equals the plain number here, unlike in values."""
     if depth <= 0:
         raise WireError("a free-form value is nested too deeply")
     if isinstance(key, dict) and "$tuple" in key:
@@ -574,10 +580,7 @@ def _clean_array(array: NDArray[Any]) -> NDArray[Any]:
 
 
 _ENTRIES: dict[str, Callable[[Field, Mapping[str, Column]], list[bytes]]] = {
-    "eid": _eids,
     "tensor": _tensors,
-    "number": _plain,
-    "integer": _plain,
     "text": _texts,
     "json": _json,
     "custom_fields": _json,

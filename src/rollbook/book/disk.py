@@ -1,7 +1,9 @@
-"""The file operations that a folder book is built from, in one place that tests replace to take power or space away.
+"""File operations of folder books, fail-points for tests, private memory maps, and detection of network mounts.
 
-Invariant: what was appended and synced, in a file whose folder was synced, is there after a power loss; every error of
-the system is an `OSError` of its own kind that names the path.
+All writes of a folder book go through `Disk`, which tests replace to simulate power loss and full disks.
+
+Invariant: bytes that were appended and synced, in a file whose folder was synced, survive a power loss. Every system
+error is an `OSError` that names the path.
 """
 
 from __future__ import annotations
@@ -18,33 +20,32 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from rollbook.core.files import FILE, FOLDER
 
-active = False
-"""Whether a callback is set."""
-_callback: Callable[[str], None] | None = None
+failpoints_active = False
+"""Whether a callback is set. Hot paths check it before they call `hit_failpoint`."""
+_failpoint_callback: Callable[[str], None] | None = None
 
 
-def watch(callback: Callable[[str], None] | None) -> None:
-    """Call `callback` with the name of every point that this process reaches; `None` ends it.
+def watch_failpoints(callback: Callable[[str], None] | None) -> None:
+    """Call `callback` with the name of every fail-point that this process reaches, until it is `None`.
 
-    >>> watch(print)
-    >>> hit("after write")
+    >>> watch_failpoints(print)
+    >>> hit_failpoint("after write")
     after write
-    >>> watch(None)
-    >>> hit("after write")
+    >>> watch_failpoints(None)
+    >>> hit_failpoint("after write")
     """
-    global active, _callback
-    _callback = callback
-    active = callback is not None
+    global failpoints_active, _failpoint_callback
+    _failpoint_callback = callback
+    failpoints_active = callback is not None
 
 
-def hit(name: str) -> None:
-    """Report that the point `name` is reached ("after write", "after sync", "after commit", ...)."""
-    if _callback is not None:
-        _callback(name)
+def hit_failpoint(name: str) -> None:
+    """Report that a fail-point is reached ("after write", "after sync", "after commit", ...)."""
+    if _failpoint_callback is not None:
+        _failpoint_callback(name)
 
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -71,14 +72,14 @@ NETWORK_FUSE = frozenset(
 
 
 class File:
-    """A file open for appending; closed, and with that unlocked, at the latest when nobody refers to it any more."""
+    """A file open for appending. It is closed, which releases its lock, when it is garbage-collected at the latest."""
 
     def __init__(self, fd: int, path: str) -> None:
         self.fd = fd
         self.path = path
 
     def close(self) -> None:
-        """Close it; again is nothing."""
+        """Close the file. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -104,7 +105,7 @@ def _naming(path: str) -> Iterator[None]:
 
 
 class Disk:
-    """What a book asks of a file system.
+    """File operations of a book.
 
     >>> import tempfile
     >>> disk = Disk()
@@ -120,7 +121,7 @@ class Disk:
     """
 
     def make_folder(self, path: str) -> None:
-        """Make the folder and those above it, as far as they are missing, so that they stay."""
+        """Create the folder and its missing parents durably."""
         if not os.path.isdir(path):
             above = os.path.dirname(os.path.abspath(path))
             self.make_folder(above)
@@ -129,15 +130,15 @@ class Disk:
             self.sync_folder(above)
 
     def mkdir(self, path: str) -> None:
-        """Make one folder; lasting once the folder above is synced."""
+        """Create one folder; durable once its parent is synced."""
         os.mkdir(path, FOLDER)
 
     def create(self, path: str) -> File:
-        """Make a file that was not there, open for appending."""
+        """Create a new file, open for appending."""
         return File(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, FILE), path)
 
     def open_append(self, path: str) -> tuple[File, bool]:
-        """Open a plain file for appending, and make it if it is not there; whether it was made now."""
+        """Open a plain file for appending, or create it; return it and whether it was created."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             file = File(os.open(path, flags), path)
@@ -149,7 +150,7 @@ class Disk:
         return file, False
 
     def append(self, file: File, pieces: Sequence[bytes | memoryview]) -> int:
-        """Write all pieces behind the file's end; how many bytes they are."""
+        """Append all pieces to the file, and return their size in bytes."""
         written = 0
         with _naming(file.path):
             for at in range(0, len(pieces), _AT_ONCE):
@@ -165,8 +166,10 @@ class Disk:
         return written
 
     def sync(self, file: File) -> None:
-        """Wait until the file's bytes and its length are on the disk. After an error the bytes may be lost even though
-        a second call would succeed: the kernel forgets which pages it could not write."""
+        """Wait until the file's bytes and length are on the disk.
+
+        After an error the bytes may be lost although a second call would succeed: the kernel forgets failed pages.
+        """
         with _naming(file.path):
             if _FULL_SYNC is not None:
                 fcntl.fcntl(file.fd, _FULL_SYNC)  # fsync of macOS leaves the bytes in the drive's own memory
@@ -183,15 +186,15 @@ class Disk:
                 os.close(fd)
 
     def rename(self, source: str, target: str) -> None:
-        """Move a file within its folder, over what is there; lasting once the folder is synced."""
+        """Rename a file within its folder, replacing the target; durable once the folder is synced."""
         os.replace(source, target)
 
     def unlink(self, path: str) -> None:
-        """Take a file's entry away; lasting once the folder is synced. Who has the file open keeps it."""
+        """Unlink a file; durable once the folder is synced. Open descriptors stay valid."""
         os.unlink(path)
 
     def write_atomic(self, path: str, data: bytes | memoryview) -> None:
-        """Have a file hold exactly `data`: at any moment, and after a crash, it is as it was before or as it is now."""
+        """Replace a file's content atomically: after a crash it has the old or the new content."""
         folder, name = os.path.split(os.path.abspath(path))
         file = self.create(os.path.join(folder, f".{name}.{os.urandom(8).hex()}.tmp"))
         try:
@@ -208,12 +211,12 @@ class Disk:
         self.sync_folder(folder)
 
     def remove(self, path: str) -> None:
-        """Remove a file for good."""
+        """Remove a file durably."""
         self.unlink(path)
         self.sync_folder(os.path.dirname(os.path.abspath(path)))
 
     def open_read(self, path: str) -> int:
-        """A descriptor to read a plain file by; a symbolic link, a pipe or a device raises `OSError` at once."""
+        """Open a plain file for reading and return its descriptor; links, pipes and devices raise `OSError`."""
         # Opening a pipe would wait for a writer; O_NONBLOCK is without effect on plain files.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -222,14 +225,14 @@ class Disk:
         return fd
 
     def is_plain(self, path: str) -> bool:
-        """Whether a plain file is there; what a symbolic link leads to is not."""
+        """Return whether a plain file exists; links are not followed."""
         try:
             return stat.S_ISREG(os.lstat(path).st_mode)
         except FileNotFoundError:
             return False
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The plain files in a folder and how many bytes each has, in order of their names; links are left out."""
+        """Return the plain files in a folder with their sizes in bytes, sorted by name, without links."""
         sizes = {}
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -240,9 +243,11 @@ class Disk:
         return dict(sorted(sizes.items()))
 
     def try_lock(self, fd: int, shared: bool = False) -> bool:
-        """Take the file's lock unless somebody has it, or, `shared`, unless somebody has it alone. It belongs to the
-        open file: it ends when the last descriptor is closed, by whatever death, and another opening of the same file
-        in this process does not have it."""
+        """Try to take the file's lock, exclusively or `shared`, and return whether that succeeded.
+
+        The lock belongs to the open file: it ends when its last descriptor is closed, however the process ends, and
+        does not extend to other descriptors of the same file.
+        """
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -250,13 +255,13 @@ class Disk:
         return True
 
     def free(self, path: str) -> int:
-        """Bytes that this user may still write on the file system of `path`."""
+        """Return how many bytes this user may still write on the file system of `path`."""
         with _naming(path):
             stats = os.statvfs(path)
             return stats.f_bavail * stats.f_frsize
 
     def network_file_system(self, path: str) -> str | None:
-        """The name of the network file system that `path` is or would be on; `None` for a local one.
+        """Return the name of the network file system of `path`, or `None` for a local one.
 
         Where the system has no table of mounts (anything but Linux) it is always `None`.
         """
@@ -304,13 +309,13 @@ class _Map:
             "data": (self._address + skip, False),
         }
 
-    def __del__(self, _munmap: Any = _munmap, _live: dict[int, int] = _live) -> None:
+    def __del__(self, _munmap: Callable[[int, int], int] = _munmap, _live: dict[int, int] = _live) -> None:
         if _live.pop(self._address, 0):
             _munmap(self._address, self._length)
 
 
 def read_private(fd: int, start: int, stop: int, mapped: bool) -> memoryview:
-    """Bytes of an open file as writable memory of their own, fewer at its end; a map where that is worth it.
+    """Read bytes of an open file as private writable memory (fewer at its end), mapped if that is faster.
 
     A map must be asked for only within the file, and of a file that nobody cuts: touching what is not there kills.
     """
@@ -337,7 +342,7 @@ def read_private(fd: int, start: int, stop: int, mapped: bool) -> memoryview:
 
 
 def network_mount(path: str, table: str) -> str | None:
-    """The network file system that the absolute `path` is on, by a table as /proc/self/mountinfo shows it, or `None`.
+    """Return the network file system of an absolute path, by a table like /proc/self/mountinfo, or `None`.
 
     >>> table = '''25 1 8:1 / / rw - ext4 /dev/sda1 rw
     ... 31 25 0:40 / /shared\\\\040runs rw shared:1 - nfs4 host:/runs rw,vers=4.2

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from rollbook.core.wire import RowLayout
 
 UNSCORED, SCORED, NOT_A_NUMBER = 0, 1, 2
-"""What `Tags.scored` says: no reward, a number (infinities too), NaN (could not be scored)."""
+"""Values of `IndexColumns.scored`: no reward, a number (also infinite), NaN (could not be scored)."""
 
 _MOST = 2**63 - 1
 
 
 class IndexColumns(NamedTuple):
-    """What the ledger knows of one record; the order is that of the ledger's columns."""
+    """The index columns of one record, in the order of the ledger's columns."""
 
     uid: str
     """`EID.uid`."""
@@ -74,7 +74,11 @@ class IndexColumns(NamedTuple):
 
 
 def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> list[IndexColumns]:
-    """The tags of every record; `ids`: their ids, if they were read already.
+    """Compute the index columns of every record.
+
+    Args:
+        records: The records.
+        ids: Their printed ids, if they were computed already.
 
     >>> from rollbook import Experience, Experiences
     >>> made = index_columns(Experiences([
@@ -108,7 +112,8 @@ def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> l
     mask = _Mask(columns, count)
     trained = np.where(mask.known, mask.counts, response)
     oldest, newest = _versions(columns, mask, count)
-    rewards = _plain(columns, "reward", count)
+    rewards: list[float | None] = physical.numbers(columns["reward"]) if "reward" in columns else [None] * count
+    sizes: list[int | None] = physical.numbers(columns["group_size"]) if "group_size" in columns else [None] * count
     scored = [UNSCORED if reward is None else SCORED if reward == reward else NOT_A_NUMBER for reward in rewards]
     if NOT_A_NUMBER in scored:
         rewards = [reward if flag == SCORED else None for reward, flag in zip(rewards, scored, strict=True)]
@@ -131,14 +136,14 @@ def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> l
         _text(columns, "finish_reason", count),
         _text(columns, "truncate_status", count),
         kinds,
-        _plain(columns, "group_size", count),
+        sizes,
         _text(columns, "parent", count),
     )
     return list(map(IndexColumns._make, zip(*columns_of_tags, strict=True)))
 
 
 def reward_of(tag: IndexColumns) -> float | None:
-    """The record's reward, NaN too.
+    """Return the record's reward, including NaN.
 
     >>> from rollbook import Experience, Experiences
     >>> reward_of(index_columns(Experiences([Experience(tokens=[1, 2], reward=float("nan"))]))[0])
@@ -147,16 +152,12 @@ def reward_of(tag: IndexColumns) -> float | None:
     return math.nan if tag.scored == NOT_A_NUMBER else tag.reward
 
 
-def _plain(columns: Mapping[str, Column], name: str, count: int) -> list[Any]:
-    return physical.numbers(columns[name]) if name in columns else [None] * count
-
-
 def _text(columns: Mapping[str, Column], name: str, count: int) -> list[str | None]:
     strings: list[str | None] = physical.texts(columns[name]) if name in columns else [None] * count
     raw = columns.get(f"{name}__raw")
     if raw is not None:
         strings = physical.decode(FIELDS[name], columns) or strings
-    if raw is not None or (name in columns and any(text is not None and "\0" in text for text in strings)):
+    if raw is not None or "\0" in "".join(filter(None, strings)):
         strings = [None if text is None else _kept(text) for text in strings]
     return strings
 
@@ -204,12 +205,12 @@ class _Mask:
                 self.counts[i], self.known[i] = int(bits.sum()), True
 
     def row(self, i: int) -> NDArray[np.bool_]:
-        """Row i; empty if there is none."""
+        """Return row i, empty if it is missing."""
         return self.aside[i] if i in self.aside else self.bits[self.offsets[i] : self.offsets[i + 1]]
 
 
-def _elements(dtype: str, data: Any) -> NDArray[Any]:
-    """A tensor's elements, each a number or, of types that numpy lacks, a row of bytes."""
+def _elements(dtype: str, data: bytes | memoryview) -> NDArray[Any]:
+    """Return a tensor's elements: numbers or, for types that numpy lacks, rows of bytes."""
     values = np.frombuffer(data, dtype=np.uint8)
     if dtype in COLUMNAR:
         return values.view(DTYPES[dtype].storage)
@@ -264,7 +265,7 @@ def _versions(columns: Mapping[str, Column], mask: _Mask, count: int) -> tuple[l
 
 
 def _range(values: NDArray[Any], keep: NDArray[np.bool_]) -> tuple[int, int]:
-    """The least and greatest of the values that count, of all if none does or the mask is of another length."""
+    """Return the smallest and largest value under the mask; of all values if it is empty or of another length."""
     chosen = values[keep] if len(keep) == len(values) and keep.any() else values
     return int(chosen.min()), int(chosen.max())
 
@@ -278,11 +279,18 @@ def _signed(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def number_column(records: Experiences | RowLayout, key: str) -> list[float | None]:
-    """A number of each record, for samplers and filters: a tag by its name, or `info.NAME` or `metrics.NAME`.
+    """Return one number per record, for samplers and filters.
 
-    True and False count as 1 and 0, text that reads as a finite number as that number, a tensor or array of one element
-    as the element; anything else is `None`, and so is what a record lacks. A NAME with dots is an entry of that name,
-    or else a way through nested dicts.
+    Booleans count as 1 and 0, texts that parse as finite numbers as those numbers, tensors and arrays of one element as
+    the element. Anything else, and a missing value, is `None`.
+
+    Args:
+        records: The records.
+        key: An index column, `info.NAME` or `metrics.NAME`. A NAME with dots is an entry of that name, or else a path
+            through nested dicts.
+
+    Raises:
+        ValueError: The key is unknown.
 
     >>> from rollbook import Experience, Experiences
     >>> many = Experiences([Experience(tokens=[1, 2], info={"judge": {"score": 0.5}}), Experience(tokens=[1, 2, 3])])
@@ -305,7 +313,7 @@ def number_column(records: Experiences | RowLayout, key: str) -> list[float | No
 
 
 def _entries(column: pa.Array, name: str) -> list[float | None]:
-    """The number under a name in each dict of a free-form column."""
+    """Return the number under a name in each dict of a free-form column."""
     # Most dicts do not have it: their text says so without being read. A key that JSON escapes is looked for in all.
     last = name.rpartition(".")[2]
     sure = last.isalnum() and last.isascii()
@@ -325,7 +333,7 @@ def _entries(column: pa.Array, name: str) -> list[float | None]:
 
 
 def _dict(value: Any) -> dict[str, Any]:
-    """The entries with text for keys of a dict in tagged JSON; of anything else, none."""
+    """Return the entries with text keys of a dict in tagged JSON; an empty dict for anything else."""
     if not isinstance(value, dict):
         return {}
     if len(value) == 1:
@@ -348,7 +356,7 @@ def _look_up(value: dict[str, Any], name: str) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """What a value of tagged JSON, or a tag, counts as."""
+    """Convert a value of tagged JSON, or an index column, to a number."""
     if isinstance(value, dict) and len(value) == 1:
         tag, content = next(iter(value.items()))
         if tag in ("$float", "$int"):
@@ -383,14 +391,14 @@ def _one_of_tensor(dtype: str, data: bytes) -> Any:
 
 
 def column_types(records: Experiences | RowLayout) -> set[tuple[str, str]]:
-    """(field, type) of the tensor columns: `("tokens", "int32")`, `("routed_experts", "int16x24x8")`.
+    """Return (field, type) of the tensor columns: `("tokens", "int32")`, `("routed_experts", "int16x24x8")`.
 
     >>> from rollbook import Experience, Experiences
     >>> sorted(column_types(Experiences([Experience(tokens=[1, 2, 3])])))
     [('action_mask', 'bool'), ('tokens', 'int32')]
     """
-    return {
-        (name, "x".join([column.dtype, *map(str, column.trailing)]))
-        for name, column in records.columns.items()
-        if isinstance(column, Ragged) and name in FIELDS
-    }
+    types = set()
+    for name, column in records.columns.items():
+        if isinstance(column, Ragged) and name in FIELDS:
+            types.add((name, "x".join([column.dtype, *map(str, column.trailing)])))
+    return types

@@ -1,8 +1,8 @@
-"""Leases: an atomic claim on records or whole groups, with a fencing number and an end.
+"""Leases: atomic claims on records or groups, with a fencing number and an expiry time.
 
-Invariant: a record is in at most one living lease of a consumer. Delivery is at least once; acknowledgement is exactly
-once: a lease that has ended, by its holder or by the database's clock, changes nothing any more and raises
-`LeaseLostError`, unless it repeats an acknowledgement that the ledger has.
+Invariant: a record is in at most one active lease of a consumer. Delivery is at least once; acknowledgement is exactly
+once: a lease that was ended, by its holder or by the database's clock, changes nothing and raises `LeaseLostError`,
+unless the call repeats an acknowledgement that the ledger has.
 """
 
 from __future__ import annotations
@@ -44,20 +44,22 @@ from rollbook.core.metrics import advise
 if TYPE_CHECKING:
     from rollbook.batch import Batch
     from rollbook.book.book import Book
+    from rollbook.book.read import RecordIds
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
 
 AHEAD = 256
-"""How many records a lease that takes them in order takes out of the inbox at once."""
+"""How many records a lease in order of admission drains from the inbox at once."""
 LOOK_SECONDS = 0.25
-"""How long a wait for more lasts at most before another look, whatever it hears."""
+"""Longest wait between two attempts, in seconds."""
 LAST_LOOK = 0.5
-"""How long the last look waits for other writers, in seconds."""
-_NO_STEP = object()
+"""How long the last attempt waits for other writers, in seconds."""
+_NO_STEP = -1
+"""The step of a `nack` in the list of calls."""
 
 
 class LeaseRequest(NamedTuple):
-    """What a lease asks for."""
+    """The arguments of a lease."""
 
     consumer: str
     most: int
@@ -65,7 +67,7 @@ class LeaseRequest(NamedTuple):
     max_staleness: int | None
     seconds: float | None
     holder: str
-    """Host, process, and a token of the call, by which a lease is found whose commit got no answer."""
+    """Host, process and a random token, which identifies a lease whose commit was not confirmed."""
     exact: bool = False
     """All or nothing."""
     create: bool = False
@@ -73,7 +75,7 @@ class LeaseRequest(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What a lease got: records (number, id) in the order of their ranks, with their importance weights."""
+    """The records of a lease (numbers and ids, in the order of their ranks) and their importance weights."""
 
     id: int
     seqs: list[int]
@@ -82,7 +84,7 @@ class Claim(NamedTuple):
     expires: float
     seconds: float
     why: str
-    """Why it is less than was asked for; empty if it is not."""
+    """Why there are fewer records than requested; empty if there are not."""
     partial: Sequence[str] = ()
     """Groups that are not complete."""
     serial: bool = False
@@ -90,11 +92,11 @@ class Claim(NamedTuple):
 
 
 class Lease:
-    """Records that are this holder's until it acknowledges them, gives them back, or makes no progress for too long.
+    """Records claimed by this process until it acknowledges them, gives them back, or makes no progress for too long.
 
-    Use it as a context: leaving it by an exception, or without `ack`, gives the records back. Every `batch`,
-    `experiences` and `renew` is progress and starts the time anew; a holder that hangs loses its records to others, and
-    its `ack` then raises `LeaseLostError`.
+    Use it as a context manager: leaving it with an exception, or without `ack`, gives the records back. `batch`,
+    `experiences` and `renew` are progress and restart the expiry time. A holder that hangs loses its records, and its
+    `ack` then raises `LeaseLostError`.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -111,9 +113,19 @@ class Lease:
         self._book = book
         self._wanted = request
         self._claim = claim
+        self.fence = claim.id
+        """The fencing number: larger than that of every lease before; 0 if nothing was leased."""
+        self.uids = claim.uids
+        """The ids of its records, in the sampler's order."""
+        self.weights = claim.weights
+        """Importance weights of a proportional sampler, one per record, at most 1; `None` for other samplers."""
+        self.short = claim.why
+        """Why the lease has fewer records than requested; empty if it has all."""
+        self.partial = list(claim.partial)
+        """Ids of groups that were leased incomplete, because `partial_after` seconds had passed."""
         self._experiences: Experiences | None = None
         self._left = dict(zip(claim.uids, claim.seqs, strict=True))
-        self._acks: list[tuple[Any, dict[str, int]]] = []
+        self._acks: list[tuple[int | None, dict[str, int]]] = []
         """The step and the records (id, number) of every `ack`."""
         self._lost = False
         self._seconds = claim.seconds
@@ -122,33 +134,8 @@ class Lease:
         """When it ends without progress, by the database's clock, in seconds since 1970."""
 
     @property
-    def fence(self) -> int:
-        """The fencing number: larger than that of every lease before; 0 if nothing was leased."""
-        return self._claim.id
-
-    @property
-    def uids(self) -> list[str]:
-        """The ids of its records, in the sampler's order."""
-        return list(self._claim.uids)
-
-    @property
-    def weights(self) -> list[float] | None:
-        """Importance weights of a proportional sampler, one per record, at most 1; `None` for other samplers."""
-        return None if self._claim.weights is None else list(self._claim.weights)
-
-    @property
-    def short(self) -> str:
-        """Empty if all that was asked for is here; otherwise a sentence that says what is not, and why."""
-        return self._claim.why
-
-    @property
-    def partial(self) -> list[str]:
-        """The ids of groups that were handed out incomplete, because `partial_after` seconds had passed."""
-        return list(self._claim.partial)
-
-    @property
     def experiences(self) -> Experiences:
-        """Its records."""
+        """The records, in the sampler's order. The first access reads them."""
         if self._experiences is None:
             self._experiences = fetch(self._book, self._claim.seqs)
         if self._left:
@@ -175,7 +162,7 @@ class Lease:
         return batch
 
     def _progress(self) -> None:
-        """Start the time anew, once a good part of it is over: a database is not written for every look."""
+        """Renew the lease if a good part of its time is over, so that not every access writes to the database."""
         if self._book.ledger.clock is None and time.monotonic() - self._renewed < self._seconds * 0.05:
             return
         # More time than there ever was is left if the database's clock was put back.
@@ -186,7 +173,17 @@ class Lease:
                 self.renew()
 
     def renew(self, seconds: float | None = None) -> float:
-        """Start the time anew, from now on with `seconds` if they are given; when it ends."""
+        """Restart the expiry time.
+
+        Args:
+            seconds: Time to live from now on; by default that of the lease.
+
+        Returns:
+            The new expiry time, in seconds since 1970 by the database's clock.
+
+        Raises:
+            LeaseLostError: The lease has ended.
+        """
         lasts = self._seconds if seconds is None else check_float("seconds", seconds, 0.0, 1e9)
         if not lasts > 0 and self._claim.id:
             raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
@@ -194,11 +191,11 @@ class Lease:
             return self.expires
 
         def transact(tx: Transaction) -> float:
-            self._check(tx, tx.all(f"{_LIVES}{tx.lock_row()}", (self._claim.id,)))
+            self._check(tx, tx.all(f"{_LIVES}{tx.for_update}", (self._claim.id,)))
             tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (tx.now + lasts, lasts, self._claim.id))
             return tx.now + lasts
 
-        self.expires = write_once(self._book.ledger, transact, lambda tx, _: False, shared=True)
+        self.expires = write_once(self._book.ledger, transact, lambda tx, _: False)
         self._seconds, self._renewed = lasts, time.monotonic()
         return self.expires
 
@@ -206,18 +203,25 @@ class Lease:
         self,
         step: int | None = None,
         *,
-        uids: Any = None,
+        uids: RecordIds | None = None,
         priorities: Mapping[str, float] | None = None,
         detail: Mapping[str, Any] | None = None,
         details: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> int:
-        """These records (or some of them: ids or records) were trained on, in optimizer step `step`; how many.
-
-        `priorities`: new numbers for a sampler with a `key`, by id (`dict(zip(lease.uids, numbers))`). `detail`: what
-        the ledger should say of all of them, `details` of each, by id (its micro-batch, its weight).
+        """Acknowledge that the records were trained on.
 
         Idempotent: an `ack` of the same records in the same step changes nothing and returns the same count, also after
         an error.
+
+        Args:
+            step: The optimizer step.
+            uids: Ids or records; by default all of the lease.
+            priorities: New numbers for a sampler with a `key`, by id: `dict(zip(lease.uids, numbers))`.
+            detail: JSON-compatible details for the events of all records.
+            details: The same for single records, by id, such as micro-batch and weight.
+
+        Returns:
+            How many records were acknowledged.
 
         Raises:
             LeaseLostError: The lease has ended and these records were not acknowledged; nothing was changed.
@@ -238,7 +242,7 @@ class Lease:
             if uid not in chosen:
                 raise ValueError(f"priorities: got {uid!r}, which is not acknowledged here")
             priorities_by_seq[chosen[uid]] = check_float(f"priorities[{uid!r}]", value)
-        details_by_seq = {seq: dict(detail or {}) for seq in chosen.values()}
+        details_by_seq = dict.fromkeys(chosen.values(), detail or {})
         for uid, more in (details or {}).items():
             if uid not in chosen:
                 raise ValueError(f"details: got {uid!r}, which is not acknowledged here")
@@ -250,7 +254,8 @@ class Lease:
         except _RetryAckError:
             count = self._ack(chosen, step, priorities_by_seq, details_by_seq)
         self._acks.append((step, chosen))
-        self._settle(chosen)
+        for uid in chosen:
+            self._left.pop(uid, None)
         return count
 
     def _ack(
@@ -277,19 +282,31 @@ class Lease:
                 count += len(self._acknowledged(tx, seqs, step))
             _train(tx, consumer, rows, step, self._claim.id, priorities, details)
             if chosen.keys() >= self._left.keys():
-                queue.end_lease(tx, self._claim.id, "acked")
+                tx.later("leases", "UPDATE leases SET state = 'acked' WHERE id = ?", (self.fence,))
             save_consumer(tx, consumer)
-            if disk.active:
-                disk.hit("during ack")
+            if disk.failpoints_active:
+                disk.hit_failpoint("during ack")
             return count
 
         def committed(tx: Transaction, count: int) -> bool:
             return len(self._acknowledged(tx, seqs, step)) == count > 0
 
-        return write_once(self._book.ledger, transact, committed, shared=True)
+        return write_once(self._book.ledger, transact, committed)
 
-    def nack(self, reason: str = "given back", *, uids: Any = None, drop: bool = False) -> int:
-        """Give records back, to be offered again at the place they had, or (`drop=True`) to be dropped; how many."""
+    def nack(self, reason: str = "given back", *, uids: RecordIds | None = None, drop: bool = False) -> int:
+        """Give records back. They are offered again, with their former rank.
+
+        Args:
+            reason: Stored in the ledger.
+            uids: Ids or records; by default all of the lease.
+            drop: Drop the records instead.
+
+        Returns:
+            How many records were given back.
+
+        Raises:
+            LeaseLostError: The lease has ended.
+        """
         check_text("reason", reason)
         chosen = self._chosen(uids)
         if not chosen:
@@ -303,7 +320,7 @@ class Lease:
                 queue.requeue_rows(tx, consumer, rows, "nacked", reason)
                 tx.notify(consumer.id)
             if len(chosen) == len(self._left):
-                queue.end_lease(tx, self._claim.id, "nacked")
+                tx.later("leases", "UPDATE leases SET state = 'nacked' WHERE id = ?", (self.fence,))
             save_consumer(tx, consumer)
             return len(rows)
 
@@ -311,13 +328,14 @@ class Lease:
             sql = f"SELECT 1 FROM work WHERE lease = ? AND seq {tx.in_ints}"
             return tx.one(sql, (self._claim.id, tx.array(list(chosen.values())))) is None
 
-        count = write_once(self._book.ledger, transact, committed, shared=True)
+        count = write_once(self._book.ledger, transact, committed)
         self._acks.append((_NO_STEP, {}))
-        self._settle(chosen)
+        for uid in chosen:
+            self._left.pop(uid, None)
         return count
 
     def _acknowledged(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> set[int]:
-        """Those of these records that this lease has acknowledged in this step, without what rewinds voided."""
+        """Return those of these records that this lease acknowledged in this step, unless a rewind voided it."""
         rows = tx.all(
             "SELECT done.seq FROM events AS done WHERE done.kind = 'trained' AND done.lease = ? "
             f"AND COALESCE(done.step, -1) = ? AND done.seq {tx.in_ints} AND NOT EXISTS (SELECT 1 FROM events "
@@ -328,7 +346,7 @@ class Lease:
         return {seq for (seq,) in rows}
 
     def _repeats(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> int:
-        """How many records an `ack` acknowledged that this one repeats; 0 if it repeats none."""
+        """Return how many records a former `ack` with these arguments acknowledged; 0 if there was none."""
         acknowledged = self._acknowledged(tx, seqs, step)
         # A record that was deleted while it was leased could not be acknowledged.
         others = tx.array([seq for seq in seqs if seq not in acknowledged])
@@ -336,8 +354,8 @@ class Lease:
             return 0
         return len(acknowledged)
 
-    def _chosen(self, uids: Any, repeated_step: Any = _NO_STEP) -> dict[str, int]:
-        """The records of a call, by id; of an `ack`, those too that were acknowledged in the same step already."""
+    def _chosen(self, uids: RecordIds | None, repeated_step: int | None = _NO_STEP) -> dict[str, int]:
+        """Return the records of a call, by id; for `ack`, also those that were acknowledged in the same step."""
         if not self._claim.id:
             return {}
         if uids is None and self._left:
@@ -357,27 +375,25 @@ class Lease:
                 raise ValueError(f"uids: got {uid!r}, which this lease does not hold")
         return {uid: there[uid] for uid in listed}
 
-    def _settle(self, chosen: Mapping[str, int]) -> None:
-        for uid in chosen:
-            self._left.pop(uid, None)
-
     def _held(
         self, tx: Transaction, chosen: Mapping[str, int], always: bool = False
     ) -> tuple[Consumer, list[queue.Row]]:
-        """The consumer, and those of the chosen rows that are still this lease's: a record that was deleted meanwhile
-        is not. `LeaseLostError` if the lease has ended.
+        """Return the consumer, and those of the chosen rows that still belong to the lease (deleted ones do not).
 
         The consumer's row is locked, before the lease's, if more of its queue changes than the lease's own records.
+
+        Raises:
+            LeaseLostError: The lease has ended.
         """
         name, fence = self._wanted.consumer, self._claim.id
         serial = self._claim.serial or always
         consumer_rows, lease_rows, rows = tx.ask(
-            (f"{SELECT_CONSUMER}{tx.lock_row() if serial else ''}", (name,)),
-            (f"{_LIVES}{tx.lock_row()}", (fence,)),
+            (f"{SELECT_CONSUMER}{tx.for_update if serial else ''}", (name,)),
+            (f"{_LIVES}{tx.for_update}", (fence,)),
             (f"SELECT {queue.ROW_COLUMNS} FROM work WHERE lease = ? ORDER BY seq", (fence,)),
         )
         if not consumer_rows:
-            raise LeaseLostError(f"consumer {name!r}: it is no longer in the book")
+            raise LeaseLostError(f"consumer {name!r}: removed from the book")
         [consumer] = parse_consumers(consumer_rows)
         if not serial and _is_shared(consumer):
             self._claim = self._claim._replace(serial=True)
@@ -387,7 +403,7 @@ class Lease:
         return consumer, [row for row in queue.check_rows(rows) if row.seq in seqs]
 
     def _check(self, tx: Transaction, rows: Sequence[Any]) -> None:
-        """Raise unless the lease lives."""
+        """Raise `LeaseLostError` unless the lease is active."""
         row = rows[0] if rows else None
         self._lost = row is None or row[0] != "active" or row[1] <= tx.now
         if row is None or row[0] != "active":
@@ -402,16 +418,25 @@ class Lease:
 
     # --- async: the same, in a thread -------------------------------------------------------------------------
 
-    async def aack(self, step: int | None = None, **options: Any) -> int:
-        """`ack` without blocking the event loop."""
-        return await asyncio.to_thread(self.ack, step, **options)
+    async def aack(
+        self,
+        step: int | None = None,
+        *,
+        uids: RecordIds | None = None,
+        priorities: Mapping[str, float] | None = None,
+        detail: Mapping[str, Any] | None = None,
+        details: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> int:
+        """Call `ack` without blocking the event loop."""
+        options = {"uids": uids, "priorities": priorities, "detail": detail, "details": details}
+        return await asyncio.to_thread(self.ack, step, **options)  # type: ignore[arg-type]
 
-    async def anack(self, reason: str = "given back", **options: Any) -> int:
-        """`nack` without blocking the event loop."""
-        return await asyncio.to_thread(self.nack, reason, **options)
+    async def anack(self, reason: str = "given back", *, uids: RecordIds | None = None, drop: bool = False) -> int:
+        """Call `nack` without blocking the event loop."""
+        return await asyncio.to_thread(self.nack, reason, uids=uids, drop=drop)
 
     async def arenew(self, seconds: float | None = None) -> float:
-        """`renew` without blocking the event loop."""
+        """Call `renew` without blocking the event loop."""
         return await asyncio.to_thread(self.renew, seconds)
 
     # --- a sequence, and a context ----------------------------------------------------------------------------
@@ -454,7 +479,7 @@ class Lease:
 
 
 def _told(error: BaseException) -> str:
-    """An exception in a line that every database can keep."""
+    """Format an exception as one line that every database can store."""
     text = f"{type(error).__name__}: {error}"[:200].replace("\0", "\ufffd")
     return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -463,11 +488,11 @@ _LIVES = "SELECT state, expires FROM leases WHERE id = ?"
 
 
 class _RetryAckError(Exception):
-    """The consumer has other settings than when the lease was made: its row has to be locked."""
+    """The consumer's settings changed since the lease: retry with its row locked."""
 
 
 def _is_shared(consumer: Consumer) -> bool:
-    """Whether an acknowledgement changes what leases of other records depend on: groups, or a sampler's state."""
+    """Return whether an acknowledgement changes what other leases depend on: groups, or a sampler's state."""
     return consumer.grouped or (consumer.settings.sampler.keeps and consumer.settings.max_uses != 1)
 
 
@@ -480,7 +505,7 @@ def _train(
     priorities: Mapping[int, float],
     details: Mapping[int, Mapping[str, Any]],
 ) -> None:
-    """Rows that were used once more: trained, or waiting (perhaps after a rest) for their next use."""
+    """Count one more use of rows: they are done, or wait (perhaps after a cooldown) for the next use."""
     sampler = consumer.settings.sampler
     most = consumer.settings.max_uses
     moves, events = [], []
@@ -504,11 +529,14 @@ def _train(
 
 
 def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest | None) -> tuple[Consumer | None, bool]:
-    """Do what is due in a consumer's queue, a piece of it at most: take new records in, take leases back that ended,
-    end rests, drop records that are too old.
+    """Do what is due in a consumer's queue, at most a chunk of it: drain the inbox, expire leases, end cooldowns, drop
+    old and stale records, update groups.
 
     Args:
-        request: The lease this is for; without one, new records are taken in only where some might be dropped.
+        tx: The transaction.
+        book: The book.
+        name: The consumer's name.
+        request: The lease this is for; without one, the inbox is drained only if records might be dropped.
 
     Returns:
         The consumer, locked (`None` if there is none of this name), and whether nothing is left to do.
@@ -516,7 +544,7 @@ def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest 
     check_text("consumer", name, 1, 200)
     mine = "consumer = (SELECT id FROM consumers WHERE name = ?)"
     rows, [(expired, rested, unseen, version)] = tx.ask(
-        (f"{SELECT_CONSUMER}{tx.lock_row()}", (name,)),
+        (f"{SELECT_CONSUMER}{tx.for_update}", (name,)),
         (
             f"SELECT (SELECT 1 FROM leases WHERE {mine} AND state = 'active' AND "
             "(expires <= ? OR expires > ? + seconds + 1) LIMIT 1), "
@@ -535,27 +563,34 @@ def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest 
     if expired:
         queue.expire_leases(tx, consumer)
     piece = queue.CHUNK
-    done = rerank_queue(tx, consumer, book, piece)
+    done = True
+    if "unranked" in consumer.state or "oversized" in consumer.state:
+        done = rerank_queue(tx, consumer, book, piece)
     if unseen and (settings.bounded if request is None else not takes_in_order(consumer, request)):
         done &= queue.drain_inbox(tx, book, consumer, piece)
     if rested:
         done &= queue.end_cooldowns(tx, consumer, piece)
-    done &= queue.drop_over_age(tx, consumer, piece)
+    if settings.max_age is not None:
+        done &= queue.drop_over_age(tx, consumer, piece)
     bound = settings.max_staleness if request is None or request.max_staleness is None else request.max_staleness
     if version is not None and bound is not None:
         done &= queue.drop_stale_rows(tx, consumer, queue.version_floor(int(version), bound), piece)
     if request is not None and request.max_staleness is not None and settings.max_staleness is None:
         queue.drop_abandoned_rows(tx, consumer)  # a consumer's own bound was held as they came
     if consumer.grouped:
-        done &= queue.build_groups(tx, consumer, piece)
+        if "ungrouped" in consumer.state:
+            done &= queue.build_groups(tx, consumer, piece)
         if settings.partial_after is not None:
             done &= queue.release_due_groups(tx, consumer, piece)
     return consumer, done
 
 
 def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
-    """Rank waiting records anew, for a sampler or a seed that has changed, and hold a new bound on their number; return
-    whether that is done."""
+    """Rank waiting records again after the sampler or seed changed, and apply a new `MaxSize`.
+
+    Returns:
+        Whether all is done.
+    """
     start = consumer.state.get("unranked")
     if start is None:
         if "oversized" not in consumer.state or not queue.drop_over_size(tx, consumer, most):
@@ -592,7 +627,7 @@ def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, most: int) -> 
 
 
 def drop_stale_records(book: Book, name: str) -> None:
-    """Drop what is too old for a consumer by the announced version, in short transactions."""
+    """Drop the records that the announced version makes stale for a consumer, in short transactions."""
     done = False
     while not done:
         with book.ledger.write(shared=True, durable=False) as tx:
@@ -619,7 +654,7 @@ def refresh_consumer(book: Book, name: str) -> None:
 
 
 def takes_in_order(consumer: Consumer, request: LeaseRequest) -> bool:
-    """Whether what a lease takes does not depend on records that came later, so that those may stay in the inbox."""
+    """Return whether the lease does not depend on later records, so that those may stay in the inbox."""
     settings = consumer.settings
     return (
         request.by == "experience"
@@ -632,9 +667,18 @@ def takes_in_order(consumer: Consumer, request: LeaseRequest) -> bool:
 
 
 def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | None, end: float) -> Claim | None:
-    """Claim what is asked for; if it is not all there, `None`, or on the `last` look what there is.
+    """Claim the requested records.
 
-    With a `timeout` (of the lease, until `end`) that passes while others hold the ledger, the claim is empty.
+    Args:
+        book: The book.
+        request: The arguments of the lease.
+        last: Whether this is the last attempt, which claims fewer records than requested if need be.
+        timeout: The lease's timeout, which ends at `end`.
+        end: On the monotonic clock.
+
+    Returns:
+        The claim, or `None` if there are too few records. The claim is empty if the timeout passes while other writers
+        hold the ledger.
     """
 
     def transact(tx: Transaction) -> tuple[bool, Claim | None]:
@@ -658,7 +702,7 @@ def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | No
         # The last look is for what is there now: it waits for other writers, too, if only for a moment.
         lock_wait = max(end - time.monotonic(), LAST_LOOK if last else 0.0) if timeout else None
         try:
-            done, claim = write_once(book.ledger, transact, committed, shared=True, timeout=lock_wait)
+            done, claim = write_once(book.ledger, transact, committed, lock_wait)
             if not done:
                 let_others(book.ledger)
         except UnknownConsumerError:
@@ -678,33 +722,15 @@ def _empty(why: str) -> Claim:
     return Claim(0, [], [], None, 0.0, 0.0, why)
 
 
-def _ready(tx: Transaction, consumer: Consumer, count: int) -> list[tuple[str, float, float, int | None, int]]:
-    return tx.all(
-        "SELECT gid, rank, weight, size, runs FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?",
-        (consumer.id, count),
-    )
-
-
+_READY = "SELECT gid, rank, weight, size, runs FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?"
 _CLAIMED = (
     f"SELECT {', '.join(f'work.{name}' for name in queue.Row._fields)}, records.uid "
     "FROM work JOIN records ON records.seq = work.seq WHERE work.consumer = ? AND work.state = 'waiting'"
 )
 
 
-class ClaimableRow(NamedTuple):
-    """A record that can be claimed: its row and its id."""
-
-    row: queue.Row
-    uid: str
-
-
-def _parsed(rows: Sequence[Any]) -> list[ClaimableRow]:
-    checked = queue.check_rows(row[:-1] for row in rows)
-    return [ClaimableRow(row, full[-1]) for row, full in zip(checked, rows, strict=True)]
-
-
 def _allowed(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tuple[int, str]:
-    """How many units limiters let this lease have, at most as many as it wants, and why no more."""
+    """Return how many records or groups the rate limiters allow, and why not more."""
     settings = consumer.settings
     if settings.min_size:
         there = queue.count_rows(tx, consumer, queue.WAITING, queue.COOLING, queue.LEASED)[0]
@@ -715,7 +741,7 @@ def _allowed(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tupl
     left = settings.ratio.samples_left(consumer.inserts, consumer.samples)
     if request.by == "group":
         fits = 0
-        for gid, *_ in _ready(tx, consumer, request.most):
+        for gid, *_ in tx.all(_READY, (consumer.id, request.most)):
             left -= len(queue.select_rows(tx, "consumer = ? AND gid = ? AND state = 'waiting'", (consumer.id, gid)))
             fits += left >= 0
         left = fits
@@ -725,45 +751,47 @@ def _allowed(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tupl
 
 
 def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseRequest, last: bool) -> Claim | None:
-    """Lease what waits; `None` if it is less than was asked for, and this is not the `last` look."""
+    """Lease waiting records; `None` if they are fewer than requested and this is not the `last` attempt."""
     sampler = consumer.settings.sampler
-    most, why = _allowed(tx, consumer, request)
+    most, why = request.most, ""
+    if consumer.settings.min_size or consumer.settings.ratio is not None:
+        most, why = _allowed(tx, consumer, request)
     partial: list[str] = []
     if request.by == "group":
-        ready = _ready(tx, consumer, most)
+        ready = tx.all(_READY, (consumer.id, most))
         units = len(ready)
         if units < request.most and not last:
             return None
         ranks = [rank for _, rank, *_ in ready]
-        if any(type(runs) is not int or not isinstance(size, (int, type(None))) for *_, size, runs in ready):
-            raise CorruptBookError(f"groups: got {str(ready)[:100]}, expected whole numbers")
-        partial = [gid for gid, _, _, size, runs in ready if size is not None and runs < size]
-        rows, [(lease,)] = tx.ask(
-            (
-                f"{_CLAIMED} AND work.gid {tx.in_texts}",
-                (consumer.id, tx.array([gid for gid, *_ in ready])),
-            ),
+        members: dict[str, list[queue.Row]] = {}
+        for gid, _, _, size, runs in ready:
+            if type(runs) is not int or not isinstance(size, (int, type(None))):
+                raise CorruptBookError(f"groups: got {str(ready)[:100]}, expected whole numbers")
+            members[gid] = []
+            if size is not None and runs < size:
+                partial.append(gid)
+        claimed, [(lease,)] = tx.ask(
+            (f"{_CLAIMED} AND work.gid {tx.in_texts}", (consumer.id, tx.array(list(members)))),
             tx.next_number("leases", 1),
         )
-        members: dict[str, list[ClaimableRow]] = {gid: [] for gid, *_ in ready}
-        for candidate in _parsed(sorted(rows)):
-            members[candidate.row.gid].append(candidate)
-        taken = [candidate for group in members.values() for candidate in group]
+        for row in queue.check_rows([values[:-1] for values in sorted(claimed)]):
+            members[row.gid].append(row)
+        taken = [row for group in members.values() for row in group]
         odds = [weight for gid, _, weight, *_ in ready for _ in members[gid]]
         count, total = consumer.state.get("ready", (0, 0.0))
     else:
         in_order = (f"{_CLAIMED} ORDER BY work.rank, work.seq LIMIT ?", (consumer.id, most))
-        rows, [(lease,)] = tx.ask(in_order, tx.next_number("leases", 1))
+        claimed, [(lease,)] = tx.ask(in_order, tx.next_number("leases", 1))
         empty = not takes_in_order(consumer, request)
-        while len(rows) < most and not empty:
-            empty = queue.drain_inbox(tx, book, consumer, max(AHEAD, min(most - len(rows), queue.CHUNK)))
-            rows = tx.all(*in_order)
-        units = len(rows)
+        while len(claimed) < most and not empty:
+            empty = queue.drain_inbox(tx, book, consumer, max(AHEAD, min(most - len(claimed), queue.CHUNK)))
+            claimed = tx.all(*in_order)
+        units = len(claimed)
         if units < request.most and not last:
             return None
-        taken = _parsed(rows)
-        odds = [candidate.row.weight for candidate in taken]
-        ranks = [candidate.row.rank for candidate in taken]
+        taken = queue.check_rows([values[:-1] for values in claimed])
+        odds = [row.weight for row in taken]
+        ranks = [row.rank for row in taken]
         count, total = queue.count_rows(tx, consumer, queue.WAITING) if isinstance(sampler, Proportional) else (0, 0.0)
     if units < most or not why:
         why = "no more was waiting" if request.by == "experience" else "no more groups were complete"
@@ -790,14 +818,15 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
     queue.change_rows(
         tx,
         consumer,
-        [(row, row._replace(state=queue.LEASED, lease=lease)) for row, _ in taken],
-        [queue.Event(queue.LEASED, row.seq, consumer.id, lease=lease) for row, _ in taken],
+        [(row, row._replace(state=queue.LEASED, lease=lease)) for row in taken],
+        [queue.Event(queue.LEASED, row.seq, consumer.id, lease=lease) for row in taken],
     )
     consumer.samples += len(taken)
+    uids = {values[0]: values[-1] for values in claimed}
     return Claim(
         lease,
-        [candidate.row.seq for candidate in taken],
-        [candidate.uid for candidate in taken],
+        [row.seq for row in taken],
+        [uids[row.seq] for row in taken],
         weights,
         tx.now + seconds,
         seconds,
@@ -809,7 +838,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
 
 def check_request(
     consumer: str,
-    count: Any,
+    count: int,
     by: str,
     max_staleness: int | None,
     seconds: float | None,
@@ -818,7 +847,7 @@ def check_request(
     exact: bool = False,
     create: bool = False,
 ) -> LeaseRequest:
-    """Check what a lease asks for."""
+    """Check the arguments of a lease."""
     check_int("lease", count, 1)
     check_choice("by", by, ("experience", "group"))
     if max_staleness is not None:
@@ -833,18 +862,18 @@ def check_request(
 
 
 class Forecast(NamedTuple):
-    """What who waits for records can expect."""
+    """What a waiting lease can expect."""
 
     consumer: int
     """The consumer's number."""
     seconds: float
-    """After how long, at most, time alone brings something."""
+    """Seconds until an expiry, cooldown or deadline may offer records."""
     enough: bool
-    """Whether a look is worth it: as much waits as is asked for, as far as that is known without a lock."""
+    """Whether enough records seem to wait, as far as can be told without a lock."""
 
 
 def forecast(book: Book, request: LeaseRequest) -> Forecast:
-    """Look at a consumer's queue without a lock."""
+    """Estimate without a lock when a lease can succeed."""
     with book.ledger.read() as tx:
         consumer = get_consumer(tx, request.consumer)
         number = consumer.id
@@ -861,14 +890,14 @@ def forecast(book: Book, request: LeaseRequest) -> Forecast:
 
 
 def empty_lease(book: Book, consumer: str) -> Lease:
-    """A lease of no record, where none was asked for."""
+    """Return a lease without records."""
     return Lease(book, LeaseRequest(consumer, 0, "experience", None, None, ""), Claim(0, [], [], None, 0.0, 0.0, ""))
 
 
 def lease_records(
     book: Book, request: LeaseRequest, timeout: float | None, stop: threading.Event | None = None
 ) -> Lease:
-    """Lease records as `Book.lease` does; with `stop` set it returns early, with nothing."""
+    """Implement `Book.lease`; setting `stop` ends the wait with an empty lease."""
     end = math.inf if timeout is None else time.monotonic() + timeout
     stop = stop or threading.Event()
     lost = math.inf
@@ -900,7 +929,7 @@ def lease_records(
 
 
 async def alease_records(book: Book, request: LeaseRequest, timeout: float | None) -> Lease:
-    """See `Book.alease`; a wait that is cancelled has claimed nothing."""
+    """Implement `Book.alease`; a cancelled wait claims nothing."""
     stop = threading.Event()
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Lease] = loop.create_future()

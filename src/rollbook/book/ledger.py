@@ -1,8 +1,8 @@
 """The ledger's database: SQLite in a folder or in memory, PostgreSQL on a server, behind one small protocol.
 
 Invariant: `write()` is exclusive: no other transaction writes until it commits. `write(shared=True)` excludes exclusive
-transactions only: appends, leases and acknowledgements run beside each other in PostgreSQL and lock the rows they
-change. In SQLite every write transaction is exclusive. Statements are written once, with `?` for a value.
+transactions only: appends, leases and acknowledgements run concurrently in PostgreSQL and lock the rows they change. In
+SQLite every write transaction is exclusive. SQL is shared by both databases, with `?` for parameters.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollbook.book import disk
-from rollbook.book.content_hash import FORMAT
 from rollbook.book.disk import folder_lock, identity
 from rollbook.book.errors import (
     BookError,
@@ -46,21 +45,25 @@ if TYPE_CHECKING:
 
 LAYOUT = 3
 """The number of the tables' layout (see `rollbook.book.ledger`)."""
+HASH_FORMAT = 1
+"""Version of the content hashes; here, so that listing books loads neither numpy nor pyarrow."""
 BUSY_SECONDS = 30.0
 """How long a writer waits for other writers by default, in seconds."""
 _WRITE_LOCK = 120
 """The byte of the file `-shm` that a writer locks."""
 RETRY_SECONDS = 30.0
-"""How long a write transaction is tried again that broken connections end."""
+"""How long a write transaction is retried after broken connections, in seconds."""
 LOG = "-wal"
 """What SQLite adds to a database's name for that of its write-ahead log."""
 _DAMAGE = ("malformed", "not a database", "corrupt", "Could not decode", "too big", "integer overflow")
 MOST_BYTES = 64 << 20
-"""The longest text or row that is read or written: a stranger's may be made as long as SQLite allows, a gigabyte."""
+"""The longest text or row that is read or written; SQLite would allow a gigabyte."""
 IN_ONE = 500
 """How many values one `IN (...)` holds; SQLite's own limit is 999 in old builds."""
 
 Result = TypeVar("Result")
+LedgerValue = int | float | str | bytes | None
+"""A value of any column: SQLite stores values of other types than the column's, too."""
 _AMONG = "IN (SELECT value FROM json_each(?))"
 
 
@@ -85,6 +88,8 @@ class Transaction(Protocol):
     """An SQL operator with one parameter, `tx.array(numbers)`: true for a value that is one of them."""
     in_texts: str
     """The same for texts."""
+    for_update: str
+    """The end of a query for rows that this transaction is going to change: a lock, if the database has row locks."""
 
     @property
     def now(self) -> float:
@@ -94,8 +99,10 @@ class Transaction(Protocol):
         """Run one statement. In PostgreSQL an error may surface at a later statement."""
 
     def later(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
-        """Run one statement that changes rows of `table` at any time before the next query, or the commit: its effect
-        does not depend on that of the other statements since."""
+        """Run one statement that changes rows of `table`, at any time before the next query or the commit.
+
+        Its effect must not depend on that of other statements since.
+        """
 
     def count(self, sql: str, values: Sequence[Any] = ()) -> int:
         """Run one statement and return how many rows it changed."""
@@ -120,13 +127,10 @@ class Transaction(Protocol):
         """Return the rows of several queries, sent to the database together."""
 
     def array(self, values: Sequence[Any]) -> Any:
-        """The parameter of `in_ints` and `in_texts`."""
+        """Return the parameter of `in_ints` and `in_texts`."""
 
     def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
-        """A query that takes `count` consecutive numbers for new rows of "records" or "leases"; it gives the first."""
-
-    def lock_row(self) -> str:
-        """The end of a query for rows that this transaction is going to change."""
+        """Return a query that reserves `count` numbers for new rows of "records" or "leases" and gives the first."""
 
     def notify(self, consumer: int) -> None:
         """Wake who waits for records of this consumer, once the transaction is committed."""
@@ -146,11 +150,15 @@ class Ledger(Protocol):
     """A database that keeps a book's ledger."""
 
     dialect: str
-    clock: Any
-    """What tells the time instead of the database, in tests; `None` in PostgreSQL."""
 
-    def write(self, *, shared: bool = False, durable: bool = True, timeout: float | None = None) -> Any:
-        """A context that gives a `Transaction` and commits it unless it is left by an error.
+    @property
+    def clock(self) -> Callable[[], float] | None:
+        """Tells the time instead of the database, in tests; `None` in PostgreSQL."""
+
+    def write(
+        self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
+    ) -> AbstractContextManager[Transaction]:
+        """Begin a write transaction, which the context commits unless an exception leaves it.
 
         Args:
             shared: Run beside other shared transactions; by default no other transaction writes.
@@ -164,8 +172,8 @@ class Ledger(Protocol):
             OutcomeUnknownError: The connection broke during the commit.
         """
 
-    def read(self) -> Any:
-        """A context that gives a `Transaction` that sees one state of the book."""
+    def read(self) -> AbstractContextManager[Transaction]:
+        """Begin a transaction that sees one state of the book."""
 
     in_ints: str
     """As of a `Transaction`, for `all`."""
@@ -174,11 +182,15 @@ class Ledger(Protocol):
         """Return every row of one query, in a transaction of its own."""
 
     def array(self, values: Sequence[Any]) -> Any:
-        """As of a `Transaction`."""
+        """Return the parameter of `in_ints`, as of a `Transaction`."""
 
-    def turn(self, consumer: int, seconds: float | None, stop: threading.Event) -> Any:
-        """A context that gives a `Waiter` to one caller at a time, of all processes, in the order they came; `None` if
-        it is not the caller's turn within so many seconds, or `stop` is set."""
+    def turn(
+        self, consumer: int, seconds: float | None, stop: threading.Event
+    ) -> AbstractContextManager[Waiter | None]:
+        """Wait in line, with callers of all processes; the context gives a `Waiter` to one of them at a time.
+
+        It gives `None` if the caller's turn does not come within so many seconds, or `stop` is set.
+        """
 
     def bounds(self) -> tuple[int, int]:
         """Return the largest record number and event number such that nothing below them is still being written."""
@@ -190,7 +202,7 @@ class Ledger(Protocol):
 
 
 def chunks(values: Sequence[Any], size: int = IN_ONE) -> Iterator[tuple[str, Sequence[Any]]]:
-    """`values` in pieces, each with the question marks of an `IN (...)`.
+    """Yield `values` in chunks, each with the question marks of an `IN (...)`.
 
     >>> [(marks, list(part)) for marks, part in chunks([1, 2, 3], 2)]
     [('?,?', [1, 2]), ('?', [3])]
@@ -201,14 +213,13 @@ def chunks(values: Sequence[Any], size: int = IN_ONE) -> Iterator[tuple[str, Seq
 
 
 def let_others(ledger: Ledger) -> None:
-    """Let other writers have their turn between two pieces of a long task: SQLite promises none to those that wait,
-    and they look every few milliseconds."""
+    """Let other writers run between two steps of a long task: SQLite is not fair, and they poll for the lock."""
     if ledger.dialect == "sqlite":
         time.sleep(0.01)
 
 
 def took_effect(ledger: Ledger, error: BookError, committed: Callable[[Transaction], bool]) -> bool:
-    """Find out whether a write transaction that a broken connection ended took effect.
+    """Return whether a write transaction took effect that ended with a broken connection.
 
     Args:
         error: `ConnectionLostError` or `OutcomeUnknownError`, as the transaction raised it.
@@ -232,23 +243,31 @@ def write_once(
     transact: Callable[[Transaction], Result],
     committed: Callable[[Transaction, Result], bool],
     timeout: float | None = None,
-    begin: Callable[..., Any] | None = None,
-    **options: Any,
+    begin: Callable[[float | None], AbstractContextManager[Transaction]] | None = None,
 ) -> Result:
-    """Run a write transaction; one that a broken connection ended is looked up, and run again if it had no effect.
+    """Run a write transaction exactly once, also if the connection breaks.
 
     Args:
+        ledger: The ledger.
         transact: The body of the transaction.
-        committed: Looks for a trace of a transaction that had this result.
-        begin: Begins the transaction; by default `ledger.write`.
-        options: Those of `begin`.
+        committed: Checks for a trace of a transaction that had this result. It is called after a broken connection; if
+            it finds none, the transaction runs again.
+        timeout: How many seconds to wait for other writers, `BUSY_SECONDS` by default.
+        begin: Begins the transaction, with a timeout; by default it is `ledger.write(shared=True)`.
+
+    Returns:
+        The result of `transact`.
+
+    Raises:
+        LockTimeoutError: Other writers held the ledger for so long.
+        OutcomeUnknownError: The server could not be asked whether the transaction took effect.
     """
     results: list[Result] = []
     start = time.monotonic()
     patience = BUSY_SECONDS if timeout is None else timeout
     while True:
         try:
-            with (begin or ledger.write)(timeout=timeout, **options) as tx:
+            with ledger.write(shared=True, timeout=timeout) if begin is None else begin(timeout) as tx:
                 results.append(transact(tx))
             return results[-1]
         except (ConnectionLostError, OutcomeUnknownError) as error:
@@ -264,16 +283,23 @@ def write_once(
             timeout = left
 
 
-def parsed(text: Any, label: str) -> dict[str, Any]:
-    """A dict from JSON that a ledger holds, which anybody may have written.
+def parsed(text: LedgerValue, label: str) -> dict[str, Any]:
+    """Parse a JSON object from a ledger, which anybody may have written.
+
+    Args:
+        text: The JSON.
+        label: Prefix of error messages.
+
+    Raises:
+        CorruptBookError: It is not a JSON object.
 
     >>> parsed('{"step": 3}', "a detail")
     {'step': 3}
     """
     try:
-        fields = json.loads(text)
+        fields = json.loads(text)  # type: ignore[arg-type]
     except (RecursionError, TypeError, ValueError) as error:
-        raise CorruptBookError(f"{label}: got {str(text)[:100]!r}, which is no JSON: {str(error)[:100]}") from None
+        raise CorruptBookError(f"{label}: got {str(text)[:100]!r}, invalid JSON: {str(error)[:100]}") from None
     if not isinstance(fields, dict):
         raise CorruptBookError(f"{label}: got {str(text)[:100]!r}, expected a dict")
     return fields
@@ -282,6 +308,7 @@ def parsed(text: Any, label: str) -> dict[str, Any]:
 class _SQLiteTransaction:
     shard = 0
     in_ints = in_texts = _AMONG
+    for_update = ""
 
     def __init__(self, connection: sqlite3.Connection, now: float) -> None:
         self.connection = connection
@@ -303,16 +330,19 @@ class _SQLiteTransaction:
         if not rows:
             return
         # Binding a `None` takes the driver several times as long as a number: columns without values are left out.
-        values = list(zip(*rows, strict=True))
-        used = [i for i, column in enumerate(values) if column.count(None) < len(column)]
-        names, marks = ", ".join(columns[i] for i in used), ", ".join("?" * len(used))
-        sql = f"INSERT INTO {table} ({names}) VALUES ({marks}) {conflict}"
-        self.connection.executemany(sql, zip(*(values[i] for i in used), strict=True))
+        names: list[str] = []
+        values: list[tuple[Any, ...]] = []
+        for name, column in zip(columns, zip(*rows, strict=True), strict=True):
+            if column.count(None) < len(column):
+                names.append(name)
+                values.append(column)
+        marks = ", ".join("?" * len(names))
+        sql = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks}) {conflict}"
+        self.connection.executemany(sql, zip(*values, strict=True))
 
     def update(self, table: str, keys: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        settings = ", ".join(f"{name} = ?" for name in columns)
-        condition = " AND ".join(f"{name} = ?" for name in keys)
-        self.connection.executemany(f"UPDATE {table} SET {settings} WHERE {condition}", rows)
+        assignments, condition = " = ?, ".join(columns), " = ? AND ".join(keys)
+        self.connection.executemany(f"UPDATE {table} SET {assignments} = ? WHERE {condition} = ?", rows)
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         return self.connection.execute(sql, values).fetchall()
@@ -321,7 +351,11 @@ class _SQLiteTransaction:
         return self.connection.execute(sql, values).fetchone()
 
     def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
-        return [self.connection.execute(sql, values).fetchall() for sql, values in queries]
+        answers = []
+        for sql, values in queries:
+            rows = self.connection.execute(sql, values)
+            answers.append(rows.fetchall())
+        return answers
 
     array = staticmethod(_array)
 
@@ -329,15 +363,12 @@ class _SQLiteTransaction:
         key = {"records": "seq", "leases": "id"}[table]
         return f"SELECT COALESCE(MAX({key}), 0) + 1 FROM {table}", ()
 
-    def lock_row(self) -> str:
-        return ""
-
     def notify(self, consumer: int) -> None:
         return None
 
 
 LOOK_SECONDS = 0.05
-"""How often who waits for its turn looks."""
+"""How often a waiting thread or process polls, in seconds."""
 
 
 class Turns:
@@ -381,7 +412,7 @@ class _SQLiteWaiter:
 
 
 def check_files(path: Path) -> None:
-    """Refuse a database whose files are links, which SQLite would follow and write to, or pipes, where it waits."""
+    """Raise `NotABookError` if a file is a link, which SQLite would follow, or a pipe, on which it would block."""
     for tail in ("", "-wal", "-shm", "-journal"):
         name = f"{path}{tail}"
         try:
@@ -393,15 +424,17 @@ def check_files(path: Path) -> None:
 
 
 def check_plain(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a database in which reading or writing a table would run what somebody else wrote: a ledger has tables of
-    plain columns, and indices."""
+    """Raise `NotABookError` if the database has views, triggers, virtual tables or generated columns.
+
+    They could run code of whoever wrote the database. A ledger has tables of plain columns, and indices.
+    """
     objects = connection.execute(
         "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%' "
         "UNION ALL SELECT 'column', kept.name || '.' || has.name FROM sqlite_master AS kept "
         "JOIN pragma_table_xinfo(kept.name) AS has WHERE kept.type = 'table' AND has.hidden <> 0 LIMIT 1"
     ).fetchone()
     if objects is not None:
-        raise NotABookError(f"{path}: it has a {objects[0]} {str(objects[1])[:80]!r} of its own, which no ledger has")
+        raise NotABookError(f"{path}: not a ledger: it has the {objects[0]} {str(objects[1])[:80]!r}")
 
 
 def _holder(path: Path | None) -> str:
@@ -424,18 +457,6 @@ def _holder(path: Path | None) -> str:
         if int(words[6]) <= _WRITE_LOCK and (words[7] == "EOF" or int(words[7]) >= _WRITE_LOCK):
             return f": process {words[4]} holds it"
     return ""
-
-
-@contextmanager
-def take_turn(lock: threading.RLock, timeout: float | None) -> Iterator[float | None]:
-    """Hold the lock between the threads of one process; gives what is left of `timeout`."""
-    begin = time.monotonic()
-    if not lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
-        raise LockTimeoutError(f"another thread of this process held the ledger for {timeout:.3g} s")
-    try:
-        yield None if timeout is None else max(begin + timeout - time.monotonic(), 0.0)
-    finally:
-        lock.release()
 
 
 _left_behind: list[sqlite3.Connection] = []
@@ -476,7 +497,7 @@ class SQLiteLedger:
         """Connect, and remember which file that was."""
         if self.path is None:
             return self._connect()
-        with nullcontext() if self.read_only else self._shared():
+        with nullcontext() if self.read_only else self._shared(self.path):
             while True:
                 # A file system with layers may copy a file, under another inode, when it is first opened for writing.
                 before = identity(self.path)
@@ -492,18 +513,15 @@ class SQLiteLedger:
         return connection
 
     @contextmanager
-    def _shared(self) -> Iterator[None]:
+    def _shared(self, path: Path) -> Iterator[None]:
         """Keep repairs from replacing the ledger."""
-        if self.path is None:
-            yield
-            return
         with ExitStack() as stack:
             try:
-                had = stack.enter_context(folder_lock(self.path.parent, shared=True, seconds=BUSY_SECONDS))
+                locked = stack.enter_context(folder_lock(path.parent, shared=True, seconds=BUSY_SECONDS))
             except (FileNotFoundError, NotADirectoryError):
-                raise moved(self.path) from None
-            if not had:
-                raise BookError(f"{self.path.parent}: a repair held the book for {BUSY_SECONDS:g} s")
+                raise moved(path) from None
+            if not locked:
+                raise BookError(f"{path.parent}: a repair held the book for {BUSY_SECONDS:g} s")
             yield
 
     def _connect(self) -> sqlite3.Connection:
@@ -553,8 +571,10 @@ class SQLiteLedger:
         return connection
 
     def _is_still(self, path: Path) -> bool:
-        """Whether nobody writes it nor can: a book that was closed and lies where nothing can be written. SQLite would
-        refuse to read it, since it cannot make its files for sharing there."""
+        """Return whether the ledger cannot change: a closed book in a read-only folder.
+
+        SQLite cannot create its shared-memory file there and would refuse to read it.
+        """
         log = path.with_name(path.name + LOG)
         return not os.access(path.parent, os.W_OK) and not (log.exists() and log.stat().st_size)
 
@@ -590,7 +610,7 @@ class SQLiteLedger:
         return error
 
     def _patiently(self, connection: sqlite3.Connection, sql: str, seconds: float | None = None) -> None:
-        """Run a statement that others may hold up, looking again often: SQLite's own wait sleeps up to 100 ms."""
+        """Run a statement, retrying often while the database is locked: SQLite's own wait sleeps up to 100 ms."""
         seconds = BUSY_SECONDS if seconds is None else seconds
         end = time.monotonic() + seconds
         pause = 0.0002
@@ -625,7 +645,7 @@ class SQLiteLedger:
     def write(
         self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
     ) -> Iterator[_SQLiteTransaction]:
-        with self._shared():
+        with nullcontext() if self.path is None else self._shared(self.path):
             yield from self._transaction("BEGIN IMMEDIATE", timeout)
 
     @contextmanager
@@ -634,33 +654,39 @@ class SQLiteLedger:
 
     def _transaction(self, begin: str, timeout: float | None = None) -> Iterator[_SQLiteTransaction]:
         connection = self._current()
-        with take_turn(self._lock, timeout) as seconds:
+        start = time.monotonic()
+        lock = self._lock  # The threads of this process share the connection.
+        if not lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+            raise LockTimeoutError(f"another thread of this process held the ledger for {timeout:.3g} s")
+        try:
+            left = None if timeout is None else max(start + timeout - time.monotonic(), 0.0)
+            self._patiently(connection, begin, left)
             try:
-                self._patiently(connection, begin, seconds)
-                try:
-                    if begin == "BEGIN":
-                        # The first look takes the snapshot, and may meet one who recovers, clears the log or is the
-                        # last to close the book.
-                        self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
-                    if self.path is not None and identity(self.path) != self._identity:
-                        raise moved(self.path)
-                    yield _SQLiteTransaction(connection, self.clock())
-                    if begin != "BEGIN" and disk.active:
-                        disk.hit("before commit")
-                    connection.execute("COMMIT")
-                except BaseException:
-                    if connection.in_transaction:
-                        connection.execute("ROLLBACK")
-                    raise
-            except sqlite3.DatabaseError as error:
-                explained = self._explained(error)
-                if explained is error:
-                    raise
-                raise explained from error
-            except OverflowError as error:
-                raise CorruptBookError(f"{self.path}: a number out of range ({error}); see `rollbook check`") from error
-        if begin != "BEGIN" and disk.active:
-            disk.hit("after commit")
+                if begin == "BEGIN":
+                    # The first query takes the snapshot. It may meet a connection that recovers, clears the log or is
+                    # the last to close the book.
+                    self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
+                if self.path is not None and identity(self.path) != self._identity:
+                    raise moved(self.path)
+                yield _SQLiteTransaction(connection, self.clock())
+                if disk.failpoints_active and begin != "BEGIN":
+                    disk.hit_failpoint("before commit")
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+        except sqlite3.DatabaseError as error:
+            explained = self._explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+        except OverflowError as error:
+            raise CorruptBookError(f"{self.path}: a number out of range ({error}); see `rollbook check`") from error
+        finally:
+            lock.release()
+        if disk.failpoints_active and begin != "BEGIN":
+            disk.hit_failpoint("after commit")
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return every row of one query."""
@@ -698,7 +724,7 @@ class SQLiteLedger:
         return seq or 0, event or 0
 
     def clear_log(self) -> None:
-        """Write the log back and empty it, if nobody uses it just now: old pages are then gone from the disk."""
+        """Write the log back and truncate it if it is not in use, which removes old pages from the disk."""
         connection = self._current()
         if self.path is not None and not self.read_only:
             with self._lock:
@@ -708,7 +734,7 @@ class SQLiteLedger:
                     raise self._explained(error) from error
 
     def close(self) -> None:
-        """Close the connection; what was committed is safe in any case."""
+        """Close the connection. Commits are durable with or without it."""
         if not self._closed and self._pid == os.getpid():
             with self._lock:
                 self._connection.close()
@@ -716,7 +742,16 @@ class SQLiteLedger:
 
 
 def check_text(name: str, text: object, least: int = 1, most: int = 1 << 20) -> str:
-    """A text that every ledger can keep, else an error that says what it should have been.
+    """Return a text that every database can store.
+
+    Args:
+        name: The argument's name, for error messages.
+        text: The text.
+        least: Minimum length.
+        most: Maximum length.
+
+    Raises:
+        ValueError: It is not a string, too short or long, or has NUL or lone surrogates.
 
     >>> check_text("reason", "too long")
     'too long'
@@ -724,7 +759,11 @@ def check_text(name: str, text: object, least: int = 1, most: int = 1 << 20) -> 
     if not isinstance(text, str) or not least <= len(text) <= most:
         size = f" of {least} to {most} characters" if isinstance(text, str) and text else " that is not empty" * least
         raise ValueError(f"{name}: got {str(text)[:100]!r}, expected a text{size}")
-    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
         raise ValueError(f"{name}: got {text!r}, expected no NUL and no lone surrogate, which a database cannot keep")
     return text
 
@@ -927,7 +966,21 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {}
 
 
 def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -> bool:
-    """Make the tables, or check and migrate those that are there; whether they were made now."""
+    """Create the tables, or check and migrate existing ones.
+
+    Args:
+        ledger: The ledger.
+        create: Create or migrate tables if need be.
+        where: The book's address, for error messages.
+        meta: More rows of `meta` for new tables.
+
+    Returns:
+        Whether the tables were created.
+
+    Raises:
+        NotABookError: There are no tables, or tables of another layout.
+        NewerLayoutError: A newer version wrote them.
+    """
     layout = layout_of(ledger)
     if layout is None:
         if not create:
@@ -961,7 +1014,7 @@ def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -
 
 
 def layout_of(ledger: Ledger) -> int | None:
-    """The layout's number; `None` where there are no tables."""
+    """Return the number of the tables' layout, or `None` if there are no tables."""
     with ledger.read() as tx:
         return _layout(tx, ledger.dialect)
 
@@ -973,7 +1026,7 @@ def _layout(tx: Transaction, dialect: str) -> int | None:
         names = {row[0] for row in tx.all("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")}
     if "meta" not in names:
         if names & set(TABLES):
-            raise NotABookError(f"tables {sorted(names & set(TABLES))} without `meta`: this is no ledger of a book")
+            raise NotABookError(f"tables {sorted(names & set(TABLES))} without `meta`: not a book's ledger")
         return None
     row = tx.one("SELECT value FROM meta WHERE key = 'layout'")
     if row is None or not str(row[0]).isdigit():
@@ -996,7 +1049,7 @@ def _make(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
             tx.run(sql)
     everything = {
         "layout": str(LAYOUT),
-        "digests": str(FORMAT),
+        "digests": str(HASH_FORMAT),
         "book": os.urandom(8).hex(),
         "made": repr(tx.now),
         **meta,
@@ -1005,7 +1058,7 @@ def _make(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
 
 
 def migrate(tx: Transaction, dialect: str, steps: dict[int, tuple[str, ...]] | None = None) -> int:
-    """Take the older layout that is there, step by step, to the newest that `steps` leads to; its number."""
+    """Migrate the tables step by step to the newest layout that `steps` leads to, and return its number."""
     steps = MIGRATIONS if steps is None else steps
     layout: Any = _layout(tx, dialect)
     while layout in steps:

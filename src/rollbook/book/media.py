@@ -1,22 +1,22 @@
-"""Media once per book: what is heavy in a record goes under its content's hash, and a reference takes its place.
+"""Media: large tensors and base64 texts are stored once per book, under their hash, and replaced by references.
 
-Invariant: `restore(lift(many).stripped, fetch)` is `many` again, column by column and byte by byte, whatever the
-columns hold; selecting or joining stripped records first makes no difference. References are told from data by a
-column of their own, so nothing that a user keeps can pass for one.
+Invariant: `restore(extract(records).stripped, fetch)` equals `records`, column by column and byte by byte; selecting or
+joining stripped records first makes no difference. A separate column lists the references, so that no data of a user
+can be mistaken for one.
 
-Heavy are, from `least` bytes on:
+Media are, from `least` bytes on:
 
 - a tensor in a media column (`multi_modal_inputs`);
 - base64 in a free-form column, as the value of `$bytes` or `data` (bytes, tensors and arrays as
   `rollbook.core.freeform` writes them, a server's `input_audio` and `source`), of `b64_json`, or in a
   `data:...;base64,` URL.
 
-In the place of each stands the text `sha256:` and 64 hexadecimal digits. The column `book__media` lists, for each
-record that has any, {column, at, hash}: `at` is the entry's number in a media column, the byte where the reference
-begins in a text. What surrounds a medium (key, dtype, shape, the URL's type) stays where it was, and can be queried.
-The column `book__evaluation` is true for records that are for evaluation: a repair without a ledger reads it.
+Each is replaced by the text `sha256:` and 64 hexadecimal digits. The column `book__media` lists {column, at, hash} for
+each record with media: `at` is the index of the entry in a media column, or the byte where the reference begins in a
+text. The context of a medium (key, dtype, shape, the URL's type) stays in the record and can be queried. The column
+`book__evaluation` is true for records for evaluation; a repair without a ledger reads it.
 
-A blob, as a store keeps it, all numbers little-endian:
+The layout of a blob in a store, all numbers little-endian:
 
     0   8  magic        8d 52 4f 4c 4c 4d 44 0a
     8   2  version      1
@@ -46,7 +46,7 @@ import hashlib
 import re
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -137,22 +137,22 @@ def _size(length: int, described: int) -> int:
     return -(-(_UNIT + length + described) // _UNIT) * _UNIT
 
 
-def _checksum(*pieces: Any) -> int:
+def _checksum(*pieces: bytes | memoryview) -> int:
     state = xxhash.xxh3_64()
     for piece in pieces:
         state.update(piece)
     return state.intdigest()
 
 
-def _digest(kind: Kind, described: bytes, payload: Any) -> str:
+def _digest(kind: Kind, described: bytes, payload: bytes | memoryview) -> str:
     # Of one cryptographic hash: whoever may write to a book must not be able to pass a medium off as another's.
     state = hashlib.sha256(b"rollbook medium 1\0" + kind.encode() + b"\0" + described + b"\0")
     state.update(payload)
     return state.hexdigest()
 
 
-def blob_size(head: Any) -> int:
-    """How many bytes the blob takes that begins with `head`, its first 64 bytes or more: what its header says."""
+def blob_size(head: bytes | memoryview) -> int:
+    """Return the size of a blob in bytes, from its first 64 bytes or more."""
     return _read_header(memoryview(head).cast("B"))[-1]
 
 
@@ -171,11 +171,16 @@ def _read_header(view: memoryview) -> tuple[Kind, int, int, bytes, int, int]:
     return _KINDS[kind - 1], described, length, digest, checksum, _size(length, described)
 
 
-def open_blob(data: Any, *, verify: bool = False) -> Blob:
-    """The blob that `data` is, nothing copied; `WireError` for damage.
+def open_blob(data: bytes | memoryview, *, verify: bool = False) -> Blob:
+    """Parse a blob without copying it.
 
-    The checksum is always compared, which finds accidents. `verify=True` computes the hash again, which finds forgery
-    and takes ten times as long.
+    Args:
+        data: The bytes.
+        verify: Also verify the SHA-256 hash, which detects forgery and takes ten times as long. The checksum, which
+            detects accidental damage, is always verified.
+
+    Raises:
+        WireError: The bytes are damaged.
 
     >>> blob = Blob(_digest("bytes", b"", b"png"), "bytes", "", (), memoryview(b"png"))
     >>> bytes(open_blob(blob.data, verify=True).payload), blob.size
@@ -199,11 +204,11 @@ def open_blob(data: Any, *, verify: bool = False) -> Blob:
     if kind == "tensor":
         match = _DESCRIPTION.fullmatch(description)
         if match is None:
-            raise WireError(f"the blob is described as {description[:80]!r}, which is no tensor", _UNIT + length)
+            raise WireError(f"the blob is described as {description[:80]!r}, not a tensor", _UNIT + length)
         dtype = match[1].decode()
         shape = check_shape(dtype, [int(size) for size in match[2].split(b",") if size], length, "a blob's tensor")
     if _describe(kind, dtype, shape) != description:
-        raise WireError(f"the blob is described as {description[:80]!r}, which nobody writes", _UNIT + length)
+        raise WireError(f"the blob is described as {description[:80]!r}, not in canonical form", _UNIT + length)
     if kind == "text" and not bytes(payload).isascii():
         raise WireError("the blob holds text that is not ASCII", _UNIT)
     if verify and _digest(kind, description, payload) != digest.hex():
@@ -235,15 +240,15 @@ class _Cut:
     new: Any
 
 
+@dataclass
 class _Gathered:
     """The media found so far; equal ones are hashed once."""
 
-    def __init__(self) -> None:
-        self.blobs: dict[str, Blob] = {}
-        self._seen: dict[tuple[Any, ...], tuple[str, NDArray[np.uint8]]] = {}
+    blobs: dict[str, Blob] = field(default_factory=dict)
+    _seen: dict[tuple[Any, ...], tuple[str, NDArray[np.uint8]]] = field(default_factory=dict)
 
     def add(self, kind: Kind, content: NDArray[np.uint8], dtype: str = "", shape: tuple[int, ...] = ()) -> str | None:
-        """The hash of what `content` holds: a tensor's elements, or bytes in base64; `None` if it is no base64."""
+        """Hash and store a medium (a tensor's elements, or base64); return `None` for invalid base64."""
         # The members of a group show the same pictures: those are known by a hash ten times as fast. A match is
         # compared, not trusted.
         key = (kind, dtype, shape, len(content), xxhash.xxh3_128_intdigest(content.data))
@@ -266,7 +271,7 @@ class _Gathered:
 
 
 def _from_base64(text: memoryview) -> bytes | None:
-    """What `text` is base64 of, if encoding that gives the same text."""
+    """Decode base64, or return `None` if encoding the result gives another text."""
     try:
         data = binascii.a2b_base64(text, strict_mode=True)
     except binascii.Error:
@@ -278,9 +283,15 @@ def _from_base64(text: memoryview) -> bytes | None:
 
 
 def extract(records: Experiences, least: int = LEAST, evaluation: Sequence[bool] = ()) -> Extracted:
-    """The records without their media of at least `least` bytes, and the media, each once.
+    """Separate records from their media.
 
-    `evaluation` says of each record whether it is for evaluation; without it none is.
+    Args:
+        records: The records.
+        least: The smallest size of a medium, in bytes.
+        evaluation: Whether each record is for evaluation; by default none is.
+
+    Returns:
+        The records with references, the media, and the media of each record.
 
     >>> import torch
     >>> from rollbook import Experience
@@ -297,10 +308,13 @@ def extract(records: Experiences, least: int = LEAST, evaluation: Sequence[bool]
     listed: dict[int, list[dict[str, Any]]] = {}
     changed: Columns = {}
     for name, column in columns.items():
-        field = owner(name)
-        if field is None or field[0].kind not in ("json", "media"):
+        entry = owner(name)
+        if entry is None or entry[0].kind not in ("json", "media"):
             continue
-        cuts = (_heavy_entries if field[0].kind == "media" else _heavy_texts)(column, least, gathered)
+        kind = entry[0].kind
+        if kind == "json" and np.diff(_memory(column)[1]).max(initial=0) < least:
+            continue  # Every text is shorter than a medium.
+        cuts = (_heavy_entries if kind == "media" else _heavy_texts)(column, least, gathered)
         if cuts:
             changed[name] = _with_cuts(column, [cut for _, _, cut in cuts])
         for row, at, cut in cuts:
@@ -325,7 +339,7 @@ def _distinct(listed: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _heavy_entries(column: pa.Array, least: int, gathered: _Gathered) -> list[tuple[int, int, _Cut]]:
-    """(row, entry in the row, cut in the data) of each tensor that is heavy and what it says it is."""
+    """Return (row, entry in the row, cut in the data) of each large and valid tensor."""
     entries, rows = _entries(column)
     memory, bounds = _memory(entries.field("data"))
     heavy = np.diff(bounds) >= least
@@ -351,7 +365,7 @@ def _heavy_entries(column: pa.Array, least: int, gathered: _Gathered) -> list[tu
 
 
 def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tuple[int, int, _Cut]]:
-    """(row, byte where the reference will stand in the row, cut in the column's text) of each heavy piece of base64."""
+    """Return (row, byte of the reference in the row, cut in the column's text) of each large base64 text."""
     shortest = -(-4 * least // 3)
     memory, bounds = _memory(column)
     cuts = []
@@ -376,7 +390,7 @@ def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tupl
 
 
 def may_hold_media(layout: RowLayout) -> bool:
-    """Whether plain rows may have base64 that `extract` would take out: long texts are looked at, not parsed."""
+    """Return whether rows may have base64 to extract; long texts are scanned, not parsed."""
     for column in layout.columns.values():
         if isinstance(column, Values) and column.flat is not None and column.data is not None:
             texts = [text for text in column.data if text is not None and len(text) >= MIN_BASE64]
@@ -387,7 +401,7 @@ def may_hold_media(layout: RowLayout) -> bool:
 
 
 def _rows_with_runs(memory: NDArray[np.uint8], bounds: NDArray[np.int64], shortest: int) -> list[int]:
-    """The rows that may hold `shortest` letters of base64 in a row, found by looking at a few of the bytes."""
+    """Return the rows that may hold a run of `shortest` base64 characters, by looking at a few bytes."""
     if not len(bounds) or int(np.diff(bounds).max(initial=0)) < shortest:
         return []
     # Such a run covers one of the windows that begin every `step` bytes from end to end.
@@ -405,7 +419,7 @@ def _rows_with_runs(memory: NDArray[np.uint8], bounds: NDArray[np.int64], shorte
 
 
 def references(stripped: Experiences) -> list[tuple[str, ...]]:
-    """[N] The distinct hashes that each record of a stored frame refers to; nothing is fetched.
+    """Return the distinct hashes that each record of a stored frame refers to, [N]; fetches nothing.
 
     >>> from rollbook import Experience
     >>> references(Experiences([Experience(tokens=[1, 2])]))
@@ -417,7 +431,7 @@ def references(stripped: Experiences) -> list[tuple[str, ...]]:
 
 
 def purposes(stripped: Experiences) -> list[bool]:
-    """[N] Whether each record of a stored frame is for evaluation."""
+    """Return whether each record of a stored frame is for evaluation, [N]."""
     column = stripped.columns.get(EVALUATION)
     if column is None:
         return [False] * len(stripped)
@@ -427,19 +441,19 @@ def purposes(stripped: Experiences) -> list[bool]:
 
 
 def _listed(column: pa.Array) -> list[list[dict[str, Any]]]:
-    """The references of each record, each known to be shaped like one."""
+    """Parse and check the references of each record."""
     if column.type != REFERENCES:
         raise WireError(f"column {COLUMN!r}: type {column.type}, expected {REFERENCES}")
     rows: list[list[dict[str, Any]]] = [listed or [] for listed in column.to_pylist()]
     for row, listed in enumerate(rows):
         for item in listed:
             if item is None or None in item.values() or not _HASH.fullmatch(item["hash"]) or item["at"] < 0:
-                raise WireError(f"record {row}: {COLUMN}: {item!r} is no reference")
+                raise WireError(f"record {row}: {COLUMN}: {item!r} is not a reference")
     return rows
 
 
 def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
-    """The records with their media back in place, on memory of their own.
+    """Return a copy of the records with their media restored.
 
     `fetch(hash)` gives the blob's bytes, or raises `KeyError`; it is asked once for each hash. Columns that were left
     out of `stripped` need nothing.
@@ -502,8 +516,7 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
 
 
 def _places(column: pa.Array, refs: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, int, Any]]:
-    """Where each reference lies in the column's bytes (nowhere, if start is stop), and what a media entry says of its
-    tensor."""
+    """Return where each reference is in the column's bytes (start equals stop for none), and its entry's tensor."""
     in_media = column.type == MEDIA
     entries, rows = _entries(column) if in_media else (column, None)
     memory, bounds = _memory(entries.field("data") if in_media else column)
@@ -543,14 +556,14 @@ def _fetched(fetch: Callable[[str], Any], key: str, where: str) -> Blob:
 
 
 def _memory(array: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The bytes of a text or binary array, and its offsets into them."""
+    """Return the bytes of a text or binary array, and its offsets."""
     buffer = array.buffers()[2]
     memory = np.frombuffer(b"" if buffer is None else buffer, dtype=np.uint8)
     return memory, arrow.offsets(array, len(memory))
 
 
 def _entries(column: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
-    """The tensors of a media column's rows, and the rows' offsets into them."""
+    """Return the tensors of a media column's rows, and the rows' offsets."""
     rows = arrow.offsets(column, len(column.values))
     return column.values.slice(int(rows[0]), int(rows[-1] - rows[0])), rows - rows[0]
 
@@ -563,7 +576,7 @@ def _said(entries: pa.Array, where: NDArray[np.int64]) -> list[dict[str, Any]]:
 
 
 def _with_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
-    """`column` with its text, or the data of its tensors, exchanged where `cuts` says."""
+    """Replace pieces of a column's text, or of its tensors' data."""
     in_media = column.type == MEDIA
     entries, rows = _entries(column) if in_media else (column, None)
     array = entries.field("data") if in_media else column
@@ -590,7 +603,7 @@ def _with_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
 
 
 def _array(like: pa.Array, buffers: list[pa.Buffer], children: list[pa.Array] | None = None) -> pa.Array:
-    """An array of the type, length and nulls of `like`, on other buffers."""
+    """Return an array with the type, length and nulls of `like` on other buffers."""
     there = arrow.validity(like)
     nulls = None if there is None else pa.py_buffer(np.packbits(there, bitorder="little"))
     return pa.Array.from_buffers(like.type, len(like), [nulls, *buffers], children=children)

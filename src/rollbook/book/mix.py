@@ -1,8 +1,8 @@
-"""A mix: one lease over several books, or several consumers of one, by ratio.
+"""Mixes: one lease over several books, or several consumers of one book, by ratio.
 
-Invariant: over time the shares are exact, not only in the mean: what rounding owes a part is carried to the next lease,
-and the debt lies in the first part's ledger, so that a restart goes on with it. Each part's records are leased and
-acknowledged in its own book.
+Invariant: over time the shares are exact, not only on average. Rounding is carried over to the next lease; the balance
+is in the first part's ledger, so that a restart continues with it. Each part's records are leased and acknowledged in
+its own book.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """One source of a mix: a book, its share, and the consumer group that is leased from.
-
-    Shares are relative: 4 and 1 are 0.8 and 0.2. `by="group"` counts groups of this part, not records. A source that is
-    to be gone through again and again has a consumer with `removers=[MaxUses(None)]`.
-    """
+    """One source of a mix. To use its records repeatedly, give its consumer group `removers=[MaxUses(None)]`."""
 
     book: Book
     share: float
+    """Relative to the other parts: 4 and 1 are 0.8 and 0.2."""
     consumer: str = "train"
+    """The consumer group to lease for."""
     by: str = "experience"
+    """`"experience"` or `"group"`: what the share counts."""
 
 
 class MixedLease:
-    """The leases of all parts, as one: records in the order of the parts."""
+    """The leases of all parts as one, in the order of the parts."""
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self.leases = tuple(leases)
@@ -54,27 +53,32 @@ class MixedLease:
 
     @property
     def sources(self) -> list[int]:
-        """For each record, the number of its part: expert data can be told from rollouts."""
+        """The index of each record's part, to tell expert data from rollouts."""
         return [i for i, lease in enumerate(self.leases) for _ in range(len(lease))]
 
     @property
     def uids(self) -> list[str]:
+        """The ids of all records."""
         return [uid for lease in self.leases for uid in lease.uids]
 
     @property
     def short(self) -> str:
-        """What some part could not give, and why."""
+        """Which parts have fewer records than requested, and why."""
         return "; ".join(f"part {i}: {lease.short}" for i, lease in enumerate(self.leases) if lease.short)
 
     @property
     def weights(self) -> list[float] | None:
-        """Importance weights, 1 for the records of samplers that have none; `None` if no part has any."""
+        """Importance weights, 1 for parts without any; `None` if no part has any."""
         if all(lease.weights is None for lease in self.leases):
             return None
         return [weight for lease in self.leases for weight in lease.weights or [1.0] * len(lease)]
 
     def batch(self, **options: Any) -> Batch:
-        """Return all records as one batch, with importance weights in `extra["weights"]`; see `Lease.batch`."""
+        """Return all records as one batch, with importance weights in `extra["weights"]`.
+
+        Args:
+            options: Arguments of `Batch.from_records`.
+        """
         if not self:
             raise BookError(f"lease.batch: the lease is empty: {self.short}")
         from rollbook.batch import Batch
@@ -87,18 +91,38 @@ class MixedLease:
         return batch
 
     def renew(self, seconds: float | None = None) -> None:
-        """Start the time of every part anew."""
+        """Restart the expiry time of every part.
+
+        Args:
+            seconds: As of `Lease.renew`.
+        """
         for lease in self.leases:
             if lease:
                 lease.renew(seconds)
 
     def ack(self, step: int | None = None) -> int:
-        """Acknowledge every part. A part whose lease is lost raises `LeaseLostError`; those before it are acknowledged,
-        the others are not, and `leases` tells which."""
+        """Acknowledge every part.
+
+        Args:
+            step: The optimizer step.
+
+        Returns:
+            How many records were acknowledged.
+
+        Raises:
+            LeaseLostError: A part's lease has ended. The parts before it are acknowledged, the others are not.
+        """
         return sum(lease.ack(step) for lease in self.leases if lease)
 
     def nack(self, reason: str = "given back") -> int:
-        """Give every part back."""
+        """Give the records of every part back.
+
+        Args:
+            reason: Stored in the ledgers.
+
+        Returns:
+            How many records were given back.
+        """
         return sum(lease.nack(reason) for lease in self.leases if lease)
 
     def __len__(self) -> int:
@@ -124,14 +148,18 @@ class MixedLease:
         for lease in self.leases:
             try:
                 lease.__exit__(kind, error, trace)
-            except LeaseLostError as found:  # The others are given back all the same.
-                lost = lost or found
+            except LeaseLostError as failure:  # The others are given back all the same.
+                lost = lost or failure
         if lost is not None:
             raise lost
 
 
 class Mix:
-    """Leases from several books by ratio, such as expert data beside rollouts.
+    """Leases from several books by ratio, such as expert data and rollouts.
+
+    Args:
+        parts: The sources.
+        name: Under which the first part's book stores the balance.
 
     >>> import rollbook
     >>> rollouts, expert = rollbook.open("memory:"), rollbook.open("memory:")
@@ -149,9 +177,9 @@ class Mix:
     def __init__(self, parts: Sequence[Part], name: str = "mix") -> None:
         self.parts = tuple(parts)
         self.name = name
-        """Under which the first part's book keeps what is owed."""
+        """Under which the first part's book stores the balance."""
         if not self.parts:
-            raise ValueError("parts: got none, expected at least one")
+            raise ValueError("parts: missing, expected at least one")
         for i, part in enumerate(self.parts):
             if not isinstance(part, Part):
                 raise ValueError(f"parts[{i}]: got {type(part).__name__}, expected a Part(book, share)")
@@ -161,12 +189,20 @@ class Mix:
 
     @property
     def owed(self) -> list[float]:
-        """How many records each part is behind (or ahead of) its share."""
+        """By how many records each part is behind (or ahead of) its share."""
         with self.parts[0].book.ledger.read() as tx:
             return self._owed(tx)
 
     def shares(self, n: int, owed: Sequence[float]) -> list[int]:
-        """How many of `n` each part gives: what it is owed and its share, rounded so that the sum is `n`."""
+        """Split `n` over the parts, by their shares and balances, rounded so that the sum is `n`.
+
+        Args:
+            n: The size of a lease.
+            owed: By how many records each part is behind.
+
+        Returns:
+            The number of records of each part.
+        """
         shares = [debt + n * part.share / self._total for debt, part in zip(owed, self.parts, strict=True)]
         counts = [max(int(want), 0) for want in shares]
         order = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
@@ -179,8 +215,19 @@ class Mix:
     def lease(
         self, n: int, *, timeout: float | None = 0.0, max_staleness: int | None = None, seconds: float | None = None
     ) -> MixedLease:
-        """Lease `n` records (or groups) in all. What one part cannot give is not taken from another: `short` says so,
-        and the part is not owed for it."""
+        """Lease `n` records (or groups) in total.
+
+        A part with too few records is not replaced by another; `short` reports it, and its balance does not grow.
+
+        Args:
+            n: Number of records or groups.
+            timeout: As of `Book.lease`, for all parts together.
+            max_staleness: As of `Book.lease`.
+            seconds: As of `Book.lease`.
+
+        Returns:
+            The lease, a context manager.
+        """
         check_int("n", n, 1)
         end = None if timeout is None else time.monotonic() + timeout
         counts = self._promise(n)
@@ -208,11 +255,11 @@ class Mix:
         return MixedLease(leases)
 
     def _due(self, n: int) -> list[float]:
-        """What each part's share of `n` comes to."""
+        """Return each part's exact share of `n`."""
         return [n * part.share / self._total for part in self.parts]
 
     def _promise(self, n: int) -> list[int]:
-        """How many of `n` each part gives, noted at once: two who lease from one mix do not pay one debt twice."""
+        """Split `n` and update the balances in one transaction, so that concurrent leases do not settle one twice."""
         with self.parts[0].book.ledger.write() as tx:
             owed = self._owed(tx)
             counts = self.shares(n, owed)
@@ -235,5 +282,5 @@ class Mix:
         )
 
     def acks(self) -> Mapping[int, int]:
-        """How many records of each part were trained on."""
+        """Return how many records of each part, by index, were trained on."""
         return {i: part.book.counts(part.consumer).trained for i, part in enumerate(self.parts)}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import xxhash
 
-from rollbook.book.disk import hit
+from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import BookError, ConnectionLostError, LockTimeoutError, NotABookError, OutcomeUnknownError
 from rollbook.book.ledger import BUSY_SECONDS, ConcurrentChangeError, Turns
 from rollbook.core.addresses import redacted
@@ -92,12 +92,12 @@ def connect(url: str, schema: str) -> psycopg.Connection[Any]:
 
 
 def _line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Return an error's message as one line."""
     return " ".join(str(error).split())
 
 
 def _milliseconds(seconds: float) -> int:
-    """A limit as the server takes it, where 0 is none."""
+    """Convert a timeout for the server, for which 0 would mean none."""
     return max(min(round(seconds * 1000), (1 << 31) - 1), 1)
 
 
@@ -106,6 +106,7 @@ class PostgresTransaction:
 
     in_ints = "= ANY(?::bigint[])"
     in_texts = "= ANY(?::text[])"
+    for_update = " FOR UPDATE"
 
     def __init__(self, connection: psycopg.Connection[Any], pipeline: psycopg.Pipeline, now: float) -> None:
         self.connection = connection
@@ -169,9 +170,6 @@ class PostgresTransaction:
     def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
         return "SELECT take_numbers(?, ?)", (f"{table}_numbers", count)
 
-    def lock_row(self) -> str:
-        return " FOR UPDATE"
-
     def notify(self, consumer: int) -> None:
         self.woken.add(consumer)
 
@@ -198,7 +196,7 @@ def _marked(sql: str) -> Any:
 
 @lru_cache(maxsize=256)
 def _combined(statements: tuple[str, ...]) -> str:
-    """One statement that does what several do that do not depend on each other: it costs little more than one."""
+    """Combine independent statements into one, which costs little more than one."""
     *first, last = statements
     return (f"WITH {', '.join(f'done{i} AS ({sql})' for i, sql in enumerate(first))} " if first else "") + last
 
@@ -240,7 +238,7 @@ def _update(table: str, keys: tuple[str, ...], columns: tuple[str, ...]) -> str:
 
 
 def _rows_json(table: str, columns: tuple[str, ...], rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as JSON: one parameter, which the server takes apart far faster than a client binds hundreds."""
+    """Encode rows as JSON: the server parses one parameter far faster than a client binds hundreds."""
     types = _column_types()[table]
     values = [list(column) for column in zip(*rows, strict=True)]
     for name, column in zip(columns, values, strict=True):
@@ -285,7 +283,7 @@ class _PostgresWaiter:
 
 @contextmanager
 def _pipeline(connection: psycopg.Connection[Any]) -> Iterator[psycopg.Pipeline]:
-    """A pipeline that, left by an error, ends without a word about the statements that it skips."""
+    """Enter a pipeline that does not report the statements that an error skipped."""
     import psycopg
 
     context = connection.pipeline()
@@ -395,7 +393,7 @@ class PostgresLedger:
                         yield tx
                         tx.flush()
                         if writes:
-                            hit("before commit")
+                            hit_failpoint("before commit")
                         committing = writes
                         connection.execute("COMMIT")
                         for consumer in tx.woken:
@@ -418,12 +416,14 @@ class PostgresLedger:
                 raise
             raise explained from error
         if writes:
-            hit("after commit")
+            hit_failpoint("after commit")
 
     @contextmanager
     def _begun(self, begin: str, seconds: float) -> Iterator[tuple[psycopg.Connection[Any], float]]:
-        """A connection in a new transaction, and the time; connections that broke while they lay idle, as they do when
-        the server restarts, are replaced: nothing was under way that could be lost."""
+        """Return a connection in a new transaction, and the time.
+
+        Connections that broke while idle (after a restart of the server) are replaced; no statement can be lost.
+        """
         import psycopg
 
         end = time.monotonic() + seconds
@@ -561,11 +561,11 @@ class PostgresLedger:
                         raise self._explained(error, connection.closed) from error
 
     def array(self, values: Sequence[Any]) -> list[Any]:
-        """The parameter of `in_ints`."""
+        """Return the parameter of `in_ints`."""
         return list(values)
 
     def channel(self, consumer: int) -> str:
-        """The channel on which appends notify who waits for a consumer's records."""
+        """Return the channel on which appends notify waiting leases of a consumer."""
         return f"rollbook_{xxhash.xxh3_64_hexdigest(self.schema.encode())}_{consumer}"
 
     @contextmanager

@@ -37,7 +37,10 @@ from rollbook.core.ids import EID, step_of
 from rollbook.core.ragged import promote
 
 if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
     from rollbook.book.book import Book
+    from rollbook.book.ledger import LedgerValue
 
 
 _NUMBERS = {pa.from_numpy_dtype(np.dtype(name)): name for name in COLUMNAR if DTYPES[name].storage == name}
@@ -48,7 +51,7 @@ _TIME_UNITS = ("s", "ms", "us", "ns")
 
 
 def superset(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """The schema that holds all columns of all `schemas`, in the order in which they first appear.
+    """Return the schema with all columns of all `schemas`, in the order of first appearance.
 
     A column's type depends on the set of its types, not on their order:
 
@@ -84,12 +87,12 @@ def superset(schemas: Iterable[pa.Schema]) -> pa.Schema:
 
 
 def set_in_order(schemas: Iterable[pa.Schema]) -> list[pa.Schema]:
-    """The different ones among many schemas, which of a book's thousands of frames are a few."""
+    """Return the distinct schemas, in order; a book's thousands of frames have a few."""
     return list(dict.fromkeys(schema.remove_metadata() for schema in schemas))
 
 
 def unify(batches: Iterable[pa.RecordBatch], schema: pa.Schema | None = None) -> pa.Table:
-    """One table of all batches, a chunk for each. Columns that a batch lacks are null there.
+    """Return one table of all batches, a chunk for each; missing columns are null.
 
     `schema`: the columns wanted and their types (default: the superset of the batches'). A column of a batch that
     is not in it is left out; one whose type it cannot hold raises `ValueError`.
@@ -142,7 +145,7 @@ _COUNTED = {pa.bool_(): pa.uint8()}
 
 
 def retyped(kind: pa.DataType, instead: Mapping[pa.DataType, pa.DataType]) -> pa.DataType:
-    """The type with others in the place of some, in lists and structs too.
+    """Replace types, also within lists and structs.
 
     >>> retyped(pa.large_list(pa.bool_()), {pa.bool_(): pa.uint8()})
     LargeListType(large_list<item: uint8>)
@@ -159,7 +162,7 @@ def retyped(kind: pa.DataType, instead: Mapping[pa.DataType, pa.DataType]) -> pa
 
 
 def _join(name: str, kinds: list[pa.DataType]) -> pa.DataType:
-    """The one type for values of all `kinds` (at least one)."""
+    """Return a common type for values of all `kinds` (at least one)."""
     plain = [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in kinds]
     distinct = list(dict.fromkeys(kind for kind in plain if not pa.types.is_null(kind)))
     if not distinct:
@@ -251,18 +254,18 @@ class Result:
         return names
 
     def arrow(self) -> pa.Table:
-        """An Arrow table; texts and lists with 64-bit offsets."""
+        """Return an Arrow table; texts and lists have 64-bit offsets."""
         return self._table
 
     def pandas(self) -> Any:
-        """A pandas DataFrame; lists are numpy arrays."""
+        """Return a pandas DataFrame; lists are numpy arrays."""
         try:
             return self._table.to_pandas()
         except ImportError:
             raise ImportError("Result.pandas needs pandas: pip install pandas") from None
 
     def polars(self) -> Any:
-        """A polars DataFrame."""
+        """Return a polars DataFrame."""
         try:
             import polars
         except ImportError:
@@ -270,11 +273,11 @@ class Result:
         return polars.from_arrow(self._table)
 
     def rows(self) -> list[tuple[Any, ...]]:
-        """All rows, in plain Python values."""
+        """Return all rows as plain Python values."""
         return list(self)
 
     def dicts(self) -> list[dict[str, Any]]:
-        """All rows, by column name."""
+        """Return all rows as dicts by column name."""
         return [dict(zip(self.columns, row, strict=True)) for row in self]
 
     def __len__(self) -> int:
@@ -286,7 +289,7 @@ class Result:
             yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
     def text(self, rows: int = 20, width: int = 160) -> str:
-        """The first rows as lines of at most `width` characters; long values, lists and rows of columns are cut.
+        """Format the first rows in lines of at most `width` characters; long values, lists and rows are truncated.
 
         What EXPLAIN says comes as it is.
         """
@@ -343,7 +346,7 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def _cell(value: pa.Scalar, size: int) -> str:
-    """A value as one short line; of a list of thousands only the first few are looked at."""
+    """Format a value as one short line; only the first items of a long list are formatted."""
     if not value.is_valid:
         return "NULL"
     kind = value.type
@@ -389,7 +392,7 @@ class Source(Protocol):
         """The columns there are; asked for by every query, so it should cost nothing."""
 
     def load(self, columns: list[str]) -> pa.Table:
-        """These columns, of the types that `schema` says; mapped memory will do, nothing is written on it."""
+        """Return these columns, with the types of `schema`; read-only (mapped) memory is fine."""
 
 
 def run_query(
@@ -402,7 +405,7 @@ def run_query(
     threads: int | None = None,
     max_rows: int | None = None,
 ) -> Result:
-    """What one reading statement of DuckDB's SQL says of the sources, each a table under its name.
+    """Run one reading DuckDB statement on sources, each a table under its name.
 
     `parameters`: values for `?` and `$1`, or by name for `$name`. `memory`: what DuckDB may use, as "1GB" or in bytes,
     for all queries of this process that give the same limit; the result, which is not part of it, may be as large
@@ -555,7 +558,7 @@ atexit.register(_at_exit)
 
 @contextmanager
 def _connection(memory: int, threads: int) -> Iterator[Any]:
-    """A fresh connection: what is registered on it is seen by no other, and goes with it."""
+    """Open a fresh connection, whose registered tables no other connection sees."""
     key = (memory, threads)
     with _engines_lock:
         engine = _engines.get(key)
@@ -576,9 +579,9 @@ def _connection(memory: int, threads: int) -> Iterator[Any]:
 class _Watch:
     """Interrupts a connection when its time is over."""
 
-    def __init__(self, connection: Any, seconds: float) -> None:
+    def __init__(self, connection: DuckDBPyConnection, seconds: float) -> None:
         self.expired = False
-        self._connection: Any = connection
+        self._connection: DuckDBPyConnection | None = connection
         self._seconds = seconds
         self._done = threading.Event()
         self._lock = threading.Lock()
@@ -595,7 +598,7 @@ class _Watch:
         # Again and again: an interrupt that comes between two steps of a query is forgotten by the next.
         while not self._done.wait(0.02):
             with self._lock:
-                if not self._done.is_set():
+                if self._connection is not None and not self._done.is_set():
                     self._connection.interrupt()
 
     def check(self) -> None:
@@ -615,7 +618,7 @@ class _Watch:
 # --- what may run -----------------------------------------------------------------------------------------------
 
 
-def _check_reads(query: str, connection: Any) -> None:
+def _check_reads(query: str, connection: DuckDBPyConnection) -> None:
     """Refuse what is not one reading statement, by name. (That it could not do harm is the connection's part.)"""
     duckdb = _duckdb()
     text = query.encode()  # tokens are counted in bytes
@@ -639,8 +642,8 @@ def _check_reads(query: str, connection: Any) -> None:
         raise QueryError(f"query: got {name}, expected one statement that reads: {_READS}")
 
 
-def _explained(text: bytes, words: list[str], starts: list[int], connection: Any) -> str:
-    """The statement that an EXPLAIN is about."""
+def _explained(text: bytes, words: list[str], starts: list[int], connection: DuckDBPyConnection) -> str:
+    """Return the statement that an EXPLAIN is about."""
     duckdb = _duckdb()
     first = 2 if words[1] in ("ANALYZE", "VERBOSE") else 1
     if words[first] == "(":
@@ -707,8 +710,10 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         self.readers: list[pa.RecordBatchReader] = []
         self.closed = False
 
-    def scanner(self, columns: list[str] | None = None, filter: Any = None, **options: Any) -> _Scan:
-        """The rows that pass the filter, of these columns (default: all), as DuckDB calls for them."""
+    def scanner(
+        self, columns: list[str] | None = None, filter: ds.Expression | None = None, **options: str | int | None
+    ) -> _Scan:
+        """Return the rows that pass the filter, of these columns (default: all), as DuckDB calls it."""
         names = self.offered.names if columns is None else columns
         needed = [*names, *self._only_in(filter, names)]
         try:
@@ -735,8 +740,8 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
             with contextlib.suppress(pa.ArrowException, OSError, QueryError):
                 reader.close()  # reads what is left, which is at most what was read ahead
 
-    def _only_in(self, filter: Any, names: list[str]) -> list[str]:
-        """The columns that the filter reads beside those that are wanted."""
+    def _only_in(self, filter: ds.Expression | None, names: list[str]) -> list[str]:
+        """Return the columns that only the filter reads."""
         if filter is None:
             return []
         only = []
@@ -768,8 +773,10 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
             self.loaded[name] = column if column.type == kind else column.cast(kind)
 
     def _pieces(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
-        """The table in pieces of a good size: a thousand chunks of few rows take DuckDB far longer than one of many,
-        and pieces of many long rows would fill the memory once they are filtered. A piece within one chunk is a view.
+        """Yield the table in chunks of a good size.
+
+        DuckDB takes far longer for a thousand chunks of few rows than for one of many, and chunks of many long rows
+        would fill the memory once they are filtered. A piece within one chunk is a view.
         """
         rows = max(64, min(65536, _LARGE_PIECE * table.num_rows // max(table.nbytes, 1)))
         for start in range(0, table.num_rows, rows):
@@ -846,7 +853,7 @@ class LedgerTable:
         self.schema = pa.schema([(column, _type(name, column)) for column in SHOWN[name]])
 
     def load(self, columns: list[str]) -> pa.Table:
-        """These columns, read in one go."""
+        """Return these columns, read at once."""
         name = self.name
         expressions = {
             "uid": "records.uid",
@@ -901,13 +908,13 @@ class RecordsTable:
         self.schema = pa.schema([*types.items(), *self.frames.items()])
 
     def where(self, condition: str) -> RecordsTable:
-        """The same table with the records that meet another condition."""
+        """Return the same table with another condition on its records."""
         table = copy.copy(self)
         table.condition = condition
         return table
 
     def load(self, columns: list[str]) -> pa.Table:
-        """These columns; frames are read only if one of them is not the ledger's."""
+        """Return these columns; frames are read only if the ledger lacks one of them."""
         from_frames = [name for name in columns if name in self.frames]
         from_ledger = [name for name in columns if name not in self.frames]
         requested = self.schema if not columns else pa.schema([self.schema.field(name) for name in columns])
@@ -931,7 +938,7 @@ class RecordsTable:
         return unify(batches, requested)
 
     def _pieces(self, by_frame: bool) -> Iterator[tuple[list[int], bool]]:
-        """The numbers of all records, in order, those of one frame together."""
+        """Yield the numbers of all records, in order, those of one frame together."""
         last = 0
         while True:
             with self.book.ledger.read() as tx:
@@ -983,14 +990,14 @@ class MetricsTable:
         self.book = book
 
     def load(self, columns: list[str]) -> pa.Table:
-        """These columns, in the order of the steps."""
+        """Return these columns, in the order of the steps."""
         rows = [(step, name, value) for step, values in self.book.metrics() for name, value in values.items()]
         arrays = [pa.array([row[i] for row in rows], field.type) for i, field in enumerate(self.schema)]
         return pa.Table.from_arrays(arrays, schema=self.schema).select(columns)
 
 
 def sql_tables(book: Book) -> dict[str, query.Source]:
-    """The tables of a book by name."""
+    """Return the tables of a book by name."""
     records = RecordsTable(book)
     tables: dict[str, query.Source] = {name: records.where(condition) for name, condition in RECORDS.items()}
     tables["metrics"] = MetricsTable(book)
@@ -1011,7 +1018,7 @@ _PORTABLE = {d.name: pa.from_numpy_dtype(d.portable) for d in BY_CODE.values()}
 
 
 def arrow_types(noted: Iterable[tuple[str, str]]) -> dict[str, pa.DataType]:
-    """The type of every field's column that holds all that was noted of it."""
+    """Return, for every field, a column type that holds all types that were recorded."""
     noted_types: dict[str, list[pa.DataType]] = {}
     for name, text in noted:
         kind = _parse_type(text)
@@ -1028,7 +1035,7 @@ def arrow_types(noted: Iterable[tuple[str, str]]) -> dict[str, pa.DataType]:
     return types
 
 
-def _parse_type(text: object) -> pa.DataType | None:
+def _parse_type(text: LedgerValue) -> pa.DataType | None:
     match = _TENSOR.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[1] not in _PORTABLE or match[1] not in DTYPES:
         return None

@@ -42,7 +42,7 @@ from rollbook.book.consumer import (
     save_settings,
 )
 from rollbook.book.errors import BookError, CorruptBookError
-from rollbook.book.ledger import TABLES, Transaction, chunks, let_others, parsed
+from rollbook.book.ledger import TABLES, LedgerValue, Transaction, chunks, let_others, parsed
 from rollbook.book.read import read_numbers
 from rollbook.core.columns import texts
 
@@ -55,18 +55,26 @@ if TYPE_CHECKING:
 WORK_TABLE, GROUPS_TABLE = "work", "groups"
 UNDO_COLUMNS = {table: [column.split()[0] for column in TABLES[table][:-1]] for table in (WORK_TABLE, GROUPS_TABLE)}
 _UNDO_LISTED = {table: ", ".join(names) for table, names in UNDO_COLUMNS.items()}
+_UNDO_SELECTED = {table: ", ".join(f"now.{name}" for name in names) for table, names in UNDO_COLUMNS.items()}
 
 
 def save_undo(tx: Transaction, table: str, consumer: int, key: str, values: Sequence[Any]) -> None:
-    """Keep rows as they are, which are about to change, unless they have changed since the last checkpoint already."""
+    """Copy rows that are about to change to the undo log, unless they have changed since the last checkpoint.
+
+    Args:
+        tx: The transaction.
+        table: `WORK_TABLE` or `GROUPS_TABLE`.
+        consumer: The consumer's number.
+        key: The column that selects the rows, `"seq"` or `"gid"`.
+        values: Values of that column.
+    """
     if not values:
         return
-    listed = ", ".join(f"now.{name}" for name in UNDO_COLUMNS[table])
     among = tx.in_ints if key == "seq" else tx.in_texts
-    # What came after the checkpoint was nothing then.
+    # Rows of records that came after the checkpoint did not exist then.
     tx.later(
         f"{table}_before",
-        f"INSERT INTO {table}_before (checkpoint, {_UNDO_LISTED[table]}) SELECT point.event, {listed} "
+        f"INSERT INTO {table}_before (checkpoint, {_UNDO_LISTED[table]}) SELECT point.event, {_UNDO_SELECTED[table]} "
         f"FROM {table} AS now CROSS JOIN (SELECT event, seq FROM checkpoints ORDER BY event DESC LIMIT 1) AS point "
         f"WHERE now.consumer = ? AND now.{key} {among} AND now.seq <= point.seq ON CONFLICT DO NOTHING",
         (consumer, tx.array(values)),
@@ -74,7 +82,7 @@ def save_undo(tx: Transaction, table: str, consumer: int, key: str, values: Sequ
 
 
 def merge_undo(tx: Transaction, checkpoint: int) -> None:
-    """Hand what is kept for a checkpoint that is forgotten to the one before it, which may need it."""
+    """Move the undo log of a checkpoint that is forgotten to the one before it, which may need it."""
     older = tx.one("SELECT event, seq FROM checkpoints WHERE event < ? ORDER BY event DESC LIMIT 1", (checkpoint,))
     for table, listed in _UNDO_LISTED.items():
         if older is not None:
@@ -87,7 +95,7 @@ def merge_undo(tx: Transaction, checkpoint: int) -> None:
 
 
 def restore_groups(tx: Transaction, checkpoint: int, consumer: int) -> list[str]:
-    """Groups as they were at the checkpoint; those that had changed."""
+    """Restore the groups as of the checkpoint, and return those that had changed."""
     changing = ", ".join(f"{name} = excluded.{name}" for name in UNDO_COLUMNS[GROUPS_TABLE][2:])
     mine = (checkpoint, consumer)
     tx.run(
@@ -105,7 +113,14 @@ UNRANKED = math.inf
 
 
 def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], other: Collection[str] = ()) -> None:
-    """Look again at groups whose members changed; those of `other` have members with other uses or numbers."""
+    """Update groups whose members changed.
+
+    Args:
+        tx: The transaction.
+        consumer: A consumer that leases by group.
+        gids: The groups.
+        other: Those of them whose members have other uses or values, and need a new rank.
+    """
     listed = list(gids)
     if not listed:
         return
@@ -132,8 +147,12 @@ def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], oth
     members: defaultdict[str, list[Any]] = defaultdict(list)
     for gid, *member in sorted(work_rows, key=itemgetter(2)):
         members[gid].append(member)
-    totals = {gid: total for gid, *total in record_rows}
-    earlier = {gid: row for gid, *row in group_rows}
+    totals: dict[str, Sequence[Any]] = {}
+    for gid, *total in record_rows:
+        totals[gid] = total
+    earlier: dict[str, Sequence[Any]] = {}
+    for gid, *former in group_rows:
+        earlier[gid] = former
     rows = []
     empty = []
     for gid in listed:
@@ -162,33 +181,33 @@ def _refresh_group(
     earlier: Sequence[Any] | None,
     other: bool,
 ) -> tuple[Any, ...] | None:
-    """A group's row as it is now; `None` if all of it was rewound: there is no such group."""
+    """Compute a group's row; `None` if all of its records were rewound."""
     runs, size, first, since = total or (0, None, None, None)
     was, rank, had = earlier or (0, UNRANKED, 1.0)
-    if type(was) is not int or not all(type(n) in (int, float) for n in (rank, had, size or 0, since or 0)):
+    if type(was) is not int or not {type(rank), type(had), type(size or 0), type(since or 0)} <= {int, float}:
         raise CorruptBookError(f"groups: {gid!r}: got {str((earlier, size, since))[:100]}, expected numbers")
     settings = consumer.settings
     size = size or settings.group_size
-    waiting = [row for row in members if row[0] == "waiting"]
-    leased = any(row[0] == "leased" for row in members)
+    uses, versions, values, leased = [], [], [], False
+    for state, _, version, value, used in members:
+        leased |= state == LEASED
+        if state == WAITING:
+            uses.append(used)
+            if version is not None:
+                versions.append(version)
+            if value is not None:
+                values.append(value)
     due = None if settings.partial_after is None or since is None else since + settings.partial_after
     # A group of unknown size is what has been brought of it.
     complete = size is None or runs >= size or (due is not None and due <= tx.now)
-    ready = complete and bool(waiting) and not leased and first is not None
+    ready = complete and bool(uses) and not leased and first is not None
     weight = had
-    if other or not (waiting or leased):
+    if other or not (uses or leased):
         rank = UNRANKED
     if ready and first is not None:
         sampler = settings.sampler
-        versions = [row[2] for row in waiting if row[2] is not None]
-        values = [row[3] for row in waiting if row[3] is not None]
-        item = consumer.item(
-            first,
-            min(row[4] for row in waiting),
-            max(versions, default=None),
-            sum(values) / len(values) if values else None,
-            group=True,
-        )
+        mean = sum(values) / len(values) if values else None
+        item = consumer.item(first, min(uses), max(versions, default=None), mean, group=True)
         weight = sampler.weight(item)
         # A place that chance or turns gave is kept, by what was given back too; other ranks follow from the members.
         if not sampler.keeps or rank == UNRANKED or weight != had:
@@ -203,7 +222,7 @@ def _refresh_group(
 
 
 def release_due_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
-    """Make groups ready whose time has come although they are not complete; return whether none is left."""
+    """Make incomplete groups ready after `partial_after` seconds; return whether none is left."""
     due = tx.all(
         "SELECT gid FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL AND due <= ? ORDER BY due, seq "
         "LIMIT ?",
@@ -214,8 +233,10 @@ def release_due_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
 
 
 def begin_groups(tx: Transaction, consumer: Consumer) -> None:
-    """Begin to keep groups for a consumer that leases by group for the first time, or to rank them anew: those of the
-    rows that it has are made by `build_groups`, the others as their rows come."""
+    """Start to maintain groups for a consumer that leases by group for the first time, or to rank them again.
+
+    `build_groups` creates those of existing rows; the others are created as their rows come.
+    """
     consumer.grouped = True
     (last,) = tx.one("SELECT MAX(seq) FROM work WHERE consumer = ?", (consumer.id,))
     if last is not None:
@@ -223,7 +244,7 @@ def begin_groups(tx: Transaction, consumer: Consumer) -> None:
 
 
 def build_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
-    """Make the groups of rows that were there when groups began, in order; return whether all are made."""
+    """Create the groups of rows that existed at `begin_groups`, in order; return whether all are done."""
     start = consumer.state.get("ungrouped")
     if start is None:
         return True
@@ -242,7 +263,7 @@ def build_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
 
 
 def rebuild_groups(tx: Transaction, consumer: Consumer) -> None:
-    """Make all groups anew, within an exclusive transaction."""
+    """Rebuild all groups, within an exclusive transaction."""
     tx.run("DELETE FROM groups WHERE consumer = ?", (consumer.id,))
     consumer.state.pop("ready", None)
     begin_groups(tx, consumer)
@@ -256,11 +277,11 @@ LINEAGE_KEY = "policy_lineage"
 
 @dataclass(slots=True)
 class Lineage:
-    """What the rewinds of a book abandoned.
+    """The policy versions and records that the rewinds of a book abandoned.
 
     >>> lineage = Lineage(announced=5, branches=[[5, 100, 200]], top=10, seen=200)
-    >>> lineage.number, lineage.is_abandoned(150, 6), lineage.is_abandoned(150, 5), lineage.is_abandoned(250, 7)
-    (1, True, False, True)
+    >>> lineage.is_abandoned(150, 6), lineage.is_abandoned(150, 5), lineage.is_abandoned(250, 7)
+    (True, False, True)
     """
 
     announced: int | None
@@ -275,13 +296,8 @@ class Lineage:
     named: list[list[int]] = field(default_factory=list)
     """[abandoned, after, last]: records of which the lineage that they name says otherwise than the rest of this."""
 
-    @property
-    def number(self) -> int:
-        """How many rewinds there were."""
-        return len(self.branches)
-
     def is_abandoned(self, seq: int, version: int | None) -> bool:
-        """Whether an abandoned version sampled a record; `version` is its newest one."""
+        """Return whether an abandoned version sampled a record; `version` is its newest one."""
         if version is None:
             return False
         if any(version > branch and after < seq <= last for branch, after, last in self.branches):
@@ -296,11 +312,11 @@ class Lineage:
     def admit(
         self, tx: Transaction, records: Experiences | RowLayout, base: int, versions: Sequence[int | None]
     ) -> set[int]:
-        """Tell which of the records that are admitted now, from number `base` on, abandoned versions sampled."""
+        """Return which of these new records, numbered from `base` on, were sampled by abandoned versions."""
         before = len(self.named)
         for i, lineage in enumerate(_named_lineages(records)):
             version = versions[i]
-            if version is None or lineage is None or lineage not in range(self.number + 1):
+            if version is None or lineage is None or lineage not in range(len(self.branches) + 1):
                 continue
             abandoned = any(version > branch for branch, _, _ in self.branches[int(lineage) :])
             if abandoned != self.is_abandoned(base + i, version):
@@ -311,7 +327,7 @@ class Lineage:
         return {i for i, version in enumerate(versions) if self.is_abandoned(base + i, version)}
 
     def clipped(self, last: int) -> Lineage:
-        """The state of a copy of the book that ends with record `last`."""
+        """Return the lineage of a copy of the book that ends with record `last`."""
 
         def clip(ranges: list[list[int]]) -> list[list[int]]:
             return [[*values, min(after, last), min(stop, last)] for *values, after, stop in ranges]
@@ -320,7 +336,7 @@ class Lineage:
 
 
 def _named_lineages(records: Experiences | RowLayout) -> list[float | None]:
-    """The lineage that each record names."""
+    """Return the lineage that each record names."""
     column = records.column("info")
     if column is None or not any(text is not None and LINEAGE_KEY in text for text in texts(column)):
         return [None] * len(records)
@@ -328,7 +344,7 @@ def _named_lineages(records: Experiences | RowLayout) -> list[float | None]:
 
 
 def _join_ranges(named: list[list[int]]) -> list[list[int]]:
-    """Ranges that follow one on another, as one."""
+    """Merge adjacent ranges."""
     joined: list[list[int]] = []
     for abandoned, after, last in named:
         if joined and joined[-1][0] == abandoned and joined[-1][2] == after:
@@ -339,19 +355,23 @@ def _join_ranges(named: list[list[int]]) -> list[list[int]]:
 
 
 def name_lineage(records: Experiences | RowLayout) -> bool:
-    """Whether any of these records names its lineage."""
+    """Return whether any of these records names its lineage."""
     return any(lineage is not None for lineage in _named_lineages(records))
 
 
 def read_lineage(tx: Transaction, lock: bool = False) -> Lineage:
-    """The policy's announced version, and what was abandoned; with `lock`, nobody else changes it until the end of the
-    transaction."""
-    end = f" ORDER BY key{tx.lock_row()}" if lock else ""
+    """Read the announced policy version and the abandoned lineages.
+
+    Args:
+        tx: The transaction.
+        lock: Lock the rows until the end of the transaction.
+    """
+    end = f" ORDER BY key{tx.for_update}" if lock else ""
     return parse_lineage(dict(tx.all(f"SELECT key, value FROM meta WHERE key IN ('policy_version', 'lineage'){end}")))
 
 
 def parse_lineage(values: dict[str, str]) -> Lineage:
-    """The same, from the values that `meta` has."""
+    """Parse the announced version and the lineage from rows of `meta`."""
     announced = int(values["policy_version"]) if "policy_version" in values else None
     if "lineage" not in values:
         return Lineage(announced)
@@ -372,8 +392,8 @@ def parse_lineage(values: dict[str, str]) -> Lineage:
 
 
 def save_lineage(tx: Transaction, lineage: Lineage) -> None:
-    """Write what was abandoned; nothing before the first rewind."""
-    if not lineage.number:
+    """Write the lineage; before the first rewind there is nothing to write."""
+    if not lineage.branches:
         tx.run("DELETE FROM meta WHERE key = 'lineage'")
         return
     state = asdict(lineage)
@@ -389,7 +409,7 @@ def _last_seq(tx: Transaction) -> int:
 
 
 def _close_lineage(tx: Transaction, lineage: Lineage) -> None:
-    """Remember the records that came since `seen` with versions that only an abandoned lineage has announced so far."""
+    """Record the records since `seen` whose versions only an abandoned lineage has announced so far."""
     low, top, last = lineage.announced or 0, lineage.top, _last_seq(tx)
     if top is not None and tx.one(
         "SELECT 1 FROM records WHERE seq > ? AND version_max > ? AND version_max <= ? LIMIT 1", (lineage.seen, low, top)
@@ -399,8 +419,13 @@ def _close_lineage(tx: Transaction, lineage: Lineage) -> None:
 
 
 def branch_lineage(tx: Transaction, version: int | None, seq: int) -> Lineage:
-    """Begin a lineage: a rewind goes back to a checkpoint with this announced version (none counts as 0) and this last
-    record. Called before the announced version is put back."""
+    """Begin a lineage, before a rewind restores the announced version.
+
+    Args:
+        tx: The transaction.
+        version: The announced version of the checkpoint; `None` counts as 0.
+        seq: The last record of the checkpoint.
+    """
     lineage = read_lineage(tx)
     _close_lineage(tx, lineage)
     lineage.branches.append([version or 0, seq, lineage.seen])
@@ -411,20 +436,12 @@ def branch_lineage(tx: Transaction, version: int | None, seq: int) -> Lineage:
     return lineage
 
 
-def settle_lineage(tx: Transaction) -> None:
-    """Settle which records came with versions that are about to be announced in this lineage, too."""
-    lineage = read_lineage(tx)
-    if lineage.top is not None and (lineage.announced or 0) < lineage.top:
-        _close_lineage(tx, lineage)
-        save_lineage(tx, lineage)
-
-
 WAITING, COOLING, LEASED, TRAINED, DROPPED = "waiting", "cooling", "leased", "trained", "dropped"
 STATES = (WAITING, COOLING, LEASED, TRAINED, DROPPED)
 
 
 class Row(NamedTuple):
-    """One record as one consumer has it."""
+    """The state of one record for one consumer."""
 
     seq: int
     gid: str
@@ -447,7 +464,7 @@ _ROW_TYPES: tuple[Any, ...] = (int, str, str, (str, _NONE), float, _REAL, float,
 
 
 class Event(NamedTuple):
-    """What to write in the ledger."""
+    """An event to write to the ledger."""
 
     kind: str
     seq: int | None = None
@@ -463,18 +480,20 @@ _EVENT_COLUMNS = ("time", *Event._fields)
 
 def record_events(tx: Transaction, events: Iterable[Event]) -> None:
     """Write events, in order."""
-    tx.insert(
-        "events", _EVENT_COLUMNS, [(tx.now, *e[:6], None if e.detail is None else json.dumps(e.detail)) for e in events]
-    )
+    rows = []
+    for event in events:
+        detail = None if event.detail is None else json.dumps(event.detail)
+        rows.append((tx.now, *event[:6], detail))
+    tx.insert("events", _EVENT_COLUMNS, rows)
 
 
 def select_rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]:
-    """Rows of `work` under a condition."""
+    """Select rows of `work` by a condition."""
     return check_rows(tx.all(f"SELECT {ROW_COLUMNS} FROM work WHERE {where}", values))
 
 
 def check_rows(values: Iterable[Any]) -> list[Row]:
-    """Rows from a ledger that anybody may have written."""
+    """Parse rows of `work`, which anybody may have written."""
     rows = list(map(Row._make, values))
     for row in rows:
         if not all(map(isinstance, row, _ROW_TYPES)):
@@ -486,20 +505,20 @@ def check_rows(values: Iterable[Any]) -> list[Row]:
 
 
 def select_rows_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int]) -> list[Row]:
-    """The rows of these records, in the order of their numbers."""
+    """Return the rows of these records, in the order of their numbers."""
     rows: list[Row] = []
     for _, part in chunks(sorted(seqs), 5000):
         rows += select_rows(tx, f"consumer = ? AND seq {tx.in_ints} ORDER BY seq", (consumer.id, tx.array(part)))
     return rows
 
 
-def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, float]]) -> None:
-    """Add to counts (consumer, state, reason, number, weight)."""
+def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, float, int]]) -> None:
+    """Add to counts: (consumer, state, reason, number, weight, `tx.shard`)."""
     # In one order, so that two transactions with the same shard never wait for each other.
     tx.insert(
         "tallies",
         ("consumer", "state", "reason", "n", "weight", "shard"),
-        [(*change, tx.shard) for change in sorted(changes)],
+        sorted(changes),
         "ON CONFLICT (consumer, state, reason, shard) DO UPDATE SET n = tallies.n + excluded.n, "
         # Rounding errors do not outlive the rows they came from.
         "weight = CASE tallies.n + excluded.n WHEN 0 THEN 0 ELSE tallies.weight + excluded.weight END",
@@ -507,7 +526,7 @@ def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, floa
 
 
 def count_rows(tx: Transaction, consumer: Consumer, *states: str) -> tuple[int, float]:
-    """How many rows are in any of these states, and their weight."""
+    """Return how many rows are in any of these states, and their total weight."""
     marks = ",".join("?" * len(states))
     row = tx.one(
         f"SELECT COALESCE(SUM(n), 0), COALESCE(SUM(weight), 0) FROM tallies WHERE consumer = ? AND state IN ({marks})",
@@ -519,52 +538,69 @@ def count_rows(tx: Transaction, consumer: Consumer, *states: str) -> tuple[int, 
 def enter_rows(
     tx: Transaction, consumer: Consumer, rows: Sequence[Row], details: Mapping[int, dict[str, Any]] | None = None
 ) -> None:
-    """Rows for records that this consumer has not seen; groups of a consumer that leases by group are looked at.
-    `details`: what the ledger says beside the reason why a record is dropped, by its number."""
-    changes: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    """Insert rows of records that are new to this consumer, and refresh their groups if it leases by group.
+
+    Args:
+        tx: The transaction.
+        consumer: The consumer.
+        rows: One row per record.
+        details: Details of the events of dropped records, by record number.
+    """
+    about = details or {}
+    changes: dict[tuple[str, str], list[float]] = {}
+    gids: dict[str, None] = {}
+    dropped = []
     for row in rows:
-        entry = changes[row.state, row.reason or ""]
+        entry = changes.setdefault((row.state, row.reason or ""), [0, 0.0])
         entry[0] += 1
         entry[1] += row.weight
+        gids[row.gid] = None
+        if row.state == DROPPED:
+            dropped.append(Event(DROPPED, row.seq, consumer.id, row.reason, detail=about.get(row.seq)))
     tx.insert("work", ("consumer", *Row._fields), [(consumer.id, *row) for row in rows])
-    add_counts(tx, [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight])
-    consumer.inserts += sum(row.state != DROPPED for row in rows)
-    about = details or {}
-    record_events(
-        tx,
-        [
-            Event(DROPPED, row.seq, consumer.id, row.reason, detail=about.get(row.seq))
-            for row in rows
-            if row.state == DROPPED
-        ],
-    )
+    counts = [(consumer.id, *key, int(n), weight, tx.shard) for key, (n, weight) in changes.items() if n or weight]
+    add_counts(tx, counts)
+    consumer.inserts += len(rows) - len(dropped)
+    record_events(tx, dropped)
     if consumer.grouped:
-        refresh_groups(tx, consumer, dict.fromkeys(row.gid for row in rows))
+        refresh_groups(tx, consumer, gids)
 
 
 def change_rows(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]], events: Iterable[Event]) -> None:
-    """Rows that become others (their numbers stay), and the events that say why."""
+    """Update rows, write the events that say why, and refresh their groups if the consumer leases by group.
+
+    Args:
+        tx: The transaction.
+        consumer: The consumer.
+        moves: Each row before and after, with the same record number.
+        events: The events.
+    """
     if not moves:
         return
-    changes: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
+    changes: dict[tuple[str, str], list[float]] = {}
+    gids: dict[str, None] = {}
+    reranked = set()
     for old, new in moves:
+        gids[new.gid] = None
+        if (old.uses, old.value) != (new.uses, new.value):
+            reranked.add(new.gid)
         for row, sign in ((old, -1), (new, 1)):
-            entry = changes[row.state, row.reason or ""]
+            entry = changes.setdefault((row.state, row.reason or ""), [0, 0.0])
             entry[0] += sign
             entry[1] += sign * row.weight
-        # What is given up counts neither as brought nor as handed out, or its missing uses would hold appends back
-        # for ever; what comes back from there counts again.
+        # Dropped records count neither as inserted nor as sampled, or their missing uses would hold appends back
+        # forever. A record that is offered again counts again.
         if (old.state == DROPPED) != (new.state == DROPPED):
             sign = -1 if new.state == DROPPED else 1
             consumer.inserts += sign
             consumer.samples += sign * (old.uses if sign < 0 else new.uses)
     save_undo(tx, WORK_TABLE, consumer.id, "seq", [new.seq for _, new in moves])
     tx.update("work", ("consumer", "seq"), Row._fields[2:], [(*new[2:], consumer.id, new.seq) for _, new in moves])
-    add_counts(tx, [(consumer.id, *key, int(n), weight) for key, (n, weight) in changes.items() if n or weight])
+    counts = [(consumer.id, *key, int(n), weight, tx.shard) for key, (n, weight) in changes.items() if n or weight]
+    add_counts(tx, counts)
     record_events(tx, events)
     if consumer.grouped:
-        other = {new.gid for old, new in moves if (old.uses, old.value) != (new.uses, new.value)}
-        refresh_groups(tx, consumer, dict.fromkeys(new.gid for _, new in moves), other)
+        refresh_groups(tx, consumer, gids, reranked)
 
 
 def drop_rows(
@@ -574,7 +610,15 @@ def drop_rows(
     reason: str,
     details: Mapping[int, dict[str, Any]] | None = None,
 ) -> None:
-    """Give rows up, for a reason; what was leased counts as never handed out. `details` as in `enter_rows`."""
+    """Drop rows; leased ones count as never leased.
+
+    Args:
+        tx: The transaction.
+        consumer: The consumer.
+        rows: The rows.
+        reason: Why they are dropped.
+        details: Details of the events, by record number.
+    """
     about = details or {}
     consumer.samples -= sum(row.state == LEASED for row in rows)
     change_rows(
@@ -586,7 +630,7 @@ def drop_rows(
 
 
 def drop_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int], reason: str) -> int:
-    """Drop those of these records that wait or rest; how many."""
+    """Drop those of these records that are waiting or cooling down, and return how many."""
     rows = [row for row in select_rows_by_seq(tx, consumer, seqs) if row.state in (WAITING, COOLING)]
     drop_rows(tx, consumer, rows, reason)
     save_consumer(tx, consumer)
@@ -594,7 +638,7 @@ def drop_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int], reason
 
 
 def requeue_rows(tx: Transaction, consumer: Consumer, rows: Sequence[Row], kind: str, reason: str | None) -> None:
-    """Offer leased rows again, at the place they had; those that came back too often are dropped."""
+    """Offer leased rows again, with their former rank; drop those that came back `max_attempts` times."""
     most = consumer.settings.max_attempts
     spent = [row for row in rows if most is not None and row.attempts + 1 >= most]
     back = [row for row in rows if most is None or row.attempts + 1 < most]
@@ -616,7 +660,7 @@ def requeue_rows(tx: Transaction, consumer: Consumer, rows: Sequence[Row], kind:
 
 
 def expire_leases(tx: Transaction, consumer: Consumer) -> None:
-    """Take back what leases hold whose time is up, by the database's clock."""
+    """Take back the records of leases that have expired, by the database's clock."""
     # A clock that was put back would keep them as much longer: from now on they have the time they were given.
     tx.run(
         "UPDATE leases SET expires = ? + seconds WHERE consumer = ? AND state = 'active' AND expires > ? + seconds + 1",
@@ -624,20 +668,15 @@ def expire_leases(tx: Transaction, consumer: Consumer) -> None:
     )
     # A holder that acknowledges in this moment has its lease's row.
     for (lease,) in tx.all(
-        f"SELECT id FROM leases WHERE consumer = ? AND state = 'active' AND expires <= ? ORDER BY id{tx.lock_row()}",
+        f"SELECT id FROM leases WHERE consumer = ? AND state = 'active' AND expires <= ? ORDER BY id{tx.for_update}",
         (consumer.id, tx.now),
     ):
-        end_lease(tx, lease, "expired")
+        tx.later("leases", "UPDATE leases SET state = 'expired' WHERE id = ?", (lease,))
         requeue_rows(tx, consumer, select_rows(tx, "lease = ? ORDER BY seq", (lease,)), "expired", None)
 
 
-def end_lease(tx: Transaction, lease: int, state: str) -> None:
-    """A lease's last state."""
-    tx.later("leases", "UPDATE leases SET state = ? WHERE id = ?", (state, lease))
-
-
 def end_cooldowns(tx: Transaction, consumer: Consumer, most: int) -> bool:
-    """Let records wait again that have rested long enough after a use; return whether none is left."""
+    """Offer records again whose cooldown is over; return whether none is left."""
     due = select_rows(
         tx, "consumer = ? AND state = 'cooling' AND until <= ? ORDER BY until, seq LIMIT ?", (consumer.id, tx.now, most)
     )
@@ -651,7 +690,7 @@ def end_cooldowns(tx: Transaction, consumer: Consumer, most: int) -> bool:
 
 
 def drop_over_age(tx: Transaction, consumer: Consumer, most: int) -> bool:
-    """Drop what has waited longer than the consumer allows; return whether none is left."""
+    """Drop records that have waited longer than `MaxAge`; return whether none is left."""
     age = consumer.settings.max_age
     if age is None:
         return True
@@ -667,7 +706,7 @@ def drop_over_age(tx: Transaction, consumer: Consumer, most: int) -> bool:
 
 
 def drop_over_size(tx: Transaction, consumer: Consumer, most: int) -> bool:
-    """Drop what is above the consumer's size; return whether nothing is left above it."""
+    """Drop records beyond `MaxSize`; return whether none is left."""
     part = consumer.settings.max_size
     if part is None:
         return True
@@ -698,7 +737,7 @@ def drop_stale_rows(tx: Transaction, consumer: Consumer, floor: int | None, most
 def drop_abandoned_rows(tx: Transaction, consumer: Consumer) -> None:
     """Drop waiting records that abandoned versions of the policy sampled."""
     lineage = read_lineage(tx)
-    if not lineage.number:
+    if not lineage.branches:
         return
     last = min(after for _, after, _ in lineage.branches)
     lowest = min(version for version, _, _ in lineage.branches)
@@ -717,19 +756,19 @@ def drop_abandoned_rows(tx: Transaction, consumer: Consumer) -> None:
 
 
 def abandoned_detail(version: int | None) -> dict[str, Any]:
-    """What the ledger says of a record that is stale because an abandoned version sampled it."""
+    """Return the event detail of a record that is stale because an abandoned version sampled it."""
     return {"abandoned_version": version}
 
 
 def version_floor(announced: int | None, max_staleness: int | None) -> int | None:
-    """The oldest policy version that is fresh enough."""
+    """Return the oldest policy version that is not stale, or `None` if there is no bound."""
     if announced is None or max_staleness is None:
         return None
     return max(min(announced - max_staleness, (1 << 63) - 1), -(1 << 63))
 
 
 def announced_version(tx: Transaction) -> int | None:
-    """The policy version that was announced last."""
+    """Return the policy version that was announced last."""
     row = tx.one("SELECT value FROM meta WHERE key = 'policy_version'")
     return None if row is None else int(row[0])
 
@@ -742,14 +781,24 @@ def set_announced_version(tx: Transaction, version: int | None) -> None:
 
 
 def announce_version(tx: Transaction, version: int) -> bool:
-    """Write a version that is announced, and return whether it is another one; what is too old by it is dropped piece
-    by piece, by `drop_stale_rows`."""
-    now = announced_version(tx)
+    """Write the announced policy version; `drop_stale_rows` then drops the records that it makes stale.
+
+    Returns:
+        Whether the version is new.
+
+    Raises:
+        BookError: The version is older than the announced one.
+    """
+    lineage = read_lineage(tx)
+    now = lineage.announced
     if now is not None and version < now:
         raise BookError(f"announce: got version {version}, the book has {now}; only a rewind goes back")
     if now == version:
         return False
-    settle_lineage(tx)
+    if lineage.top is not None and (now or 0) < lineage.top:
+        # Settle which records came with versions that are about to be announced in this lineage, too.
+        _close_lineage(tx, lineage)
+        save_lineage(tx, lineage)
     set_announced_version(tx, version)
     record_events(tx, [Event("announced", detail={"version": version})])
     return True
@@ -758,6 +807,7 @@ def announce_version(tx: Transaction, version: int) -> bool:
 QUARANTINED = "quarantined"
 """The reason in `work`, the kind of the events and of the findings."""
 _QUARANTINE_KEY = "quarantine"
+"""The entry of `meta` with the first event that counts; without it, no record is in quarantine."""
 
 
 def add_to_quarantine(tx: Transaction, seqs: Sequence[int], first: int | None = None) -> None:
@@ -820,25 +870,17 @@ def release_quarantine(tx: Transaction) -> int:
     return count
 
 
-_INBOX_COLUMNS = ("consumer", "first", "last", "count", "numbers")
+INBOX_COLUMNS = ("consumer", "first", "last", "count", "numbers")
+"""`numbers` is a JSON list of what the consumer's sampler ranks the records by, if the ledger does not have it."""
 CHUNK = 1000
 """How many records one transaction drains: it holds its locks for a moment only."""
 
 
-def add_to_inbox(
-    tx: Transaction, ids: Sequence[int], first: int, count: int, numbers: Mapping[int, str] | None = None
-) -> None:
-    """Note `count` new records, from number `first` on, for consumers; `numbers`: by consumer, what its sampler ranks
-    them by (a JSON list), where the ledger does not have it."""
-    rows = [(number, first, first + count - 1, count, (numbers or {}).get(number)) for number in sorted(ids)]
-    tx.insert("inbox", _INBOX_COLUMNS, rows)
-
-
 def backfill_consumer(tx: Transaction, consumer: int) -> None:
-    """Note all training records of the book for a new consumer, within an exclusive transaction."""
+    """Add all training records of the book to the inbox of a new consumer, within an exclusive transaction."""
     last, count = tx.one("SELECT MAX(seq), COUNT(*) FROM records WHERE evaluation = 0")
     if count:
-        tx.insert("inbox", _INBOX_COLUMNS, [(consumer, 1, last, count, None)])
+        tx.insert("inbox", INBOX_COLUMNS, [(consumer, 1, last, count, None)])
 
 
 def add_consumer(tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
@@ -904,8 +946,9 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
         done.append(first)
     key = consumer.settings.sampler.key
     bounded = consumer.settings.max_staleness is not None
-    lineage = read_lineage(tx)
-    floor = version_floor(lineage.announced, consumer.settings.max_staleness)
+    meta = dict(tx.all(f"SELECT key, value FROM meta WHERE key IN ('policy_version', 'lineage', '{_QUARANTINE_KEY}')"))
+    lineage = parse_lineage(meta)
+    floor = version_floor(lineage.announced, consumer.settings.max_staleness) if bounded else None
     column = f", {key}" if key in index_columns.IndexColumns._fields else ""
     # Numbers of a range that are not in `records` are of evaluation records.
     records = tx.all(
@@ -918,7 +961,7 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
     elif key is not None:
         unknown = [row[0] for row in records if row[0] not in values and row[3] is None]
         values.update(zip(unknown, read_numbers(book, tx, unknown, key), strict=True))
-    quarantined = find_quarantined(tx, [row[0] for row in records])
+    quarantined = find_quarantined(tx, [row[0] for row in records]) if _QUARANTINE_KEY in meta else set()
     rows = []
     details = {}
     for seq, gid, version, gone, newest, *_ in records:
@@ -928,7 +971,8 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
         dropped = gone or (QUARANTINED if seq in quarantined else "stale" if stale else None)
         rows.append(new_row(consumer, seq, gid, version, values.get(seq), dropped))
     enter_rows(tx, consumer, rows, details)
-    drop_over_size(tx, consumer, CHUNK)
+    if consumer.settings.max_size is not None:
+        drop_over_size(tx, consumer, CHUNK)
     if done:
         tx.later("inbox", f"DELETE FROM inbox WHERE consumer = ? AND first {tx.in_ints}", (consumer.id, tx.array(done)))
     if cut is not None:
@@ -939,10 +983,10 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
     return len(done) == len(ranges)
 
 
-def _parse_numbers(numbers: Any, count: int) -> list[float | None]:
-    """A list of numbers from a ledger that anybody may have written."""
+def _parse_numbers(numbers: LedgerValue, count: int) -> list[float | None]:
+    """Parse a list of numbers from a ledger, which anybody may have written."""
     try:
-        values = json.loads(numbers)
+        values = json.loads(numbers)  # type: ignore[arg-type]
     except (RecursionError, TypeError, ValueError):
         values = None
     if not isinstance(values, list) or len(values) != count or {type(n) for n in values} - {int, float, type(None)}:
@@ -953,7 +997,7 @@ def _parse_numbers(numbers: Any, count: int) -> list[float | None]:
 def new_row(
     consumer: Consumer, seq: int, gid: str, version: int | None, value: float | None, dropped: str | None
 ) -> Row:
-    """A record as a consumer first has it."""
+    """Create the row of a record that is new to a consumer."""
     sampler = consumer.settings.sampler
     item = consumer.item(seq, 0, version, value)
     state = WAITING if dropped is None else DROPPED
@@ -987,7 +1031,7 @@ def drain_inboxes(book: Book, bounded: bool = False) -> None:
 
 @contextmanager
 def write_drained(book: Book, timeout: float | None = None) -> Iterator[Transaction]:
-    """An exclusive transaction in which every inbox is empty: each consumer has a row for each record."""
+    """Begin an exclusive transaction in which every inbox is empty: each consumer has a row for each record."""
     drain_long_inboxes(book)
     with book.ledger.write(timeout=timeout) as tx:
         drain_inboxes_within(tx, book)

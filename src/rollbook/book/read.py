@@ -1,7 +1,7 @@
-"""Reading: records by number, by id, by condition and by column.
+"""Reading records by number, id, condition or column.
 
-Invariant: a reader asks the ledger where a record lies and then the store; where compaction has moved it in between, it
-asks again. What it hands out is memory of the reader's own, and its size is that of what was asked for, not the book's.
+Invariant: a reader asks the ledger for a record's place, then the store for its bytes, and asks again if compaction has
+moved them in between. It returns private memory, whose size depends on the records that are read, not on the book.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
     from rollbook.core.ids import EID
 
+    RecordId = str | EID | Experience
+    RecordIds = RecordId | Iterable[RecordId]
+
 
 Result = TypeVar("Result")
 _ATTEMPTS = 20
@@ -48,10 +51,11 @@ _WHOLE_BYTES = 16 << 10
 """A frame of at most this size is read whole: the requests for ranges take longer than the bytes."""
 Location = tuple[int, str | None, int, int, int, str | None, int]
 """seq, segment, start, size, slot, why it is gone, bytes (an equal share of the frame)"""
+_SLOT = operator.itemgetter(4)
 
 
 class Frames:
-    """The frames that were decoded last, whole; rows are gathered from them, never handed out as views."""
+    """A cache of decoded frames. Rows are copied from them, never returned as views."""
 
     def __init__(self, book: Book, most: int = 64) -> None:
         self.book = book
@@ -59,7 +63,7 @@ class Frames:
         self._kept: OrderedDict[Place, Experiences] = OrderedDict()
 
     def get(self, place: Place, verify: bool = True) -> Experiences:
-        """The frame at a place."""
+        """Return the frame at a place."""
         frame = self._kept.get(place)
         if frame is None:
             frame = read_frame(self.book, place, verify)
@@ -72,9 +76,9 @@ class Frames:
 
 
 def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
-    """The bytes of places that lie one behind the other, as the frames of many small appends do, and the places.
+    """Yield the bytes of runs of adjacent places, such as the frames of many small appends, and the places.
 
-    They are read or mapped together: that takes as long as one of them.
+    A run is read or mapped at once, which takes as long as one frame.
     """
     for place in places:
         check_place(place)
@@ -102,7 +106,7 @@ def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview,
 
 
 def _together(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
-    """The same from a database, where each frame of an append is a segment: many of them in one exchange."""
+    """Do the same for a database, where each frame is a segment: read many of them in one request."""
     at = 0
     while at < len(places):
         end, size = at, 0
@@ -115,13 +119,13 @@ def _together(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview,
 
 
 def _stack(memory: memoryview, run: Sequence[Place], verify: bool) -> Stack | None:
-    """The frames of a run, if they are alike."""
+    """Read the frames of a run as one, if they have the same layout."""
     spans = [(place.offset - run[0].offset, place.stop - run[0].offset) for place in run]
     return read_stack(np.frombuffer(memory, dtype=np.uint8), spans, verify)
 
 
 def read_frame(book: Book, place: Place, verify: bool = True) -> Experiences:
-    """A frame as it lies there, media still references; `MissingSegmentError` if compaction moved it."""
+    """Read a frame, with references to media; raise `MissingSegmentError` if compaction moved it."""
     view = book.store.get(place)
     try:
         _check_frame(view)
@@ -140,7 +144,7 @@ def _check_frame(view: memoryview) -> None:
 def whole_arrays(
     book: Book, frames: Sequence[tuple[Place, Sequence[int]]], fields: Collection[str]
 ) -> Iterator[dict[str, pa.Array] | None]:
-    """Columns of each frame, not copied, if its slots are all of its records in their order; `None` if not.
+    """Yield the columns of each frame without copying; `None` if its slots are not all of its records in order.
 
     Raises:
         MissingSegmentError: If compaction moved one.
@@ -166,23 +170,31 @@ def _all_in_order(slots: Sequence[Any], count: int) -> bool:
 
 
 def locate(source: Ledger | Transaction, seqs: Sequence[int]) -> dict[int, Location]:
-    """Where records lie."""
-    rows: dict[int, Location] = {}
+    """Return the locations of records, by number."""
+    where: dict[int, Location] = {}
     sql = f"SELECT seq, segment, start, size, slot, gone, bytes FROM records WHERE seq {source.in_ints}"
     for start in range(0, len(seqs), 10_000):
-        rows.update((row[0], row) for row in source.all(sql, (source.array(seqs[start : start + 10_000]),)))
-    return rows
+        for row in source.all(sql, (source.array(seqs[start : start + 10_000]),)):
+            where[row[0]] = row
+    return where
 
 
-def check_present(book: Book, seqs: Sequence[int], where: Mapping[int, Location]) -> None:
-    """Raise if one of these records is not in the book, or has no bytes."""
+def check_present(book: Book, seqs: Sequence[int], where: Mapping[int, Location]) -> list[Location]:
+    """Return the locations of these records, in this order.
+
+    Raises:
+        BookError: A record is not in the book, or its bytes are gone.
+    """
+    locations = []
     for seq in seqs:
         if seq not in where:
-            raise BookError(f"record number {seq}: there is none in the book")
+            raise BookError(f"record number {seq}: not in the book")
         if where[seq][1] is None:
             with book.ledger.read() as tx:
                 (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
             raise BookError(f"{uid}: its bytes are gone ({where[seq][5] or 'never stored'})")
+        locations.append(where[seq])
+    return locations
 
 
 def retried(
@@ -193,42 +205,51 @@ def retried(
     skip: bool = False,
     located: Mapping[int, Location] | None = None,
 ) -> Result:
-    """Call `read` with the places of records, and again with their new ones where compaction has moved some meanwhile.
+    """Call `read` with the locations of records, and again with new ones if compaction moved some in between.
 
     Args:
-        book: Where to look.
+        book: The book.
         seqs: The records' numbers.
-        read: What to do with the places.
+        read: Reads the records at these locations.
         skip: Leave out records that have no bytes (deleted since they were listed) instead of raising.
-        located: The places, if the ledger was asked already.
+        located: The locations, if they were queried already.
     """
     for attempt in range(_ATTEMPTS):
         where = locate(book.ledger, seqs) if located is None or attempt else located
         if skip:
-            where = {seq: place for seq, place in where.items() if place[1] is not None}
+            places = [where[seq] for seq in seqs if seq in where and where[seq][1] is not None]
         else:
-            check_present(book, seqs, where)
+            places = check_present(book, seqs, where)
         try:
-            return read([where[seq] for seq in seqs if seq in where])
+            return read(places)
         except MissingSegmentError as missing:
             gone = missing
     raise CorruptBookError(f"{gone}: a segment that the ledger refers to; see `rollbook check`") from None
 
 
 def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
-    """These records, in this order.
+    """Read records, in this order.
 
-    Of a frame of which few records are read, only their bytes are: see `core.frame_reader`. The frame's checksum says
-    nothing about them, so that with `verify` they are compared with the digests in the ledger, and where one differs
-    the frame is read whole.
+    If few records of a frame are read, only their bytes are (see `core.frame_reader`). The frame's checksum does not
+    cover them alone, so `verify` compares them with the hashes in the ledger; if one differs, the whole frame is read.
+
+    Args:
+        book: The book.
+        seqs: The records' numbers.
+        verify: Detect corrupt bytes.
+        media: Restore media; otherwise records have references.
+
+    Raises:
+        BookError: A record is not in the book, or its bytes are gone.
+        CorruptBookError: Bytes do not match the ledger.
     """
     if not seqs:
         return Experiences()
     for _ in range(_ATTEMPTS):
-        where = locate(book.ledger, seqs)
-        check_present(book, seqs, where)
+        places = check_present(book, seqs, locate(book.ledger, seqs))
         try:
-            return _read_records(book, [where[seq] for seq in seqs], verify, media)
+            parts = _parts(book, places, verify, sparse=media or not verify)
+            return _complete(book, places, parts, verify, media)
         except MissingSegmentError as error:  # Compaction moved it.
             missing = error
     raise CorruptBookError(f"{missing}: a segment that the ledger refers to; see `rollbook check`") from None
@@ -242,32 +263,38 @@ def fetch_present(
     media: bool = True,
     located: Mapping[int, Location] | None = None,
 ) -> tuple[list[int], Experiences]:
-    """Read those of these records that have bytes, in this order; `located`: their places, if the ledger was asked.
+    """Read those of these records that have bytes, in this order; otherwise as `fetch`.
+
+    Args:
+        book: The book.
+        seqs: The records' numbers.
+        verify: Detect corrupt bytes.
+        media: Restore media.
+        located: Their locations, if they were queried already.
 
     Returns:
-        Their numbers, and the records.
+        The numbers of the records that have bytes, and the records.
     """
 
     def read(places: list[Location]) -> tuple[list[int], Experiences]:
-        return [place[0] for place in places], _read_records(book, places, verify, media)
+        if not places:
+            return [], Experiences()
+        parts = _parts(book, places, verify, sparse=media or not verify)
+        return [place[0] for place in places], _complete(book, places, parts, verify, media)
 
     return retried(book, seqs, read, skip=True, located=located) if seqs else ([], Experiences())
 
 
-def _read_records(book: Book, places: Sequence[Location], verify: bool, media: bool) -> Experiences:
-    if not places:
-        return Experiences()
-    if media or not verify:
-        parts = _parts(book, places, verify, sparse=True)
-        records = restore_media(book, _joined(parts)) if media else _joined(parts)
-        if not verify or not parts.sparse or _match(book, records, places, parts.sparse):
-            return records
-    records = gather(book, places, verify)
-    return restore_media(book, records) if media else records
+def _complete(book: Book, places: Sequence[Location], parts: _Parts, verify: bool, media: bool) -> Experiences:
+    """Join the records of each frame and restore their media; read frames whole if a sparse record is damaged."""
+    records = restore_media(book, _joined(parts)) if media else _joined(parts)
+    if verify and parts.sparse and not _match(book, records, places, parts.sparse):
+        records = restore_media(book, gather(book, places, verify))
+    return records
 
 
 def _match(book: Book, records: Experiences, where: Sequence[Location], rows: Sequence[int]) -> bool:
-    """Whether some rows of `records` have the digests that the ledger has for their records."""
+    """Return whether some rows of `records` have the hashes that the ledger has for them."""
     hashes = book.ledger.all(
         "SELECT seq, CASE WHEN revision = 0 THEN whole ELSE (SELECT revisions.whole FROM revisions "
         "WHERE revisions.seq = records.seq AND revisions.n = records.revision) END "
@@ -277,13 +304,13 @@ def _match(book: Book, records: Experiences, where: Sequence[Location], rows: Se
     expected = {seq: None if digest is None else bytes(digest) for seq, digest in hashes}
     chosen = records if len(rows) == len(records) else records.take(list(rows))
     try:
-        return [expected.get(where[i][0]) for i in rows] == content_hashes(chosen).whole
+        return [expected.get(where[i][0]) for i in rows] == content_hashes(chosen).full
     except (WireError, ValueError):
         return False
 
 
 def only_fields(records: Experiences, fields: Collection[str]) -> Experiences:
-    """The columns of some fields alone: enough to gather and to hand on as Arrow, not to make rows of."""
+    """Return the columns of some fields, which is enough for Arrow but not for rows."""
     parts = {
         name: c for name, c in records.columns.items() if (entry := owner(name)) is not None and entry[0].name in fields
     }
@@ -291,7 +318,7 @@ def only_fields(records: Experiences, fields: Collection[str]) -> Experiences:
 
 
 def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:
-    """The records at these places that have bytes, in this order; of whole frames nothing is copied."""
+    """Read the records at these locations that have bytes, in this order; whole frames are not copied."""
 
     def read(places: list[Location]) -> list[Experience]:
         if not places:
@@ -305,7 +332,7 @@ def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:
 
 
 def _in_order(where: Sequence[Location]) -> bool:
-    """Whether the records of each frame follow each other."""
+    """Return whether the records of each frame are adjacent."""
     places = [location[1:4] for location in where]
     return sum(a != b for a, b in pairwise(places)) + 1 == len(set(places))
 
@@ -313,13 +340,16 @@ def _in_order(where: Sequence[Location]) -> bool:
 def gather(
     book: Book, where: Sequence[Location], verify: bool = True, only: Collection[str] | None = None
 ) -> Experiences:
-    """Records from the frames they lie in, each frame decoded once; with `only`, the columns of these fields."""
+    """Read records, each frame once; with `only`, the columns of these fields."""
     return _joined(_parts(book, where, verify, only, sparse=not verify))
 
 
 def check_slots(place: Place, slots: Sequence[Any], count: int) -> None:
-    """Refuse slots that a frame of so many records has not; SQLite keeps whatever it is given, text for numbers too."""
-    if not all(type(slot) is int and 0 <= slot < count for slot in slots):
+    """Raise `CorruptBookError` if a frame of `count` records lacks one of these slots.
+
+    The types are checked because SQLite stores text in a column of numbers, too.
+    """
+    if slots and ({*map(type, slots)} != {int} or min(slots) < 0 or max(slots) >= count):
         raise CorruptBookError(
             f"segment {place.segment}, byte {place.offset}: {count} records, none in slot {str(slots)[:80]}"
         )
@@ -341,7 +371,7 @@ def _parts(
     sparse: bool = False,
     together: bool = False,
 ) -> _Parts:
-    """The records of each frame.
+    """Read the records of each frame.
 
     Args:
         book: Where to read.
@@ -355,11 +385,12 @@ def _parts(
     for i, location in enumerate(where):
         grouped.setdefault(location[1:4], []).append(i)
     frames = {Place(*place): indices for place, indices in grouped.items()}
-    rows = _sparse_rows(book, frames, where, only) if sparse else {}
+    slots = {place: list(map(_SLOT, map(where.__getitem__, indices))) for place, indices in frames.items()}
+    shares = {place: where[indices[0]][6] for place, indices in frames.items()}
+    rows = _sparse_rows(book, slots, shares, only) if sparse else {}
     rest = [place for place in frames if place not in rows]
     parts = {place: [records] for place, records in rows.items()}
     for memory, run in read_runs(book, rest):
-        slots = {place: [where[i][4] for i in frames[place]] for place in run}
         stacked = _stacked(memory, run, verify, slots) if together else None
         if stacked is not None:
             parts.update({place: [] for place in run} | {run[0]: [stacked]})
@@ -375,19 +406,20 @@ def _parts(
                 records = only_fields(records, only)
             check_slots(place, slots[place], len(records))
             # A whole frame in order is private memory as it is; anything else is gathered.
-            parts[place] = [records if _all_in_order(slots[place], len(records)) else records.take(slots[place])]
+            in_order = slots[place] == list(range(len(records)))
+            parts[place] = [records if in_order else records.take(slots[place])]
     order = [i for indices in frames.values() for i in indices]
     return _Parts(
         [records for place in frames for records in parts[place]],
         None if order == list(range(len(order))) else order,
-        sorted(i for place in rows for i in frames[place]),
+        sorted([i for place in rows for i in frames[place]]),
     )
 
 
 def _stacked(
     memory: memoryview, run: Sequence[Place], verify: bool, slots: Mapping[Place, Sequence[Any]]
 ) -> Experiences | None:
-    """All records of a run of frames, if the frames are alike and `slots` are all they have."""
+    """Read all records of a run as one, if the frames have the same layout and `slots` are all of them."""
     stack = _stack(memory, run, verify)
     if stack is None or COLUMN in stack.schema.names:
         return None
@@ -400,18 +432,29 @@ def _stacked(
 
 
 def _sparse_rows(
-    book: Book, frames: Mapping[Place, list[int]], where: Sequence[Location], only: Collection[str] | None
+    book: Book, frames: Mapping[Place, list[Any]], shares: Mapping[Place, Any], only: Collection[str] | None
 ) -> dict[Place, Experiences]:
-    """The records of the frames of which few are read, where that goes well; the others are to be read whole."""
+    """Read single records of frames of which few records are needed.
+
+    Args:
+        book: The book.
+        frames: The slots to read of each frame. Slots and shares come from the ledger and may have any type.
+        shares: The bytes per record of each frame.
+        only: Fields to read; all if `None`.
+
+    Returns:
+        The records by frame. Frames that are missing here have to be read whole.
+    """
     places, slots, spare = [], [], []
-    for place, indices in frames.items():
-        numbers = [where[i][4] for i in indices]
-        share = where[indices[0]][6]
-        plain = all(type(number) is int for number in (place.length, share, *numbers))
-        if plain and place.length > max(_WHOLE_BYTES, _WHOLE * share * len(indices)):
+    for place, numbers in frames.items():
+        share = shares[place]
+        plain = {*map(type, (place.length, share, *numbers))} == {int}
+        if plain and place.length > max(_WHOLE_BYTES, _WHOLE * share * len(numbers)):
             places.append(check_place(place))
             slots.append(numbers)
             spare.append(share * len(set(numbers)) // 2)
+    if not places:
+        return {}
     readers = [
         _tolerate(read_rows(place.length, sorted(set(numbers)), only))
         for place, numbers in zip(places, slots, strict=True)
@@ -431,7 +474,7 @@ def _sparse_rows(
 
 
 def _tolerate(reader: Reader[Experiences]) -> Reader[Experiences | None]:
-    """The reader's result, or `None` if the bytes are not good: reading them whole says what is wrong."""
+    """Return the reader's result, or `None` if the bytes are damaged: reading the whole frame then reports it."""
     try:
         return (yield from reader)
     except WireError:
@@ -516,7 +559,7 @@ def _joined(parts: _Parts) -> Experiences:
 
 
 def restore_media(book: Book, records: Experiences) -> Experiences:
-    """Replace references by media."""
+    """Replace references to media by the media."""
     if not any(name.startswith(OWN) for name in records.columns):
         return records
     hashes = {key for keys in references(records) for key in keys}
@@ -547,7 +590,7 @@ def restore_media(book: Book, records: Experiences) -> Experiences:
 
 
 def seqs_of(book: Book, uids: Sequence[str]) -> list[int]:
-    """The numbers of records by id, in order; an unknown id is an error."""
+    """Return the numbers of records by id, in order; an unknown id raises `KeyError`."""
     listed: list[int] = []
     for marks, part in chunks(uids):
         with book.ledger.read() as tx:
@@ -560,7 +603,7 @@ def seqs_of(book: Book, uids: Sequence[str]) -> list[int]:
 
 
 def read_numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> list[float | None]:
-    """One number of each record, from the ledger if it has it, else from the record."""
+    """Return one number per record, from the ledger if possible, else from the record."""
     if key in index_columns.IndexColumns._fields:
         numbers: dict[int, Any] = {}
         for marks, part in chunks(seqs):
@@ -570,8 +613,8 @@ def read_numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> 
     return index_columns.number_column(gather(book, [where[seq] for seq in seqs]), key) if seqs else []
 
 
-def uid_of(record: str | EID | Experience) -> str:
-    """The id, from an id or from what has one."""
+def uid_of(record: RecordId) -> str:
+    """Return the id of a record, from the id itself, an `EID` or an `Experience`."""
     if isinstance(record, str):
         return check_text("uid", record, 0)
     uid = getattr(getattr(record, "eid", record), "uid", None)
@@ -580,10 +623,10 @@ def uid_of(record: str | EID | Experience) -> str:
     return uid
 
 
-def uids_of(records: Any) -> list[str]:
-    """Several ids, from one or many."""
+def uids_of(records: RecordIds) -> list[str]:
+    """Return the distinct ids of one record or of several."""
     if isinstance(records, str) or hasattr(records, "uid") or hasattr(records, "eid"):
-        return [uid_of(records)]
+        return [uid_of(records)]  # type: ignore[arg-type]
     return list(dict.fromkeys(uid_of(record) for record in records))
 
 
@@ -595,7 +638,9 @@ _ASKED = tuple(
     )
 )
 """What a condition can be on, with the entries of `info` and `metrics`."""
+Operand = str | float | bool | None | Sequence[str | float | bool]
 Condition = tuple[str, str, Any]
+"""Column, operator (one of `OPERATORS`) and operand."""
 _TESTS: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq,
     "==": operator.eq,
@@ -613,7 +658,7 @@ MOST = 10_000
 
 
 def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
-    """Conditions as users give them: `("reward", ">", 0.5)`, and `task="a"` for `("task", "=", "a")`."""
+    """Check conditions: `("reward", ">", 0.5)`, and `task="a"` for `("task", "=", "a")`."""
     parsed: list[Condition] = []
     for condition in (
         *conditions,
@@ -626,7 +671,7 @@ def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[C
             raise ValueError(f"where: {name}: got operator {test!r}, expected one of {', '.join(OPERATORS)}")
         head = name.split(".")[0]
         if name not in LEDGER_COLUMNS and head not in FIELDS:
-            raise ValueError(f"where: {name!r} is no column{suggest(name, [*_ASKED, 'info.NAME', 'metrics.NAME'])}")
+            raise ValueError(f"where: unknown column {name!r}{suggest(name, [*_ASKED, 'info.NAME', 'metrics.NAME'])}")
         if test in ("in", "not in"):
             if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
                 raise ValueError(f"where: {name}: got {test} {value!r}, expected several values")
@@ -655,7 +700,7 @@ def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[C
 
 
 def _fit(name: str, value: Any) -> Any:
-    """A value as every database compares it with a column of the ledger."""
+    """Convert a value so that every database compares it with a column in the same way."""
     if name in ("batch", "task"):
         value = str(value)
     kind = LEDGER_TYPES[name]
@@ -669,7 +714,7 @@ def _fit(name: str, value: Any) -> Any:
 
 
 def in_ledger(conditions: Sequence[Condition]) -> tuple[str, list[Any]]:
-    """The SQL of the conditions that the ledger answers."""
+    """Return the SQL of the conditions that the ledger can answer, and its parameters."""
     parts: list[str] = []
     values: list[Any] = []
     for name, test, value in conditions:
@@ -694,7 +739,7 @@ def in_ledger(conditions: Sequence[Condition]) -> tuple[str, list[Any]]:
 
 
 class Selection:
-    """The records that meet some conditions, read when they are asked for; made by `book.where`.
+    """The records that meet some conditions, read lazily; created by `Book.where`.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -709,8 +754,8 @@ class Selection:
         self._asked = list(conditions)
         self._order = order
 
-    def where(self, *conditions: Condition, **equal: Any) -> Selection:
-        """These records, narrowed."""
+    def where(self, *conditions: Condition, **equal: Operand) -> Selection:
+        """Return those of these records that also meet these conditions; see `Book.where`."""
         return Selection(self._book, [*self._asked, *parse_conditions(conditions, equal)], self._order)
 
     @property
@@ -718,7 +763,7 @@ class Selection:
         return [condition for condition in self._asked if condition[0] not in LEDGER_COLUMNS]
 
     def count(self) -> int:
-        """How many there are, those too whose bytes are gone and runs that failed (`gone` says why)."""
+        """Count the records, including failed runs and those whose bytes are gone (the column `gone` says why)."""
         if not self._late:
             sql, values = in_ledger(self._asked)
             with self._book.ledger.read() as tx:
@@ -726,15 +771,19 @@ class Selection:
         return sum(len(piece) for piece in self._pieces())
 
     def uids(self) -> list[str]:
-        """Their ids, in the order of admission; like `count`, whether their bytes are there or not."""
+        """Return their ids, in the order of admission, including those whose bytes are gone."""
         return [uid for piece in self._pieces() for _, uid, *_ in piece]
 
     def experiences(self) -> Experiences:
-        """All of them at once."""
+        """Return all records at once; those whose bytes are gone are left out."""
         return Experiences.concat(list(self.batches()))
 
     def batches(self, rows: int = PIECE) -> Iterator[Experiences]:
-        """Records piece by piece; those whose bytes are gone are left out."""
+        """Yield the records in batches; those whose bytes are gone are left out.
+
+        Args:
+            rows: Records per batch at most.
+        """
         for piece in self._pieces(check_int("rows", rows, 1)):
             located = _locations(piece)
             present, records = fetch_present(self._book, list(located), located=located)
@@ -759,7 +808,7 @@ class Selection:
         return scan(self._book, self, columns, rows)
 
     def _pieces(self, rows: int = PIECE) -> Iterator[list[Any]]:
-        """(seq, uid, segment, start, size, slot, gone, bytes) of the records that meet all conditions."""
+        """Yield (seq, uid, segment, start, size, slot, gone, bytes) of the records that meet all conditions."""
         sql, values = in_ledger(self._asked)
         last = 0
         while True:
@@ -790,12 +839,12 @@ class Selection:
 
 
 def _locations(piece: Sequence[Any]) -> dict[int, Location]:
-    """Where the records of a piece lie that have bytes."""
+    """Return the locations of the records of a piece that have bytes."""
     return {row[0]: (row[0], *row[2:]) for row in piece if row[2] is not None}
 
 
 def _values(book: Book, seqs: list[int], name: str) -> dict[int, Any]:
-    """A field of those of these records that have bytes, by their numbers."""
+    """Return one field of those of these records that have bytes, by number."""
     head, dot, key = name.partition(".")
     present, records = fetch_present(book, seqs, verify=False, media=False)
     values = records.values(head) if present else []
@@ -880,7 +929,7 @@ def _batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatch:
 
 @lru_cache(256)
 def _ordered(names: tuple[str, ...], arrays: tuple[str, ...]) -> list[str]:
-    """The arrays of some fields, sides included, in the order of the fields."""
+    """Return the arrays of some fields, with side columns, in the order of the fields."""
     sides = (name for field in names for name in arrays if name == field or name.startswith(f"{field}__"))
     return list(dict.fromkeys(sides))
 
@@ -888,8 +937,10 @@ def _ordered(names: tuple[str, ...], arrays: tuple[str, ...]) -> list[str]:
 def _runs(
     book: Book, runs: Sequence[list[Any]], fields: Sequence[str]
 ) -> Iterator[tuple[list[int], dict[str, pa.Array]]]:
-    """The numbers and columns of each run of records, all of one frame: as they lie there if it is the whole of it,
-    without those that were deleted meanwhile."""
+    """Yield the numbers and columns of each run of records of one frame, without those deleted meanwhile.
+
+    A whole frame is not copied.
+    """
     frames = [(Place(*run[0][2:5]), [row[5] for row in run]) for run in runs]
     done = 0
     try:
@@ -905,7 +956,7 @@ def _runs(
 
 
 def _with_nulls(arrays: dict[str, pa.Array], fields: Sequence[str], count: int) -> dict[str, pa.Array]:
-    """The arrays, with nulls for the fields that no record has."""
+    """Add arrays of nulls for the fields that no record has."""
     missing = {name: pa.nulls(count, LEDGER_TYPES.get(name)) for name in fields if name not in arrays}
     return {**missing, **arrays} if missing else arrays
 
@@ -943,7 +994,7 @@ _IN_FRAMES = {name for name in LEDGER_COLUMNS if name in FIELDS and FIELDS[name]
 
 
 def ledger_arrays(tx: Transaction, names: Sequence[str], seqs: Sequence[int]) -> dict[str, pa.Array]:
-    """Columns of the ledger, of records whose numbers rise."""
+    """Return columns of the ledger for records with rising numbers."""
     chosen = ["seq", *names, *(["scored"] if "reward" in names else [])]
     rows = tx.all(
         f"SELECT {', '.join(chosen)} FROM records WHERE seq >= ? AND seq <= ? ORDER BY seq", (seqs[0], seqs[-1])

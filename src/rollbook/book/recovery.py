@@ -1,8 +1,8 @@
-"""Rebuilding: the rows of a new ledger, from what can be read of the old one and from what lies in the segments.
+"""Repair: rebuild a damaged ledger from its readable rows and from the segments, and correct what a check finds.
 
-Invariant: a record enters only if every byte of it, and of its media, is whole. A record that was deleted stays
-deleted, and one that was redacted is redacted again; where neither the ledger nor the list of deletions tells, it stays
-out and is named. A record whose history is lost is quarantined.
+Invariant: a record is recovered only if all its bytes, and those of its media, are intact. A deleted record stays
+deleted, and a redacted one is redacted again; if neither the ledger nor the list of deletions is conclusive, the record
+is left out and reported. A record whose history is lost is quarantined.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ from rollbook.core.files import FOLDER, make_private, private_opener
 from rollbook.core.wire import HEADER_BYTES, decode, read_header
 
 if TYPE_CHECKING:
+    from rollbook.book.ledger import LedgerValue
     from rollbook.book.segments.files import SegmentStore
     from rollbook.core.experiences import Experiences
 
@@ -114,11 +115,11 @@ class PageFile:
         return self.file.read(length)
 
     def tables(self) -> Iterator[list[Row]]:
-        """The rows of each leaf page of a table: the row's number, then its values."""
+        """Yield the rows of each leaf page of a table: the row number, then its values."""
         return self._scan((_LEAF,), self._table_cell)
 
     def indices(self) -> Iterator[list[Row]]:
-        """The entries of each page of an index: the values, then the row's number."""
+        """Yield the entries of each page of an index: the values, then the row number."""
         return self._scan((_INDEX_LEAF, _INDEX_INTERIOR), self._index_cell)
 
     def _scan(self, kinds: Sequence[int], cell: Callable[[bytes, int, int], Row]) -> Iterator[list[Row]]:
@@ -152,7 +153,7 @@ class PageFile:
         return _record(self._payload(page, at, length, most))
 
     def _payload(self, page: bytes, at: int, length: int, most: int) -> bytes:
-        """The payload of a cell, from its page and the overflow pages behind it."""
+        """Read the payload of a cell from its page and overflow pages."""
         if length > min(_LONGEST, self.length):
             raise _MalformedPageError
         local = length
@@ -189,7 +190,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _record(payload: bytes) -> Row:
-    """The values of a record."""
+    """Decode the values of a SQLite record."""
     header, at = _varint(payload, 0)
     if header > len(payload):
         raise _MalformedPageError
@@ -244,12 +245,12 @@ class Lost:
         """Tables of which nothing could be read, and why."""
 
     def any(self, table: str) -> bool:
-        """Whether something of the table is lost."""
+        """Return whether rows of the table are lost."""
         return table in self.gaps or table in self.rows or table in self.tables
 
 
 def connect(path: str, fresh: str) -> sqlite3.Connection | None:
-    """A connection to a damaged ledger, which may be changed: it is a copy. `None` if it is no database at all.
+    """Connect to a copy of a damaged ledger; return `None` if it is not a database at all.
 
     Where its first page is damaged, which says where the tables begin, that of `fresh` takes its place, a ledger that
     was just made: tables are always made in the same order, and so begin on the same pages.
@@ -275,7 +276,7 @@ def connect(path: str, fresh: str) -> sqlite3.Connection | None:
 
 
 def page_bytes(path: str) -> int:
-    """How long a page of a SQLite file is."""
+    """Return the page size of a SQLite file."""
     with open(path, "rb") as file:
         return PageFile(file).size
 
@@ -335,7 +336,7 @@ def _apply_log(path: str) -> None:
 
 
 def _sum(data: bytes, start: tuple[int, int], order: str) -> tuple[int, int]:
-    """The running checksum of a log."""
+    """Compute the running checksum of a log."""
     first, second = start
     words = struct.unpack(f"{order}{len(data) // 4}I", data)
     for i in range(0, len(words), 2):
@@ -345,7 +346,7 @@ def _sum(data: bytes, start: tuple[int, int], order: str) -> tuple[int, int]:
 
 
 def _children(data: bytes) -> list[int]:
-    """The pages below the first, if the schema takes more than that one."""
+    """Return the pages below the first, if the schema takes more than one page."""
     kind, count = data[100], struct.unpack_from(">H", data, 103)[0]
     if kind != 5:
         return []
@@ -354,7 +355,7 @@ def _children(data: bytes) -> list[int]:
 
 
 def rows(connection: sqlite3.Connection, table: str, lost: Lost) -> Iterator[tuple[Any, ...]]:
-    """All rows of a table that can be read, in the order of its columns; what raises is stepped over."""
+    """Yield all readable rows of a table, in the order of its columns; damage is skipped."""
     columns = [column.split() for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
     names = ", ".join(column[0] for column in columns)
     sql = f"SELECT rowid, {names} FROM {table} WHERE rowid >= ? ORDER BY rowid LIMIT ?"
@@ -386,7 +387,7 @@ def rows(connection: sqlite3.Connection, table: str, lost: Lost) -> Iterator[tup
 
 
 def _next_readable(connection: sqlite3.Connection, sql: str, at: int) -> int | None:
-    """The first row number behind the damage: by steps that double, then halving the last one."""
+    """Find the first row number after the damage, by doubling steps and then bisection."""
     bad, step = at, 1
     while True:
         good = min(at + step, _LAST)
@@ -419,7 +420,7 @@ _COLUMNS = {
 
 
 def page_rows(file: BinaryIO) -> Iterator[tuple[str, Row]]:
-    """(table, row) of all rows on intact pages of a ledger, whether its b-trees lead to them or not."""
+    """Yield (table, row) of all rows on intact pages, whether or not a b-tree refers to them."""
     for rows in PageFile(file).tables():
         tables = [table for table in _COLUMNS if all(_fits_table(table, row) for row in rows)]
         if len(tables) > 1:
@@ -430,14 +431,14 @@ def page_rows(file: BinaryIO) -> Iterator[tuple[str, Row]]:
 
 
 def page_numbers(file: BinaryIO) -> Iterator[tuple[str, int]]:
-    """(id, number) of records, from intact pages of the ledger's index of ids."""
+    """Yield (id, number) of records, from intact pages of the index of ids."""
     for entries in PageFile(file).indices():
         if all(len(entry) == 2 and type(entry[0]) is str and type(entry[1]) is int for entry in entries):
             yield from ((uid, seq) for uid, seq in entries if uid.count("/") == 4)
 
 
 def _is_numbered(table: str) -> bool:
-    """Whether the first column is the row's number, which a record leaves out."""
+    """Return whether the first column is the row number, which a record does not store."""
     return _COLUMNS[table][0][1] == "{EVENT_ID}" or _COLUMNS[table][0][1:] == ["{INT}", "PRIMARY", "KEY"]
 
 
@@ -463,7 +464,7 @@ def _told_apart(tables: list[str], rows: list[Row]) -> list[str]:
     return ["media_uses"] if "media_uses" in tables and all(len(text) == 64 for text in first) else []
 
 
-def _fits(value: Any, column: list[str]) -> bool:
+def _fits(value: LedgerValue, column: list[str]) -> bool:
     if value is None:
         return "NOT" not in column and "KEY" not in column
     return type(value) in _TYPES[column[1]]
@@ -483,7 +484,7 @@ class Part(NamedTuple):
 
 
 def parts(store: SegmentStore, segment: str, size: int) -> Iterator[Part]:
-    """Every part of a segment that is whole, in order. Damage is stepped over, 64 bytes at a time."""
+    """Yield every intact part of a segment, in order; damage is skipped, 64 bytes at a time."""
     at = ALIGN
     while at + ALIGN <= size:
         part = _part(store, segment, at, size)
@@ -522,7 +523,7 @@ _REDACTABLE = (*revision.REDACTABLE, "info", "metrics", "multi_modal_inputs")
 
 
 def take_rows(book: Book, aside: str, report: Report) -> Lost:
-    """All rows that can be read of the old ledger."""
+    """Copy all readable rows of the old ledger."""
     lost = Lost()
     copied = os.path.join(aside, LEDGER)
     with book.ledger.write() as tx:
@@ -565,7 +566,7 @@ def take_rows(book: Book, aside: str, report: Report) -> Lost:
 
 
 def _take_pages(book: Book, path: str, lost: Lost, report: Report) -> None:
-    """Rows that lie on intact pages and that no b-tree leads to any more, and the numbers that records had."""
+    """Copy rows of intact pages that no b-tree refers to, and the numbers that records had."""
     broken = [table for table in _SALVAGED if lost.any(table)]
     if not broken:
         return
@@ -641,7 +642,7 @@ def take_parts(
 
 
 def _find_again(tx: Transaction, report: Report) -> None:
-    """Records whose place in the ledger holds nothing whole, and of which another copy is there; none redacted."""
+    """Find another copy of records whose place in the ledger is damaged, except redacted ones."""
     moved = tx.all(
         "SELECT records.seq, records.uid, found.segment, found.start, found.size, found.slot FROM records "
         "JOIN found ON found.uid = records.uid WHERE records.gone IS NULL AND NOT EXISTS (SELECT 1 FROM whole "
@@ -679,12 +680,12 @@ def _withhold(tx: Transaction, lost: Lost, complete: bool, report: Report) -> No
     if unknown and lost.any("purges"):
         where, why = "1 = 1", f"{unknown} records were deleted or redacted, and it may be one of them"
     for (uid,) in tx.all(f"SELECT uid FROM found WHERE {where} ORDER BY uid"):
-        report.did("lost", f"not brought back: {why}", uid)
+        report.did("lost", f"not recovered: {why}", uid)
     tx.run(f"DELETE FROM found WHERE {where}")
 
 
 def _admit(book: Book, report: Report) -> None:
-    """Rows for the records that are found and not known, as if they came now; consumers get theirs later."""
+    """Insert rows for recovered records as if they came now; consumers get theirs later."""
     with book.ledger.read() as tx:
         base = 1 + max(
             tx.one(f"SELECT COALESCE(MAX(seq), 0) FROM {table}")[0]
@@ -733,7 +734,7 @@ def _admit(book: Book, report: Report) -> None:
 
 
 def _numbers(book: Book, uids: Sequence[str]) -> dict[str, int]:
-    """The numbers that records had, by id, as far as they are known and free: their work and events have them."""
+    """Return the former numbers of records by id, if they are free, since events and work refer to them."""
     numbers: dict[str, int] = {}
     with book.ledger.read() as tx:
         for marks, part in chunks(uids):
@@ -803,7 +804,7 @@ def _insert(
             f"INSERT INTO records ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
             [
                 (
-                    *(seqs[i], *entries[i], int(purposes[i]), tx.now, 0, digest.whole[i], digest.core[i]),
+                    *(seqs[i], *entries[i], int(purposes[i]), tx.now, 0, digest.full[i], digest.core[i]),
                     *(place.segment, place.offset, place.length, slot, share),
                 )
                 for i, (slot, _, _) in enumerate(mine)
@@ -826,16 +827,19 @@ OLD_SECONDS = 60.0
 
 
 def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
-    """Mend a book, and say what was done and what is lost; `report.ok` says whether all is well now.
+    """Repair a book.
+
+    A folder whose ledger is damaged or missing gets a new one, from what can be read of the old one and the segments.
+    Whatever changes is copied first, to `<folder>.before-repair-<time>` next to the folder; tables in PostgreSQL are
+    copied to a schema of such a name.
 
     Args:
         url: The book's folder, or `postgresql://...`.
-        offer: Release quarantined records: those that a repair, now or before, recovered without knowing whether they
-            were trained on. They can be read, but are leased only after this.
+        offer: Release quarantined records: those that a repair recovered without knowing whether they were trained on.
+            They can be read, but are leased only after this.
 
-    A folder whose ledger is damaged or missing gets a new one, of what can be read of the old one and what is found in
-    the segments. What is changed is copied first, to `<folder>.before-repair-<time>` beside the folder; of a book in
-    PostgreSQL, the tables are copied to a schema of such a name.
+    Returns:
+        A report of what was repaired, lost and is still wrong; `report.ok` if there is no error left.
 
     >>> import rollbook, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -876,7 +880,7 @@ def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
 
 
 def _unsound(address: str, path: Path) -> str | None:
-    """Why the ledger has to be built anew; `None` if it can be mended where it is."""
+    """Return why the ledger has to be rebuilt, or `None` if it can be repaired in place."""
     if not path.exists():
         return "the ledger is missing"
     try:
@@ -888,13 +892,13 @@ def _unsound(address: str, path: Path) -> str | None:
         raise
     except (BookError, OSError, sqlite3.Error) as error:
         return str(error)
-    return next((f"{finding.where}: {finding.what}" for finding in report.findings), None)
+    return next((f"{finding.where}: {finding.description}" for finding in report.findings), None)
 
 
 _UNMENDED = {"orphan", "unused", "stranger", "event", QUARANTINED}
 
 
-def _mended(book: Book, report: Report, copy: Any, offer: bool) -> Report:
+def _mended(book: Book, report: Report, copy: Callable[[], str], offer: bool) -> Report:
     """Mend a book whose ledger can be read."""
     before = check(book)
     well = set(before.counts) <= _UNMENDED
@@ -923,7 +927,7 @@ def _with_check(book: Book, report: Report) -> Report:
 
 
 def _aside(folder: Path) -> str:
-    """A new folder beside the book's."""
+    """Create a new folder next to the book's."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     base = f"{os.path.abspath(folder)}.before-repair-{stamp}"
     for n in range(1000):
@@ -937,7 +941,7 @@ def _aside(folder: Path) -> str:
 
 
 def _copy_ledger(path: Path, aside: str) -> str:
-    """A copy of a ledger that is in use, as one transaction sees it."""
+    """Copy a ledger that is in use, as one transaction sees it."""
     source = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     target = sqlite3.connect(os.path.join(aside, LEDGER))
     try:
@@ -951,7 +955,7 @@ def _copy_ledger(path: Path, aside: str) -> str:
 
 
 def _copy_schema(book: Book) -> str:
-    """The tables of a book in PostgreSQL, without its data, in a schema of their own."""
+    """Copy the tables of a book in PostgreSQL, without its data, to another schema."""
     name = f"before_repair_{time.strftime('%Y%m%d_%H%M%S', time.gmtime())}_{os.urandom(2).hex()}"
     with book.ledger.write() as tx:
         tx.run(f"CREATE SCHEMA {name}")
@@ -1040,7 +1044,7 @@ def _mend_consumers(book: Book, report: Report) -> bool:
 
 
 def _mend_records(book: Book, report: Report) -> None:
-    """Records whose bytes are not what they should be are gone, the others' tags and media are put right."""
+    """Give up records whose bytes are damaged, and correct the index columns and media of the others."""
     lost = {key for key, _ in media_problems(book, True)}
     bad: list[tuple[int, str, str]] = []
     for problem in record_problems(book, True):
@@ -1049,16 +1053,16 @@ def _mend_records(book: Book, report: Report) -> None:
                 settings = ", ".join(f"{name} = ?" for name in index_columns.IndexColumns._fields)
                 tx.run(f"UPDATE records SET {settings} WHERE seq = ?", (*problem.mend, problem.seq))
                 tx.run("UPDATE work SET gid = ? WHERE seq = ?", (problem.mend.gid, problem.seq))
-            report.did("tags", problem.what, problem.uid)
+            report.did("tags", problem.description, problem.uid)
         elif problem.kind == "uses":
             with book.ledger.write() as tx:
                 tx.run("DELETE FROM media_uses WHERE seq = ?", (problem.seq,))
                 tx.many(
                     "INSERT INTO media_uses (hash, seq) VALUES (?, ?)", [(key, problem.seq) for key in problem.mend]
                 )
-            report.did("uses", problem.what, problem.uid)
+            report.did("uses", problem.description, problem.uid)
         else:
-            bad.append((problem.seq, problem.uid, problem.what))
+            bad.append((problem.seq, problem.uid, problem.description))
             if len(bad) >= PAGE:
                 _give_up(book, bad, report)
                 bad = []
@@ -1084,7 +1088,7 @@ def _mend_records(book: Book, report: Report) -> None:
 
 
 def _give_up(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) -> None:
-    """Records that have no bytes from now on; the segments that held them are kept aside."""
+    """Detach the bytes of records, and keep the segments that held them aside."""
     seqs = list(dict.fromkeys(seq for seq, _, _ in bad))
     if not seqs:
         return
@@ -1119,7 +1123,7 @@ def _give_up(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) ->
 
 
 def _link(store: FileSegmentStore, name: str, aside: str) -> None:
-    """A segment under another name, so that compaction does not end it; where none is there, nothing."""
+    """Link a segment to another name, so that compaction does not remove it; skip one that does not exist."""
     if not store.has(name):
         return
     source, target = os.path.join(store.folder, name), os.path.join(aside, name)
@@ -1131,7 +1135,7 @@ def _link(store: FileSegmentStore, name: str, aside: str) -> None:
 
 
 def _copy(disk: Disk, source: str, target: str) -> None:
-    """A copy of a plain file, on the disk; a link or a device, which could be anything of any size, is not followed."""
+    """Copy a plain file durably; links and devices, which could be of any size, are not followed."""
     fd = disk.open_read(source)
     with os.fdopen(fd, "rb") as file, open(target, "xb", opener=private_opener) as copy:
         shutil.copyfileobj(file, copy)
@@ -1140,7 +1144,7 @@ def _copy(disk: Disk, source: str, target: str) -> None:
 
 
 def _mend_work(book: Book, report: Report, gaps: bool) -> None:
-    """One row for each record and consumer; what is missing is made from the events. `gaps`: some of these are lost."""
+    """Ensure one row per record and consumer, from the events if it is missing; `gaps` if events are lost."""
     queue.drain_inboxes(book)
     with book.ledger.write() as tx:
         stray = (
@@ -1205,7 +1209,11 @@ def _mend_leases(book: Book, report: Report) -> None:
             rows = queue.select_rows(tx, f"consumer = ? AND {UNHELD} ORDER BY seq", (consumer.id,))
             queue.requeue_rows(tx, consumer, rows, "expired", "repair")
             save_consumer(tx, consumer)
-            report.did("lease", f"consumer {consumer.name!r}: records that nobody held wait again", count=len(rows))
+            report.did(
+                "lease",
+                f"consumer {consumer.name!r}: records without an active lease are offered again",
+                count=len(rows),
+            )
         count = tx.count(f"UPDATE work SET lease = NULL WHERE {FORGOTTEN}")
         report.did("lease", "rows that named a lease and were not leased", count=count)
         count = tx.count(f"UPDATE leases SET state = 'voided' WHERE {EMPTY}", (tx.now,))
@@ -1260,7 +1268,7 @@ def _mend_files(store: FileSegmentStore, aside: str, report: Report) -> None:
 
 
 def _rebuilt(folder: Path, path: Path, report: Report, why: str, offer: bool) -> Report:
-    """A ledger made of what can be read of the old one and of the segments, in its place."""
+    """Replace a ledger by one that is rebuilt from its readable rows and the segments."""
     disk = Disk()
     store = FileSegmentStore(str(folder), disk)
     sizes = store.segments()

@@ -1,7 +1,7 @@
-"""Reports: what the ledger says of a record, of a consumer and of the book.
+"""Reports: counts of a consumer, history of a record, keep rates and metrics.
 
-Invariant: for every consumer, admitted = waiting + leased + trained + dropped; the left side is counted as records come
-in, the right side as they move, and neither is made from the other.
+Invariant: for every consumer, admitted = waiting + leased + trained + dropped. The left side is counted when records
+are appended, the right side when they change state; neither is computed from the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One event of a record's life."""
+    """An event of a record."""
 
     time: float
     """Seconds since 1970, by the database's clock."""
@@ -44,7 +44,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How far a consumer is.
+    """Number of records in each state of a consumer.
 
     >>> counts = Counts("train", admitted=3, waiting=1, leased=0, trained=1, dropped={"stale": 1})
     >>> counts.adds_up
@@ -54,17 +54,17 @@ class Counts:
     consumer: str
     admitted: int
     waiting: int
-    """Resting ones too."""
+    """Including records that are cooling down."""
     leased: int
     trained: int
     dropped: dict[str, int]
     """By reason."""
     evaluation: int = 0
-    """Records kept beside, which no consumer is offered; not among the admitted."""
+    """Records for evaluation, which are offered to no consumer and not counted as admitted."""
 
     @property
     def adds_up(self) -> bool:
-        """Whether every record that was admitted is somewhere."""
+        """Whether the states sum up to the admitted records."""
         return self.admitted == self.waiting + self.leased + self.trained + sum(self.dropped.values())
 
 
@@ -114,7 +114,7 @@ def history(book: Book, uid: str) -> list[Entry]:
 
 @dataclass(frozen=True, slots=True)
 class KeepRate:
-    """How many of the records in one range were trained on: dropping is often biased by length or reward."""
+    """How many records of a range were trained on. Dropping is often biased by length or reward."""
 
     low: float
     high: float
@@ -124,7 +124,7 @@ class KeepRate:
 
     @property
     def rate(self) -> float:
-        """Trained among those that were decided; NaN where none was."""
+        """Trained records as a share of trained and dropped ones; NaN if there are none."""
         done = self.trained + self.dropped
         return self.trained / done if done else math.nan
 
@@ -180,7 +180,7 @@ def keep_rates(
 
 
 def _edges(values: Sequence[float]) -> list[float]:
-    """Up to eight ranges of equal width over what is there."""
+    """Return the edges of up to eight ranges of equal width."""
     finite = [float(value) for value in values if math.isfinite(value)]
     if not finite:
         return []
@@ -196,7 +196,13 @@ _MOST = 1 << 63
 
 
 def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
-    """Numbers by name, as strict JSON has them: NaN and infinity are the texts that `float` (and SQL's CAST) reads.
+    """Convert metrics to strict JSON: NaN and infinity become strings that `float` and SQL's CAST parse.
+
+    Args:
+        metrics: Numbers by name.
+
+    Raises:
+        ValueError: A name is empty, or a value is not a number.
 
     >>> import numpy as np
     >>> json_number({"loss": np.float32(0.5), "kl": float("nan"), "low": -float("inf"), "tokens": 7})
@@ -208,32 +214,36 @@ def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
     """
     if not isinstance(metrics, Mapping):
         raise ValueError(f"metrics: got {type(metrics).__name__}, expected numbers by name")
-    return {_name(name): _number(name, value) for name, value in metrics.items()}
-
-
-def _name(name: Any) -> str:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"metrics: got the name {name!r}, expected a text that is not empty")
-    return name
-
-
-def _number(name: str, value: Any) -> int | float | str:
-    if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
-        hint = "; .item() gives a tensor's" if hasattr(value, "item") else ""
-        raise ValueError(f"metrics[{name!r}]: got {str(value)[:60]!r}, expected an int or a float{hint}")
-    if isinstance(value, Integral) and -_MOST <= int(value) < _MOST:
-        return int(value)
-    try:
-        number = float(value)
-    except OverflowError:
-        raise ValueError(f"metrics[{name!r}]: got {value.__class__.__name__}, too large for a float") from None
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    numbers: dict[str, int | float | str] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"metrics: got the name {name!r}, expected a text that is not empty")
+        if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
+            hint = "; .item() gives a tensor's" if hasattr(value, "item") else ""
+            raise ValueError(f"metrics[{name!r}]: got {str(value)[:60]!r}, expected an int or a float{hint}")
+        if isinstance(value, Integral) and -_MOST <= int(value) < _MOST:
+            numbers[name] = int(value)
+            continue
+        try:
+            number = float(value)
+        except OverflowError:
+            raise ValueError(f"metrics[{name!r}]: got {value.__class__.__name__}, too large for a float") from None
+        if math.isfinite(number):
+            numbers[name] = number
+        else:
+            numbers[name] = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    return numbers
 
 
 def finite_numbers(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
-    """Numbers from what `json_number` made of them, which anybody may have written.
+    """Convert JSON of `json_number`, which anybody may have written, back to numbers.
+
+    Args:
+        metrics: Numbers, or names of special numbers, by name.
+        label: Prefix of error messages.
+
+    Raises:
+        CorruptBookError: A value is not a number.
 
     >>> finite_numbers({"loss": 0.5, "kl": "NaN", "tokens": 7}, "a line")
     {'loss': 0.5, 'kl': nan, 'tokens': 7}

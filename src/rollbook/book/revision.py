@@ -1,6 +1,6 @@
-"""Additions: what a second record under the same id adds to the first, or where the two conflict.
+"""Changes of stored records: late fields, revisions, redactions and deletions.
 
-Invariant: of a stored record nothing changes but what was missing; whatever else differs is named.
+Invariant: an append only adds fields that were missing; any other difference is reported as a conflict.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import xxhash
 from rollbook.book import content_hash, index_columns, queue
 from rollbook.book.consumer import Consumer, all_consumers, save_consumer
 from rollbook.book.content_hash import is_late
-from rollbook.book.disk import Disk, hit
+from rollbook.book.disk import Disk, hit_failpoint
 from rollbook.book.errors import BookError, ConflictError
 from rollbook.book.ledger import Transaction, check_text, chunks, let_others
 from rollbook.book.media import extract
@@ -48,10 +48,10 @@ class Difference(NamedTuple):
     """Its name; of an entry of a dict, `info.score`."""
     stored: str
     """The values, abbreviated."""
-    given: str
+    new: str
 
     def __str__(self) -> str:
-        return f"{self.field}: stored {self.stored}, given {self.given}"
+        return f"{self.field}: stored {self.stored}, given {self.new}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Addition:
 
 
 def compare(old: Experience, new: Experience) -> Addition:
-    """What `new` adds to `old`, a stored record of the same id, or where they conflict.
+    """Compare a record with a stored one of the same id: what it adds, or where they conflict.
 
     `new` may bring late fields (see `is_late`) that `old` lacks, and new keys in its dicts; what it does not have
     itself is left as it is. Everything else has to be equal.
@@ -116,7 +116,7 @@ def compare(old: Experience, new: Experience) -> Addition:
 
 
 def _compare_entries(name: str, old: dict[Any, Any], new: dict[Any, Any]) -> tuple[dict[Any, Any], Difference | None]:
-    """The entries that only `new` has, and the first that both have and that differs."""
+    """Return the entries that only `new` has, and the first that differs."""
     additions: dict[Any, Any] = {}
     for key, value in new.items():
         if key not in old:
@@ -135,7 +135,7 @@ def _difference(field: str, old: Any, new: Any) -> Difference:
 
 
 def _show_value(value: Any, beside: Any) -> str:
-    """A value as an error shows it; of tensors and long texts what tells it from the other."""
+    """Format a value for an error; of tensors and long texts, the part that differs from the other."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = str(value.dtype).removeprefix("torch.")
         text = f"{kind}{list(value.shape)}"
@@ -255,8 +255,11 @@ def rewrite_records(
     also: AppendTransaction | None = None,
     timeout: float | None = None,
 ) -> list[int]:
-    """Replace records by what `change` makes of them, and admit those of `also` in the same transaction; the places of
-    those that it changed. If it changes none, none are admitted either."""
+    """Replace records by the results of `change`, and append those of `also` in the same transaction.
+
+    Returns:
+        The indices of the changed records. If there are none, nothing is appended either.
+    """
     for _ in range(_TRIES):
         with book.ledger.read() as tx:
             before = _revisions(tx, seqs)
@@ -281,7 +284,7 @@ def rewrite_records(
         places = book.store.put(parts)
         media = dict(zip(blobs, places[1:], strict=True))
         found_tags = index_columns.index_columns(records)
-        digest = content_hash.content_hashes(records).whole if hashes is None else [hashes[i] for i, *_ in rewritten]
+        digest = content_hash.content_hashes(records).full if hashes is None else [hashes[i] for i, *_ in rewritten]
         values: dict[str, list[float | None]] = {}
         with queue.write_drained(book, timeout=timeout) as tx:
             if _revisions(tx, seqs) != before or not book.store.has(places[0].segment):
@@ -356,7 +359,7 @@ def rewrite_records(
 
 
 def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None, bool]]:
-    """How often each was revised, why it is gone, if it is, and whether it is for evaluation."""
+    """Return the revision of each record, why it is gone, and whether it is for evaluation."""
     states: dict[int, tuple[int, str | None, bool]] = {}
     for marks, part in chunks(seqs):
         rows = tx.all(f"SELECT seq, revision, gone, evaluation FROM records WHERE seq IN ({marks})", part)
@@ -365,7 +368,7 @@ def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str
 
 
 def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> list[int]:
-    """The other records of these groups that can be trained on."""
+    """Return the other records of these groups that can be trained on."""
     siblings: list[int] = []
     for marks, part in chunks(list(dict.fromkeys(gids))):
         siblings += [
@@ -379,7 +382,7 @@ def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> l
 
 
 def _scalar(row: Experience, name: str) -> Any:
-    """A number or a text as an event can hold it; of anything else, nothing."""
+    """Return a number or text for an event, or `None` for anything else."""
     head, _, key = name.partition(".")
     value = getattr(row, head)
     if key:
@@ -426,8 +429,11 @@ def add_fields(
     also: AppendTransaction | None,
     timeout: float | None = None,
 ) -> list[str]:
-    """Late fields that came with records the book has already, and new records beside them if they change any; the ids
-    of those that they changed."""
+    """Add late fields to existing records and, if any changes, append new records in the same transaction.
+
+    Returns:
+        The ids of the changed records.
+    """
     indices = [i for i, _ in revisions]
     rows = pending.select(indices).rows()
 
@@ -440,7 +446,7 @@ def add_fields(
             )
         return (addition.merged, addition.added) if addition.added else None
 
-    digest = [pending.digests.whole[i] for i in indices]
+    digest = [pending.digests.full[i] for i in indices]
     seqs = [seq for _, seq in revisions]
     revised = rewrite_records(
         book, seqs, change, kind="revised", author=author, reason="append", hashes=digest, also=also, timeout=timeout
@@ -451,7 +457,7 @@ def add_fields(
 
 
 def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: str) -> None:
-    """Note the digests of records that brought nothing new, so that they are known at once the next time."""
+    """Store the hashes of records that added nothing, so that the next append recognizes them at once."""
     with book.ledger.write() as tx:
         for seq, content in zip(seqs, digest, strict=True):
             if tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, content)) is None:
@@ -463,7 +469,7 @@ def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: 
 
 
 def check_signature(author: str, reason: str | None) -> None:
-    """Refuse a change of records that nobody stands for."""
+    """Check the author and the reason of a change."""
     check_text("author", author)
     if reason is not None:
         check_text("reason", reason)
@@ -477,9 +483,7 @@ def revise_records(
     for uid, fields in changes.items():
         for name in fields:
             if name not in allowed:
-                raise ValueError(
-                    f"revise: {uid}: {name!r} is none of the fields that come late{suggest(name, allowed)}"
-                )
+                raise ValueError(f"revise: {uid}: field {name!r} cannot be revised{suggest(name, allowed)}")
     listed = list(changes.values())
 
     def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
@@ -522,9 +526,7 @@ def redact_records(book: Book, uids: Sequence[str], fields: Sequence[str], *, au
     for name in fields:
         head, dot, _ = name.partition(".")
         if head not in allowed or (dot and head not in allowed[len(REDACTABLE) :]):
-            raise ValueError(
-                f"redact: {name!r} is none of the fields that can be blanked{suggest(name, list(allowed))}"
-            )
+            raise ValueError(f"redact: field {name!r} cannot be redacted{suggest(name, list(allowed))}")
 
     def change(old: Experience, i: int) -> tuple[Experience, Sequence[str]] | None:
         blank: dict[str, Any] = {}
@@ -597,7 +599,7 @@ def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str 
     for start in range(0, len(seqs), _AT_ONCE):
         with queue.write_drained(book) as tx:
             count += _delete(tx, book, seqs[start : start + _AT_ONCE], author, reason)
-        hit("during delete")
+        hit_failpoint("during delete")
         if start + _AT_ONCE < len(seqs):
             let_others(book.ledger)
     return count

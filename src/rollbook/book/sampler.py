@@ -1,13 +1,13 @@
-"""Samplers: which of the waiting records (or groups) a consumer gets next.
+"""Samplers: the order in which waiting records (or groups) are leased.
 
-Invariant: a sampler is a function from what the ledger knows to a rank, and the smallest ranks are taken by index: no
-draw sorts or counts the rest. Chance comes from the seed and the record's number, not from a generator's state, and the
-little state there is lies in the ledger: a restart goes on with the same sequence.
+Invariant: a sampler computes a rank from what the ledger knows, and the smallest ranks are leased by index: no draw
+sorts or counts the rest. Random numbers depend on the seed and the record's number, not on a generator, and the state
+is in the ledger: a restart continues the sequence.
 
-Uniform and proportional draws are exact at every moment. A waiting record's rank is the consumer's clock plus an
-exponential time whose rate is its weight; the clock is the rank that was taken last. Exponential times forget how long
-they have run, so records that came early, late, or came back all race on equal terms: the next to be taken is record i
-with probability `weight_i / sum of weights`.
+Uniform and proportional draws are exact at any time. The rank of a waiting record is the consumer's clock plus an
+exponential time whose rate is its weight; the clock is the rank that was leased last. Exponential times are memoryless,
+so it does not matter when a record arrived or came back: the next one is record i with probability
+`weight_i / sum of weights`.
 
 >>> sampler = Uniform()
 >>> state = {}
@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import xxhash
 
@@ -30,23 +31,25 @@ from rollbook.core.checks import check_bool, check_choice, check_float, check_in
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What a sampler may look at: one record, or one group (the first record's number, the newest version, means)."""
+    """What a sampler sees of a record, or of a group (number of the first record, newest version, mean value)."""
 
     seq: int
     seed: int = 0
     uses: int = 0
     version: int | None = None
     value: float | None = None
-    """The record's number under the sampler's `key`."""
+    """The record's value under the sampler's `key`."""
     group: bool = False
 
 
+Part = TypeVar("Part")
+"""A sampler, remover or limiter: a frozen dataclass."""
 State = dict[str, Any]
-"""A sampler's state, kept in the ledger: JSON, at most a few numbers."""
+"""A sampler's state, stored in the ledger as JSON: a few numbers."""
 
 
 def chance(*parts: int) -> float:
-    """A number in (0, 1) that follows from `parts` alone.
+    """Return a pseudo-random number in (0, 1) that depends only on `parts`.
 
     >>> chance(1, 2) == chance(1, 2), chance(1, 2) == chance(2, 1), 0 < chance(3) < 1
     (True, False, True)
@@ -56,7 +59,7 @@ def chance(*parts: int) -> float:
 
 
 def finish(item: Item, weight: float, state: State) -> float:
-    """When a time that starts now, on the consumer's clock, and runs out at the rate `weight`, will have run out."""
+    """Return the consumer's clock plus a random exponential time of rate `weight`."""
     clock = float(state.get("clock", 0.0))
     # The clock is a part of the chance: an item ranked again later must not race with a time that is known to be long.
     (moment,) = struct.unpack("<q", struct.pack("<d", clock))
@@ -64,30 +67,35 @@ def finish(item: Item, weight: float, state: State) -> float:
 
 
 class Sampler(Protocol):
-    """A rank for each item; smaller ranks are taken first."""
+    """Computes a rank for each item; smaller ranks are leased first."""
 
     keeps: ClassVar[bool]
-    """Whether an item that changed in nothing keeps its rank; otherwise the rank follows from the item alone."""
+    """Whether an unchanged item keeps its rank; otherwise the rank depends on the item alone."""
 
     @property
     def key(self) -> str | None:
-        """The number of a record that ranks depend on: a tag, `info.NAME` or `metrics.NAME`; `None`: on none."""
+        """The value that ranks depend on: an index column, `info.NAME` or `metrics.NAME`, or `None`."""
 
     def rank(self, item: Item, state: State) -> float:
-        """The item's rank as it begins to wait."""
+        """Return the rank of an item that starts to wait.
+
+        Args:
+            item: The record or group.
+            state: The sampler's state, which may change.
+        """
 
     def weight(self, item: Item) -> float:
-        """How likely the item is, against the others; 1 where order, not chance, decides."""
+        """Return the item's relative probability; 1 for samplers that are not random."""
 
     def took(self, rank: float, state: State) -> None:
-        """An item of this rank was handed out."""
+        """Update the state after an item of this rank was leased."""
 
     def after(self, item: Item) -> tuple[bool, float]:
-        """Whether an item that was used `item.uses` times may be used again, and how many seconds it rests first."""
+        """Return whether an item may be used again after `item.uses` uses, and its cooldown in seconds."""
 
 
 class _Ordered:
-    """No chance, no state, no rest."""
+    """Base of samplers without randomness, state and cooldown."""
 
     keeps: ClassVar[bool] = False
     key: str | None = None
@@ -107,6 +115,7 @@ class First(_Ordered):
     """First in, first out."""
 
     def rank(self, item: Item, state: State) -> float:
+        """Return the record's number."""
         return float(item.seq)
 
 
@@ -115,19 +124,21 @@ class Last(_Ordered):
     """Last in, first out."""
 
     def rank(self, item: Item, state: State) -> float:
+        """Return the negative of the record's number."""
         return -float(item.seq)
 
 
 @dataclass(frozen=True)
 class NewestPolicy(_Ordered):
-    """The newest policy version first, first in among equals; records without a version come last."""
+    """Newest policy version first, then first in, first out. Records without a version come last."""
 
     def rank(self, item: Item, state: State) -> float:
+        """Return the negative of the policy version."""
         return math.inf if item.version is None else -float(item.version)
 
 
 class _Racing:
-    """Exponential times on the consumer's clock."""
+    """Base of random samplers, which rank by exponential times on the consumer's clock."""
 
     keeps: ClassVar[bool] = True
 
@@ -140,7 +151,7 @@ class _Racing:
 
 @dataclass(frozen=True)
 class Uniform(_Racing):
-    """Any that waits, all equally likely."""
+    """Draws waiting records with equal probability."""
 
     key: str | None = None
 
@@ -149,18 +160,27 @@ class Uniform(_Racing):
             raise ValueError(f"Uniform.key: got {self.key!r}, expected None; Proportional takes one")
 
     def weight(self, item: Item) -> float:
+        """Return 1."""
         return 1.0
 
     def rank(self, item: Item, state: State) -> float:
+        """Return the clock plus an exponential time of rate 1."""
         return finish(item, 1.0, state)
 
 
 @dataclass(frozen=True)
 class Proportional(_Racing):
-    """Record i with probability `p_i ** alpha / sum`, where `p` is its number under `key`.
+    """Draws record i with probability `P(i) = p_i ** alpha / sum(p ** alpha)`, where `p` is its value under `key`.
 
-    `lease.weights` are then the importance weights `(1 / (N * P(i))) ** beta`, divided by the largest of the lease. A
-    record without the number counts as `default`, a negative one as its size; `lease.ack(priorities=...)` changes them.
+    `Lease.weights` are the importance weights `(1 / (N * P(i))) ** beta`, divided by the largest of the lease.
+    `Lease.ack(priorities=...)` changes the values.
+
+    Args:
+        key: An index column, `info.NAME` or `metrics.NAME`. The sign of the value is ignored.
+        alpha: Exponent of the values.
+        beta: Exponent of the importance weights.
+        default: The value of records without one.
+        least: The smallest value, so that records of value 0 are drawn now and then.
 
     >>> Proportional(key="info.td_error", alpha=0.5).weight(Item(seq=0, value=4.0))
     2.0
@@ -171,7 +191,6 @@ class Proportional(_Racing):
     beta: float = 0.4
     default: float = 1.0
     least: float = 1e-6
-    """The smallest priority: a record of priority 0 is still seen now and then."""
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta"):
@@ -181,23 +200,30 @@ class Proportional(_Racing):
             raise ValueError(f"Proportional.least: got {self.least!r}, expected a number above 0")
 
     def weight(self, item: Item) -> float:
+        """Return `p ** alpha`, bounded."""
         value = self.default if item.value is None or math.isnan(item.value) else abs(item.value)
         size = min(max(value, self.least), 1e100)
         powers = self.alpha * math.log10(size)
-        # Bounded: a clock that has run for the lightest would not tell the times of all others apart any more.
+        # Bounded: floats could not tell the ranks of heavy items apart after the clock has run for a light one.
         return float(size**self.alpha) if abs(powers) < 12 else 10.0 ** math.copysign(12, powers)
 
     def rank(self, item: Item, state: State) -> float:
+        """Return the clock plus an exponential time whose rate is the weight."""
         return finish(item, self.weight(item), state)
 
 
 @dataclass(frozen=True)
 class Priority(_Ordered):
-    """Trinity's priorities: `version - decay * uses`, highest first, first in among equals.
+    """Trinity's priorities: highest `version - decay * uses` first, then first in, first out.
 
-    `function="linear_decay"` offers a record for ever; `"decay_limit_randomization"` adds `sigma` times a normal number
-    and offers it while it was used fewer than `limit` times (0: for ever). After a use a record rests for `cooldown`
-    seconds. A record without a version counts as version 0.
+    A record without a version counts as version 0.
+
+    Args:
+        function: `"linear_decay"`, or `"decay_limit_randomization"`, which adds noise and a limit of uses.
+        decay: Decrease of the priority per use.
+        limit: Uses of a record with `"decay_limit_randomization"`; 0 for no limit.
+        sigma: Standard deviation of the noise.
+        cooldown: Seconds between two uses.
 
     >>> Priority(decay=0.6).rank(Item(seq=3, version=4, uses=1), {})
     -3.4
@@ -217,6 +243,7 @@ class Priority(_Ordered):
         check_int("Priority.limit", self.limit)
 
     def rank(self, item: Item, state: State) -> float:
+        """Return the negative of the priority."""
         priority = (item.version or 0) - self.decay * item.uses
         if self.function == "decay_limit_randomization" and self.sigma:
             radius = math.sqrt(-2 * math.log(chance(item.seed, item.seq, item.uses, 1)))
@@ -224,26 +251,32 @@ class Priority(_Ordered):
         return -priority
 
     def after(self, item: Item) -> tuple[bool, float]:
+        """Return whether uses are left, and the cooldown."""
         return self.most is None or item.uses < self.most, self.cooldown
 
     @property
     def most(self) -> int | None:
-        """How often a record is used; `None`: for ever."""
+        """Maximum number of uses, or `None`."""
         return self.limit if self.function == "decay_limit_randomization" and self.limit else None
 
 
 @dataclass(frozen=True)
 class EasyToHard(_Ordered):
-    """Easiest first: the largest number under `key` (of a group, its mean), unknown ones last."""
+    """Curriculum: the largest value under `key` first (for a group, the mean), records without one last.
+
+    Args:
+        key: An index column, `info.NAME` or `metrics.NAME`.
+        ascending: The smallest value first, for lengths and difficulties.
+    """
 
     key: str = "reward"
     ascending: bool = False
-    """Whether small numbers are the easy ones (lengths, difficulties)."""
 
     def __post_init__(self) -> None:
         check_bool("EasyToHard.ascending", self.ascending)
 
     def rank(self, item: Item, state: State) -> float:
+        """Return the value, negative unless `ascending`."""
         if item.value is None or math.isnan(item.value):
             return math.inf
         return item.value if self.ascending else -item.value
@@ -251,10 +284,13 @@ class EasyToHard(_Ordered):
 
 @dataclass(frozen=True)
 class Balanced(_Ordered):
-    """From every band of difficulty in turn, so that a batch holds easy, middling and hard ones alike.
+    """Takes records from bands of difficulty in turn, so that a batch has easy and hard ones.
 
-    The number under `key` is cut into bands at `edges`; each band hands out one after another, first in first, and a
-    band that has none is passed over.
+    Each band is first in, first out; empty bands are skipped.
+
+    Args:
+        key: An index column, `info.NAME` or `metrics.NAME`.
+        edges: Rising values that separate the bands.
 
     >>> sampler, state = Balanced(), {}
     >>> [sampler.rank(Item(seq=i, value=v), state) for i, v in enumerate([0.0, 0.0, 1.0])]
@@ -269,9 +305,10 @@ class Balanced(_Ordered):
         edges = self.edges if isinstance(self.edges, (list, tuple)) else (self.edges,)
         object.__setattr__(self, "edges", tuple(check_float("Balanced.edges", edge) for edge in edges))
         if list(self.edges) != sorted(set(self.edges)):
-            raise ValueError(f"Balanced.edges: got {list(self.edges)}, expected numbers that rise")
+            raise ValueError(f"Balanced.edges: got {list(self.edges)}, expected rising numbers")
 
     def rank(self, item: Item, state: State) -> float:
+        """Return the band's next round plus a fraction for the band."""
         bands = len(self.edges) + 1
         has_value = item.value is not None and not math.isnan(item.value)
         band = sum(item.value >= edge for edge in self.edges) if has_value else bands  # type: ignore[operator]
@@ -282,30 +319,52 @@ class Balanced(_Ordered):
         return turn + band / (bands + 1)
 
     def took(self, rank: float, state: State) -> None:
-        # A band that was empty for long does not come with all its missed turns at once.
+        """Advance the round, so that a band that was empty for long does not catch up all its turns at once."""
         state["round"] = max(int(state.get("round", 0)), math.floor(rank) - 1)
 
 
-SAMPLERS: dict[str, type] = {
-    kind.__name__: kind for kind in (First, Last, NewestPolicy, Uniform, Proportional, Priority, EasyToHard, Balanced)
+SAMPLERS: dict[str, type[Sampler]] = {
+    "first": First,
+    "last": Last,
+    "newest_policy": NewestPolicy,
+    "uniform": Uniform,
+    "proportional": Proportional,
+    "priority": Priority,
+    "easy_to_hard": EasyToHard,
+    "balanced": Balanced,
 }
+"""Samplers by name, as in the saved settings of a consumer and in training configurations."""
 
 
-def described(part: Any) -> dict[str, Any]:
-    """A sampler, remover or limiter as JSON: its name and its options."""
-    return {"name": type(part).__name__, **asdict(part)}
+def part_to_json(kinds: Mapping[str, type[Part]], part: Part) -> dict[str, Any]:
+    """Return a sampler, remover or limiter as JSON: its name and its options.
+
+    >>> part_to_json(SAMPLERS, EasyToHard())
+    {'name': 'easy_to_hard', 'key': 'reward', 'ascending': False}
+    """
+    [name] = [name for name, kind in kinds.items() if kind is type(part)]
+    return {"name": name, **asdict(part)}  # type: ignore[call-overload]
 
 
-def built(kinds: dict[str, type], label: str, description: Any) -> Any:
-    """The part that `described` described; only those that are known are ever made."""
+def part_from_json(kinds: Mapping[str, type[Part]], label: str, description: object) -> Part:
+    """Create the sampler, remover or limiter that `part_to_json` described.
+
+    Args:
+        kinds: The classes that may be created, by name.
+        label: Prefix of error messages.
+        description: JSON from a ledger, which may hold anything.
+
+    Raises:
+        ValueError: Unknown name, unknown option or missing option.
+    """
     if not isinstance(description, dict) or str(description.get("name")) not in kinds:
         raise ValueError(f"{label}: got {description!r}, expected one of {', '.join(kinds)}")
     kind = kinds[str(description["name"])]
-    names = {f.name for f in fields(kind)}
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in description.items() if k != "name"}
     if not names.issuperset(options):
         raise ValueError(f"{label} {description['name']}: unknown option {sorted(set(options) - names)[0]!r}")
-    needed = {f.name for f in fields(kind) if f.default is MISSING}
+    needed = {f.name for f in fields(kind) if f.default is MISSING}  # type: ignore[arg-type]
     if not needed.issubset(options):
         raise ValueError(f"{label} {description['name']}: {sorted(needed - set(options))[0]!r} is missing")
     return kind(**options)

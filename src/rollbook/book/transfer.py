@@ -18,7 +18,7 @@ from rollbook.book import queue
 from rollbook.book.append import AppendResult
 from rollbook.book.checkpoint import find_checkpoint, free_leased, undo_work, void_leases
 from rollbook.book.consumer import all_consumers, delete_removed_consumers, save_consumer
-from rollbook.book.disk import Disk, hit
+from rollbook.book.disk import Disk, hit_failpoint
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
 from rollbook.book.ledger import TABLES, Ledger, SQLiteLedger, Transaction, check_writable, chunks
 from rollbook.book.read import check_slots
@@ -204,13 +204,13 @@ def _to_folder(book: Book, address: str, name: str | None, options: Mapping[str,
     try:
         with open(aside, **options) as copy:
             _fill(book, copy, name)
-        hit("before rename")
+        hit_failpoint("before rename")
         disk.rename(aside, target)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     disk.sync_folder(above)
-    hit("after rename")
+    hit_failpoint("after rename")
     return open(address, "r+", **options)
 
 
@@ -233,7 +233,7 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
                         f"data: {redacted(str(options.get('data')))!r} holds segments already, expected an empty place"
                     )
                 _fill(book, copy, name)
-            hit("before rename")
+            hit_failpoint("before rename")
             with connection.transaction():
                 # Only an empty schema is dropped: one that others filled meanwhile is an error.
                 connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {}").format(sql.Identifier(schema)))
@@ -242,7 +242,7 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
         except BaseException:
             connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(aside)))
             raise
-    hit("after rename")
+    hit_failpoint("after rename")
     return open(address, "r+", **options)
 
 
@@ -269,7 +269,7 @@ def _fill(book: Book, copy: Book, name: str | None) -> None:
                         f"SELECT setval('{table}_numbers', (SELECT COALESCE(MAX({key}), 0) + 1 FROM {table}), false)"
                     )
         delete_removed_consumers(copy.ledger)
-        hit("during snapshot")
+        hit_failpoint("during snapshot")
         _copy_records(book, source, copy)
         _copy_media(book, source, copy)
     with copy.ledger.write() as out:
@@ -291,12 +291,12 @@ def _fill(book: Book, copy: Book, name: str | None) -> None:
             out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (last,))
         detail = json.loads(out.one("SELECT value FROM meta WHERE key = 'from'")[0])
         queue.record_events(out, [queue.Event("copied", reason=name, detail=detail)])
-        hit("end of snapshot")
+        hit_failpoint("end of snapshot")
 
 
 @contextmanager
 def _apart(book: Book) -> Iterator[Ledger]:
-    """The ledger through a connection of its own, so that nobody who uses the book waits for a long read."""
+    """Open the ledger with another connection, so that a long read does not block users of the book."""
     ledger: Any = book.ledger
     separate: Ledger
     if ledger.dialect == "postgresql":
@@ -316,7 +316,7 @@ def _apart(book: Book) -> Iterator[Ledger]:
 
 
 def _columns(table: str) -> tuple[list[str], list[str]]:
-    """A table's columns, and those of its key."""
+    """Return a table's columns, and those of its key."""
     names, key = [], []
     for column in TABLES[table]:
         if column.startswith("PRIMARY KEY"):
@@ -350,7 +350,7 @@ def _copy_table(tx: Transaction, out: Transaction, table: str, point: Point | No
 
 
 def _copy_meta(tx: Transaction, out: Transaction, point: Point | None) -> None:
-    """All that is said of the book, but not what is each book's own; and where it comes from."""
+    """Copy the rows of `meta` that are not specific to a book, and note the source."""
     values = dict(tx.all("SELECT key, value FROM meta"))
     meta = {
         "book": values["book"],
@@ -424,7 +424,7 @@ def _copy_records(book: Book, source: Ledger, copy: Book) -> None:
 
 
 def _frames(copy: Book, names: Sequence[str]) -> dict[Place, list[tuple[int, int]]]:
-    """The frames of some segments: where they lie, and the records (number, slot) that are wanted of each."""
+    """Return the frames of some segments: their places, and the records (number, slot) to copy."""
     frames: dict[Place, list[tuple[int, int]]] = {}
     with copy.ledger.read() as out:
         for marks, part in chunks(names):
@@ -438,7 +438,7 @@ def _frames(copy: Book, names: Sequence[str]) -> dict[Place, list[tuple[int, int
 
 
 def _part(book: Book, place: Place, slots: list[int]) -> Any:
-    """A frame with these of its records only."""
+    """Return a frame with only these records."""
     view = book.store.get(place)
     try:
         records = decode(view)
@@ -449,7 +449,7 @@ def _part(book: Book, place: Place, slots: list[int]) -> Any:
 
 
 def _moved(source: Ledger, copy: Book, place: Place, seqs: Sequence[int]) -> list[tuple[str, int]]:
-    """Where compaction has brought a frame's records meanwhile; the segments that have to be looked at for them."""
+    """Return where compaction moved a frame's records, and the segments to read for them."""
     now, then = _places(source, seqs), _places(copy.ledger, seqs)
     if any(now[seq][0] is None or now[seq][4] != then[seq][4] for seq in seqs):
         raise _SourceChangedError
@@ -490,7 +490,7 @@ def _put_frames(copy: Book, batch: Sequence[tuple[list[tuple[int, int]], Any]]) 
 
 
 def _check_there(copy: Book, places: Sequence[Place]) -> None:
-    """What was put is sure to stay only with a commit that saw it."""
+    """Check that segments exist within the transaction that commits: only then are they sure to stay."""
     if not all(copy.store.has(name) for name in {place.segment for place in places}):
         raise BookError(f"{copy.url}: the server lost what was put before it was committed")
 

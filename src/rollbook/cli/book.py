@@ -39,11 +39,13 @@ def check(options: argparse.Namespace) -> int:
 
 def _print_report(report: Any) -> None:
     for finding in report.repaired:
-        print(wrapped(f"repaired  {finding.kind}: {printable(finding.where)}: {printable(finding.what)}", 10))
+        print(wrapped(f"repaired  {finding.kind}: {printable(finding.where)}: {printable(finding.description)}", 10))
     remedies: dict[str, str] = {}
     for finding in report.findings:
         print(
-            wrapped(f"{finding.severity:9} {finding.kind}: {printable(finding.where)}: {printable(finding.what)}", 10)
+            wrapped(
+                f"{finding.severity:9} {finding.kind}: {printable(finding.where)}: {printable(finding.description)}", 10
+            )
         )
         remedies.setdefault(finding.kind, finding.remedy)
     for title, counts, listed in (
@@ -141,7 +143,7 @@ def import_(options: argparse.Namespace) -> int:
     if options.json:
         print_json({name: getattr(done, name) for name in done.__slots__})
     else:
-        print(f"imported {done.admitted} records; {done.known} were known, {done.revised} of them got new fields")
+        print(f"imported {done.admitted} records; {done.existing} were known, {done.revised} of them got new fields")
     return OK
 
 

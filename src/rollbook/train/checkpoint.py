@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.book.disk import hit
+from rollbook.book.disk import hit_failpoint
 from rollbook.core.checks import check_bool, check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import make_folder, make_private
@@ -153,25 +153,25 @@ def save(
     mend(folder)
     target, partial = where / name_of(step), where / f"{_PARTIAL}{name_of(step)}"
     partial.mkdir(0o700)
-    hit("saving begins")
+    hit_failpoint("saving begins")
     with quietly():
         actor.save_pretrained(partial / "model")
-        hit("model saved")
+        hit_failpoint("model saved")
         if critic is not None:
             critic.save_pretrained(partial / "critic")
     torch.save({**state, "random": random_state()}, partial / "state.pt")
-    hit("state saved")
+    hit_failpoint("state saved")
     (partial / "trainer.json").write_text(json.dumps({"step": step, **trainer_state}, indent=1))
     make_private(partial)
     _sync(partial)
-    hit("before rename")
+    hit_failpoint("before rename")
     old = where / f"{_OLD}{name_of(step)}"
     if target.exists():
         target.rename(old)
-        hit("between renames")
+        hit_failpoint("between renames")
     partial.rename(target)
     _sync_one(where)
-    hit("after rename")
+    hit_failpoint("after rename")
     if old.exists():
         shutil.rmtree(old)
     return Saved(step, target)
@@ -242,7 +242,7 @@ def prune(folder: Path, keep: int | None) -> list[Saved]:
         # The name first: what is half removed is no checkpoint.
         hidden = checkpoint.path.with_name(f"{_PARTIAL}{checkpoint.path.name}")
         checkpoint.path.rename(hidden)
-        hit("during prune")
+        hit_failpoint("during prune")
         shutil.rmtree(hidden)
     return gone
 

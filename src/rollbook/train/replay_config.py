@@ -40,7 +40,7 @@ class ReplayConfig:
     kind: str = "on_policy"
     """`on_policy`: the groups that the step generated; `replay`: groups that the sampler selects from the book."""
     sampler: str | None = None
-    """Sampler of `rollbook.book` for `replay`, by class name, such as `Uniform` or `Last`; null: `Uniform`."""
+    """Sampler for `replay`, a key of `rollbook.book.sampler.SAMPLERS`; null: `uniform`."""
     sampler_options: dict[str, Any] | None = None
     """Keyword arguments of the sampler."""
     reuse: int | None = 1
@@ -91,7 +91,7 @@ class ReplayConfig:
         settings: dict[str, Any] = {"max_staleness": self.max_staleness}
         if self.kind == "replay":
             try:
-                settings["sampler"] = SAMPLERS[self.sampler or "Uniform"](**(self.sampler_options or {}))
+                settings["sampler"] = SAMPLERS[self.sampler or "uniform"](**(self.sampler_options or {}))
             except TypeError as error:
                 raise ValueError(f"replay.sampler_options: {error}") from None
             settings |= {"removers": (MaxUses(self.reuse),), "seed": seed}

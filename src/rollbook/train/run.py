@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
-from rollbook.book.disk import hit
+from rollbook.book.disk import hit_failpoint
 from rollbook.core.files import FILE, make_folder, private_opener
 from rollbook.core.metrics import advise
 from rollbook.models.loading import transformers_module
@@ -202,7 +202,7 @@ class Run:
             # That it is a run's folder stays to be seen until all else is gone.
             for path in sorted(_files(folder), key=lambda file: file == config_path):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-                hit("overwriting")
+                hit_failpoint("overwriting")
         if config_path.is_file():
             if not self.config.resume:
                 raise ConfigError("resume", f"got false, and {folder} has a run, expected overwrite or another folder")
@@ -250,7 +250,7 @@ class Run:
         # Whoever runs the kept file again wants to go on.
         with open(new, "w", encoding="utf-8", opener=private_opener) as file:
             file.write(shown(dataclasses.replace(self.config, overwrite=False)))
-        hit("config written")
+        hit_failpoint("config written")
         os.replace(new, self.folder / CONFIG)
 
     def _same(self, before: Config) -> None:
@@ -372,7 +372,7 @@ class Run:
         warmup = config.warmup.warmup_config()
 
         def told(step: int, loss: float, success: float | None) -> None:
-            hit("warming up")
+            hit_failpoint("warming up")
             if success is not None or step == warmup.steps:
                 share = "" if success is None else f", {success:.0%} of samples right".replace("%", " %")
                 self.say(f"warm-up   step {step:>4}: loss {loss:.3f}{share}")

@@ -24,7 +24,7 @@ from rollbook.algorithms.shaping import RunningNorm
 from rollbook.batch.columns import mask_unpredicted
 from rollbook.book.book import Book
 from rollbook.book.checkpoint import forget_checkpoint
-from rollbook.book.disk import hit
+from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import ConnectionLostError, OutcomeUnknownError
 from rollbook.book.lease import Lease
 from rollbook.core.checks import check_float, check_int
@@ -345,10 +345,10 @@ class Trainer:
                 records, expert, weights = self._with_experts(leased, lease.weights, step)
                 records = self.completed(records, expert)
                 result = self.learner.update(records, step=step, expert=expert, weights=weights)
-            hit("learnt")
+            hit_failpoint("learnt")
             with metrics.time("acknowledge"):
                 self._acknowledge(lease, step, result)
-                hit("acknowledged")
+                hit_failpoint("acknowledged")
                 self.done = step
                 self._announce()
         metrics.add(
@@ -356,7 +356,7 @@ class Trainer:
         )
         self._add_metrics(metrics, leased, records[: len(leased)], time.perf_counter() - begun)
         self.track(step, metrics.values())
-        hit("stepped")
+        hit_failpoint("stepped")
         return StepReport(step, metrics.values(), lease.uids)
 
     def collect(self, prompts: Sequence[Prompt], metrics: StepMetrics | None = None) -> Experiences:
@@ -415,9 +415,9 @@ class Trainer:
         missing, collected, appended, dropped, failures = self.prompts_per_step, 0, 0, 0, list[str | None]()
         for _ in range(1 + self.algorithm.refill):
             records = self.collect(prompts.take(missing, step), metrics)
-            hit("made")
+            hit_failpoint("made")
             appended += self.book.append(records).admitted
-            hit("appended")
+            hit_failpoint("appended")
             collected += len(records)
             errors = [info.get("error") or info.get("reward_error") for info in records.values("info")]
             failures.append(str(errors[0]) if errors and all(errors) else None)
@@ -569,7 +569,7 @@ class Trainer:
             engine.version = self.done
         settings = {"sampling": self.sampling, "seed": self.seed, "environment": self.environment, **options}
         evaluation = evaluate(engine, prompts, reward, step=self.done, book=self.book, **settings)
-        hit("evaluated")
+        hit_failpoint("evaluated")
         self.track(self.done, evaluation.metrics())
         return evaluation
 
@@ -639,7 +639,7 @@ class Trainer:
         if any(point.name == name for point in self.book.checkpoints()):
             forget_checkpoint(self.book, name)
         self.book.checkpoint(name)
-        hit("book's checkpoint")
+        hit_failpoint("book's checkpoint")
         trainer_state: dict[str, Any] = {
             "seed": self.seed,
             "algorithm": self.algorithm.name,
@@ -661,7 +661,7 @@ class Trainer:
             trainer_state=trainer_state,
         )
         checkpoint.prune(folder, self.checkpoints.keep_last)
-        hit("before forgetting")
+        hit_failpoint("before forgetting")
         there = {checkpoint.name_of(entry.step) for entry in checkpoint.saved(folder)}
         for point in self.book.checkpoints():
             # Also what a process would have forgotten that was killed before it came to this.

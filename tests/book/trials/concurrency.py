@@ -47,7 +47,7 @@ def _write(url: str, say: Callable[[str], None], number: int, pieces: int, seed:
                 writer.add(made(piece)).result()
             else:
                 done = book.append(made(piece))
-                if done.admitted + done.known != piece.count or (not shared and done.known):
+                if done.admitted + done.existing != piece.count or (not shared and done.existing):
                     raise AssertionError(f"{piece}: {done}")
             say(f"did append {piece}")
 

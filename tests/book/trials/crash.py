@@ -90,7 +90,7 @@ class Worker:
     def live(self, doom: tuple[str, int] | None, retries: list[Piece], pause: float) -> None:
         """Work until death, at the n-th time a window is reached if that is its doom."""
         self.doom = doom
-        disk.watch(self.reached)
+        disk.watch_failpoints(self.reached)
         acts = [self.append] * 5 + [self.take] * 5 + [self.revise] * 2 + [self.compact]
         if doom is not None and doom[0] in BIAS:
             acts += [getattr(self, BIAS[doom[0]])] * 13
@@ -116,7 +116,7 @@ class Worker:
                 done = writer.add(made(piece)).result()
         else:
             done = book.append(made(piece))
-        if done.admitted + done.known != piece.count:
+        if done.admitted + done.existing != piece.count:
             raise AssertionError(f"{piece}: {done}")
         self.say(f"did append {piece}")
 
@@ -124,7 +124,7 @@ class Worker:
         """A new piece, or one that is known already."""
         if self.mine and self.random.random() < 0.15:
             piece = self.random.choice(self.mine)
-            if book.append(made(piece)).known != piece.count:
+            if book.append(made(piece)).existing != piece.count:
                 raise AssertionError(f"{piece}: appended again, and it was not all known")
             self.say("did refuse")
             return

@@ -79,7 +79,7 @@ def _write(url: str, say: Callable[[str], None], number: int, ended: Path, seed:
         piece = Piece(f"w{number}-{os.getpid()}", task, chance.choice((1, 2, 4)))
         say(f"try append {piece}")
         done = repeat(lambda piece=piece: book.append(made(piece)), say)  # type: ignore[misc]
-        if done.admitted + done.known != piece.count:
+        if done.admitted + done.existing != piece.count:
             raise AssertionError(f"{piece}: {done}")
         say(f"did append {piece}")
         if number == 0 and task % 5 == 0:
@@ -130,7 +130,7 @@ def _hold(url: str, say: Callable[[str], None], ended: Path, seed: int) -> None:
 
     book = repeat(lambda: _open(url), say)
     book.close()
-    disk.watch(reached)
+    disk.watch_failpoints(reached)
     _write(url, say, 9, ended, seed)
 
 

@@ -67,8 +67,8 @@ class Consumer(NamedTuple):
     @property
     def max_uses(self) -> int | None:
         settings = json.loads(self.settings)
-        uses = [part["uses"] for part in settings["removers"] if part["name"] == "MaxUses"]
-        return uses[0] if uses else None if settings["sampler"]["name"] == "Priority" else 1
+        uses = [part["uses"] for part in settings["removers"] if part["name"] == "max_uses"]
+        return uses[0] if uses else None if settings["sampler"]["name"] == "priority" else 1
 
 
 class Pending(NamedTuple):

@@ -1,10 +1,10 @@
-"""Segment stores: where a book's bytes lie, in segments that only grow, behind one small protocol.
+"""Segment stores in a folder and in memory, and the protocol of all segment stores.
 
-Invariant: when `put` returns, its bytes stay, whatever crashes; what `get` returns is private memory, so that nothing a
-reader does to it reaches the store or another reader; a segment's name, which may come from a hostile ledger, leads to
-plain files of the store's own folder and nowhere else.
+Invariant: when `put` returns, its bytes survive any crash. `get` returns private memory: changes to it reach neither
+the store nor other readers. A segment's name, which may come from a hostile ledger, refers only to plain files of the
+store's own folder.
 
-A segment is a header of 64 bytes, then parts, each beginning at a multiple of 64. All numbers little-endian:
+A segment is append-only: a header of 64 bytes, then parts, each at a multiple of 64. All numbers little-endian:
 
     0   8  magic            8d 52 42 53 45 47 0d 0a
     8   4  version          1
@@ -56,7 +56,7 @@ _NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.rbs", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where bytes lie: `length` bytes from byte `offset` of a segment.
+    """A range of bytes of a segment.
 
     >>> Place("0000019a4b1c2d3e-0123456789abcdef.rbs", 64, 1024).stop
     1088
@@ -68,16 +68,16 @@ class Place:
 
     @property
     def stop(self) -> int:
-        """The first byte behind it."""
+        """The offset of its end."""
         return self.offset + self.length
 
 
 class SegmentStore(Protocol):
-    """What a book asks of the place where its bytes lie.
+    """Stores the bytes of a book.
 
-    Between a `put` and the commit of the ledger that points to it, nobody else knows that the bytes are wanted. A book
-    therefore looks with `has`, inside the transaction that commits, whether they are still there, and a remover takes
-    segments away inside a transaction of its own: of the two, the later one sees what the earlier one did.
+    Between a `put` and the commit of the ledger that refers to it, no other process knows that the bytes are needed. A
+    book therefore checks with `has`, in the transaction that commits, that they still exist, and compaction removes
+    segments in a transaction, too: of the two, the later one sees what the earlier one did.
     """
 
     private: bool
@@ -92,38 +92,38 @@ class SegmentStore(Protocol):
         """Read bytes. `MissingSegmentError` if the segment is gone, `CorruptBookError` if it is too short."""
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
-        """The bytes at each of many small places, to be read only, in as few requests as the store can; as `get`."""
+        """Return the bytes at each of many small places, read-only, in as few requests as possible."""
 
     def has(self, segment: str) -> bool:
-        """Whether the segment is there."""
+        """Return whether the segment exists."""
 
     def segments(self) -> dict[str, int]:
-        """Every segment there, oldest first, and how many bytes it has."""
+        """Return every segment with its size in bytes, oldest first."""
 
     def busy(self, segment: str) -> bool:
-        """Whether a living writer, of this or another process, may still append to it."""
+        """Return whether a live writer, of this or another process, may still append to it."""
 
     def seal(self) -> None:
         """End the open segment; the next `put` starts another."""
 
     def remove(self, segment: str) -> None:
-        """Remove a segment, `SegmentBusyError` if it has a writer; one that is gone already is no error."""
+        """Remove a segment, `SegmentBusyError` if it has a writer; one that is already gone is not an error."""
 
     def close(self) -> None:
-        """End writing. Views that were handed out stay."""
+        """Stop writing. Views that were returned stay valid."""
 
 
 # --- what all stores share -----------------------------------------------------------------------------------------
 
 
 def header() -> bytes:
-    """The first 64 bytes of a segment."""
+    """Return the first 64 bytes of a segment."""
     head = _HEAD.pack(MAGIC, VERSION, ALIGN)
     return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
 
 
 def check_header(head: bytes, segment: str) -> None:
-    """Refuse a file that is no segment, a damaged one, or one that a newer version wrote."""
+    """Raise if a file is not a segment, is damaged, or was written by a newer version."""
     if len(head) < ALIGN:
         raise CorruptBookError(f"segment {segment}: the header is cut short: {len(head)} of {ALIGN} bytes", len(head))
     magic, version, length = _HEAD.unpack_from(head)
@@ -136,12 +136,12 @@ def check_header(head: bytes, segment: str) -> None:
 
 
 def new_name() -> str:
-    """A name that no other segment has; later ones sort behind."""
+    """Return a unique name for a segment; later names sort after earlier ones."""
     return f"{time.time_ns():016x}-{os.urandom(8).hex()}.rbs"
 
 
-def is_name(text: object) -> bool:
-    """Whether it is a name as `new_name` makes them: no folder, no dots but the suffix's.
+def is_name(text: str | bytes | float | None) -> bool:
+    """Return whether this is a name as `new_name` creates them: no folder, no dots but the suffix's.
 
     >>> is_name(new_name()), is_name("../" + new_name()), is_name("..")
     (True, False, False)
@@ -150,8 +150,8 @@ def is_name(text: object) -> bool:
 
 
 def check_name(segment: str) -> str:
-    """The name, if it is one."""
-    if not is_name(segment):
+    """Return the name, or raise `CorruptBookError` if it is not a segment's name."""
+    if not isinstance(segment, str) or _NAME.fullmatch(segment) is None:
         raise CorruptBookError(
             f"segment {segment!r} is not a segment's name (16 hex digits, '-', 16 hex digits, '.rbs')"
         )
@@ -159,7 +159,7 @@ def check_name(segment: str) -> str:
 
 
 def check_place(place: Place) -> Place:
-    """The place, if it can be one of any segment."""
+    """Return the place, or raise `CorruptBookError` if no segment can have it."""
     check_name(place.segment)
     # SQLite keeps whatever it is given, text in a column of numbers too.
     is_integer = type(place.offset) is int and type(place.length) is int
@@ -177,7 +177,7 @@ def too_short(place: Place, size: int) -> CorruptBookError:
 
 
 def lay_out(parts: Sequence[Buffer]) -> tuple[list[tuple[int, int]], list[bytes | memoryview]]:
-    """Where each part lies, counted from the first, with its length; and the pieces to write: parts, zeros between."""
+    """Return the offset and length of each part, and the pieces to write: parts with zeros in between."""
     places: list[tuple[int, int]] = []
     pieces: list[bytes | memoryview] = []
     at = 0
@@ -196,7 +196,7 @@ def lay_out(parts: Sequence[Buffer]) -> tuple[list[tuple[int, int]], list[bytes 
 
 
 def open_segment(disk: Disk, path: str) -> int:
-    """A descriptor of a segment that is a file. `MissingSegmentError`, or `CorruptBookError` if it is no plain file."""
+    """Open a segment file; raise `MissingSegmentError`, or `CorruptBookError` if it is not a plain file."""
     try:
         return disk.open_read(path)
     except FileNotFoundError:
@@ -208,7 +208,7 @@ def open_segment(disk: Disk, path: str) -> int:
 
 
 def read_segment(disk: Disk, path: str, place: Place, mapped: bool) -> memoryview:
-    """A place of a segment that is a file: mapped where that is worth it and the file is one that nobody cuts.
+    """Read a place of a segment file, mapped if that is faster and nobody truncates the file.
 
     Every call opens, checks and closes the file: nothing is kept that could hold a removed file's space, and no two
     calls share memory, so that a tensor changed in place is not met again by the next reader of the same record.
@@ -231,7 +231,7 @@ def read_segment(disk: Disk, path: str, place: Place, mapped: bool) -> memoryvie
 
 
 def read_pieces(disk: Disk, path: str, places: Sequence[Place]) -> list[Buffer]:
-    """Several places of a segment that is a file, copied."""
+    """Copy several places of a segment file."""
     fd = open_segment(disk, path)
     try:
         check_header(os.pread(fd, ALIGN, 0), places[0].segment)
@@ -252,7 +252,7 @@ def read_pieces(disk: Disk, path: str, places: Sequence[Place]) -> list[Buffer]:
 
 
 def by_segment(places: Sequence[Place], read: Callable[[str, list[Place]], Sequence[Buffer]]) -> list[Buffer]:
-    """The bytes at each place, where `read` returns those of the places of one segment."""
+    """Return the bytes at each place; `read` reads the places of one segment."""
     numbers: dict[str, list[int]] = {}
     for i, place in enumerate(places):
         numbers.setdefault(check_place(place).segment, []).append(i)
@@ -323,8 +323,8 @@ class FileSegmentStore:
             file, fresh, base = self._file, not self._size, self._size or ALIGN
             try:
                 size = self._size + self.disk.append(file, [header(), *pieces] if fresh else pieces)
-                if disk.active:
-                    disk.hit("after write")
+                if disk.failpoints_active:
+                    disk.hit_failpoint("after write")
                 self.disk.sync(file)
                 if fresh:
                     self.disk.sync_folder(self.folder)
@@ -340,13 +340,13 @@ class FileSegmentStore:
                 with suppress(OSError):
                     self._end()
                 raise
-        if disk.active:
-            disk.hit("after sync")
+        if disk.failpoints_active:
+            disk.hit_failpoint("after sync")
         segment = os.path.basename(file.path)
         return [Place(segment, base + at, length) for at, length in places]
 
     def _start(self) -> File:
-        """A new file of our own, locked before anybody could take it for one whose writer died."""
+        """Create a new file and lock it before others could take it for that of a dead writer."""
         if self._identity is None:
             self.disk.make_folder(self.book_folder)
             self._identity = identity(self.book_folder)
@@ -384,7 +384,7 @@ class FileSegmentStore:
         return os.path.join(self.folder, segment)
 
     def get(self, place: Place) -> memoryview:
-        """The bytes there, as private memory: a map if they are many, a copy if they are few."""
+        """Return the bytes as private memory: mapped if they are many, copied if they are few."""
         try:
             return read_segment(self.disk, self._path(check_place(place).segment), place, mapped=True)
         except MissingSegmentError:
@@ -392,15 +392,15 @@ class FileSegmentStore:
             raise
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
-        """The bytes at each place, copied; each file is opened once."""
+        """Return a copy of the bytes at each place; each file is opened once."""
         return by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
 
     def has(self, segment: str) -> bool:
-        """Whether the segment is there."""
+        """Return whether the segment exists."""
         return self.disk.is_plain(self._path(segment))
 
     def segments(self) -> dict[str, int]:
-        """Every segment there, oldest first, and how many bytes it has."""
+        """Return every segment with its size in bytes, oldest first."""
         try:
             self._check_folder()
             sizes = self.disk.sizes(self.folder)
@@ -409,7 +409,7 @@ class FileSegmentStore:
         return {name: size for name, size in sizes.items() if is_name(name)}
 
     def busy(self, segment: str) -> bool:
-        """Whether a living writer, of this or another process, may still append to it."""
+        """Return whether a live writer, of this or another process, may still append to it."""
         try:
             fd = open_segment(self.disk, self._path(segment))
         except MissingSegmentError:
@@ -425,7 +425,7 @@ class FileSegmentStore:
             self._end()
 
     def remove(self, segment: str) -> None:
-        """Remove a segment, `SegmentBusyError` if it has a writer; one that is gone already is no error."""
+        """Remove a segment, `SegmentBusyError` if it has a writer; one that is already gone is not an error."""
         path = self._path(segment)
         try:
             fd = open_segment(self.disk, path)
@@ -452,7 +452,7 @@ class FileSegmentStore:
             self._end()
 
     def _after_fork(self) -> None:
-        """In a child: the open segment is the parent's. Closing a descriptor ends no lock that the parent holds too."""
+        """Reset a forked child: the open segment is the parent's, whose lock outlives the child's descriptor."""
         self._lock = threading.Lock()
         self._stopped = None
         with suppress(OSError):
@@ -503,7 +503,7 @@ class MemorySegmentStore:
             return [Place(self._open, base + at, length) for at, length in places]
 
     def get(self, place: Place) -> memoryview:
-        """The bytes there, copied."""
+        """Return a copy of the bytes."""
         check_place(place)
         with self._lock:
             if place.segment not in self._segments:
@@ -515,20 +515,20 @@ class MemorySegmentStore:
                 return np.array(part, dtype=np.uint8).data
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
-        """The bytes at each place, copied."""
+        """Return a copy of the bytes at each place."""
         return [self.get(place) for place in places]
 
     def has(self, segment: str) -> bool:
-        """Whether the segment is there."""
+        """Return whether the segment exists."""
         return check_name(segment) in self._segments
 
     def segments(self) -> dict[str, int]:
-        """Every segment there, oldest first, and how many bytes it has."""
+        """Return every segment with its size in bytes, oldest first."""
         with self._lock:
             return {name: len(memory) for name, memory in sorted(self._segments.items())}
 
     def busy(self, segment: str) -> bool:
-        """Whether it is the open segment."""
+        """Return whether it is the open segment."""
         return check_name(segment) == self._open
 
     def seal(self) -> None:
@@ -537,7 +537,7 @@ class MemorySegmentStore:
             self._open = None
 
     def remove(self, segment: str) -> None:
-        """Remove a segment, `SegmentBusyError` if it is the open one; one that is gone already is no error."""
+        """Remove a segment, `SegmentBusyError` if it is the open one; one that is already gone is not an error."""
         with self._lock:
             if check_name(segment) == self._open:
                 raise SegmentBusyError(f"segment {segment} has a living writer")
@@ -550,7 +550,7 @@ class MemorySegmentStore:
             self._open = None
 
     def _after_fork(self) -> None:
-        """In a child: it has a copy of everything, but another thread may have been in the middle of a put."""
+        """Reset a forked child: another thread may have been in the middle of a `put`."""
         self._lock = threading.Lock()
         self._open = None
 

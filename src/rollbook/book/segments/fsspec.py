@@ -1,6 +1,6 @@
-"""A store in an object store or a shared folder, through fsspec: one immutable object for each put.
+"""Segment store in an object store or a shared folder, through fsspec: one immutable object per `put`.
 
-Invariant: an object is complete when its name can be seen, is never written again, and is there when `put` returns.
+Invariant: an object is complete as soon as it is visible, is never overwritten, and exists when `put` returns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from rollbook.book.disk import Disk, hit
+from rollbook.book.disk import Disk, hit_failpoint
 from rollbook.book.errors import MissingSegmentError
 from rollbook.book.segments.files import (
     ALIGN,
@@ -34,6 +34,7 @@ from rollbook.book.segments.files import (
 from rollbook.core.addresses import redacted
 
 if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
     from typing_extensions import Buffer
 
 Key = TypeVar("Key")
@@ -144,7 +145,7 @@ class _Objects:
             fs.makedirs(self.root, exist_ok=True)
             fs.pipe_file(self._path(name), data, mode="create")
 
-    def _bytes(self, fs: Any, place: Place, start: int, stop: int) -> bytes:
+    def _bytes(self, fs: AbstractFileSystem, place: Place, start: int, stop: int) -> bytes:
         try:
             data: bytes = fs.cat_file(self._path(place.segment), start=start, end=stop)
         except FileNotFoundError:
@@ -224,7 +225,7 @@ class _Objects:
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The file system that fsspec has for a URL, and the path in it."""
+    """Return fsspec's file system for a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
@@ -285,26 +286,26 @@ class FsspecSegmentStore:
         name = new_name()
         self._store.write(name, [header(), *pieces])
         # A store takes an object whole: it is written and it stays at the same moment.
-        hit("after write")
-        hit("after sync")
+        hit_failpoint("after write")
+        hit_failpoint("after sync")
         return [Place(name, ALIGN + at, length) for at, length in places]
 
     def get(self, place: Place) -> memoryview:
-        """The bytes there, as a copy of their own; parts that were read last are kept and cost no request."""
+        """Return a copy of the bytes; recently read parts are cached."""
         return self._store.read(check_place(place))
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
-        """The bytes at each place: ranges of objects, asked for at once."""
+        """Return the bytes at each place: ranges of objects, requested concurrently."""
         for place in places:
             check_place(place)
         return self._store.read_many(places) if places else []
 
     def has(self, segment: str) -> bool:
-        """Whether the segment is there; one request."""
+        """Return whether the segment exists, with one request."""
         return self._store.has(check_name(segment))
 
     def segments(self) -> dict[str, int]:
-        """Every segment there, oldest first, and how many bytes it has."""
+        """Return every segment with its size in bytes, oldest first."""
         return {name: size for name, size in self._store.sizes().items() if is_name(name)}
 
     def busy(self, segment: str) -> bool:

@@ -1,11 +1,11 @@
-"""A store in PostgreSQL: segments as rows of the table `blobs`, beside the ledger that points to them.
+"""Segment store in PostgreSQL: segments are rows of the table `blobs`, next to the ledger.
 
-Invariant: a segment is written whole, by one transaction, and never changed: who sees any of its rows sees all of them,
-and nobody ever waits for its writer. It is durable with any later commit on the same server that saw it.
+Invariant: a segment is written by one transaction and never changed: a reader that sees one of its rows sees all of
+them, and never waits for its writer. It is durable with any later commit on the same server that saw it.
 
-A segment holds the same bytes as a file of a folder (see `rollbook.book.segments.files`): one for each `put`, cut into
-rows of `ROW_BYTES`. The first row has the segment's name, the others the name, a slash and their number: a value is
-bounded by no limit of the database, and neither side holds more than a row beside what was asked for.
+A segment has the same bytes as a file (see `rollbook.book.segments.files`): one per `put`, split into rows of
+`ROW_BYTES`. The first row has the segment's name, the others the name, a slash and their number. So no value exceeds a
+limit of the database, and neither side buffers more than a row beyond the data that is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from rollbook.book.disk import hit
+from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import BookError, MissingSegmentError, NotABookError
 from rollbook.book.ledger import Transaction
 from rollbook.book.postgres import CONNECTIONS, PostgresLedger
@@ -106,11 +106,11 @@ class PostgresSegmentStore:
                     connection.execute(self._sql(_PUT), (_row_name(name, number), data))
 
         self._run(insert)
-        hit("after write")
+        hit_failpoint("after write")
         return [Place(name, ALIGN + start, length) for start, length in spans]
 
     def get(self, place: Place) -> memoryview:
-        """The bytes there, copied."""
+        """Return a copy of the bytes."""
         check_place(place)
         return self._run(lambda connection: self._get(connection, place))
 
@@ -118,7 +118,7 @@ class PostgresSegmentStore:
         first, last = place.offset // ROW_BYTES, (place.stop - 1) // ROW_BYTES
 
         def row(number: int) -> Any:
-            """The row's first bytes, its length, and what of the place lies in it."""
+            """Return the row's first bytes, its length, and the part of the place in it."""
             start, stop = (min(max(byte - number * ROW_BYTES, 0), ROW_BYTES) for byte in (place.offset, place.stop))
             values = (start + 1, stop - start, _row_name(place.segment, number))
             fetched = connection.execute(self._sql(_GET), values, binary=True).fetchone()
@@ -145,7 +145,7 @@ class PostgresSegmentStore:
         return memoryview(memory)
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
-        """The bytes at each place, in one statement; each has at most two rows."""
+        """Return the bytes at each place, in one statement; each has at most two rows."""
         segments = list(dict.fromkeys(check_place(place).segment for place in places))
         if not places or max(place.length for place in places) > ROW_BYTES:
             return [self.get(place) for place in places]
@@ -183,12 +183,12 @@ class PostgresSegmentStore:
         return dict(sorted(connection.execute(self._sql(_SIZES)).fetchall()))
 
     def has(self, segment: str) -> bool:
-        """Whether the segment is there."""
+        """Return whether the segment exists."""
         check_name(segment)
         return self._run(lambda connection: connection.execute(self._sql(_HAS), (segment,)).fetchone() is not None)
 
     def segments(self) -> dict[str, int]:
-        """Every segment there, oldest first, and how many bytes it has."""
+        """Return every segment with its size in bytes, oldest first."""
         return {name: size for name, size in self._run(self._sizes).items() if is_name(name)}
 
     def busy(self, segment: str) -> bool:
@@ -222,8 +222,10 @@ class PostgresSegmentStore:
         return sql.SQL(statement).format(sql.Identifier(self.schema, "blobs"))
 
     def _run(self, act: Callable[[psycopg.Connection[Any]], T]) -> T:
-        """What `act` does with a connection, once more with another one if that broke. All acts may be repeated: a name
-        is used by one `put` only, and a row that is there already is left as it is."""
+        """Run `act` with a connection, and again with another one if that broke.
+
+        Every act can be repeated: a name is used by one `put` only, and existing rows are left as they are.
+        """
         import psycopg
 
         if self._closed:
@@ -257,7 +259,7 @@ def _row_name(segment: str, number: int) -> str:
 
 
 def _rows(pieces: Iterable[Buffer]) -> Iterator[bytes]:
-    """The pieces, one behind the other, in rows of `ROW_BYTES` and a last one of what is left."""
+    """Split the concatenated pieces into rows of `ROW_BYTES`, the last one shorter."""
     row: list[memoryview] = []
     room = ROW_BYTES
     for piece in pieces:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+from rollbook.book.sampler import SAMPLERS
 from rollbook.train.config.values import (
     ConfigError,
     check_secrets,
@@ -40,17 +41,6 @@ FUNCTION: dict[str, Any] = {
     "description": "'module:function' or 'file.py:function'",
     "path": True,
 }
-SAMPLERS = {
-    "first": "First",
-    "last": "Last",
-    "newest_policy": "NewestPolicy",
-    "uniform": "Uniform",
-    "proportional": "Proportional",
-    "priority": "Priority",
-    "easy_to_hard": "EasyToHard",
-    "balanced": "Balanced",
-}
-"""Samplers of the book: name in the configuration, and class name."""
 _SOURCES = ("function", "recipe", "remote", "model", "name", "options")
 COLUMNS = (
     *("prompt", "messages", "reference", "label", "images", "videos", "tools"),
@@ -421,8 +411,7 @@ class ReplayConfig:
         """Return the settings for a `Trainer`, without `expert`."""
         from rollbook.train.replay_config import ReplayConfig as Taken
 
-        settings = {name: value for name, value in vars(self).items() if name not in ("expert", "sampler")}
-        return Taken(sampler=None if self.sampler is None else SAMPLERS[self.sampler], **settings)
+        return Taken(**{name: value for name, value in vars(self).items() if name != "expert"})
 
 
 _FREE = {"free": True}
