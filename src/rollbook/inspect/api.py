@@ -35,17 +35,17 @@ from rollbook.inspect.http import (
     Request,
     Response,
     arguments,
-    as_json,
     attachment,
     failure,
     fields,
     flag,
-    image_type,
     respond,
     step_range,
     whole,
     word,
 )
+from rollbook.inspect.images import image_type
+from rollbook.inspect.serialization import as_json, encode
 from rollbook.inspect.workers import QueryTimeoutError, ServerBusyError, Workers, as_csv
 
 if TYPE_CHECKING:
@@ -369,12 +369,7 @@ class Api:
         if len(set(uids)) != len(uids):
             raise ValueError("uid: got one of them twice")
 
-        def make() -> bytes:
-            from rollbook.inspect.serialization import encode
-
-            return encode(self.source.documents(uids))
-
-        frame = self._within(make)
+        frame = self._within(lambda: encode(self.source.documents(uids)))
         # The content is the tag: whatever changes a record, a revision or a late reward, changes it.
         tag = hashlib.blake2b(frame, digest_size=16).hexdigest()
         return self._cached(request, frame, "application/octet-stream", tag, "private, no-cache")
@@ -439,8 +434,6 @@ class Api:
         return self._json(request, {**answer, "milliseconds": round((time.perf_counter() - begun) * 1000, 1)})
 
     def _export(self, request: Request) -> Response:
-        from rollbook.inspect.html_export import export_html
-
         kinds = {
             "uids": list,
             "gid": str,
@@ -451,7 +444,7 @@ class Api:
             "theme": str,
         }
         body = fields(request, kinds, ())
-        page = self._within(lambda: export_html(self.source, self.answers, workers=self.workers, **body))
+        page = self._within(lambda: html_export.export_html(self.source, self.answers, workers=self.workers, **body))
         kind = "text/html; charset=utf-8"
         return respond(200, page.content, kind, attachment(page.name), policy=MEDIA_POLICY)
 

@@ -30,9 +30,9 @@ from urllib.parse import quote, quote_plus
 from rollbook.core.checks import check_choice
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import check_regular
-from rollbook.inspect.http import as_json, image_type
+from rollbook.inspect.images import image_type
 from rollbook.inspect.measures import closing_of, opening_of
-from rollbook.inspect.serialization import encode
+from rollbook.inspect.serialization import as_json, encode
 from rollbook.inspect.trajectory import KINDS, LENSES, ROLES, STATUSES, Trajectory
 from rollbook.inspect.workers import Workers
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rollbook.inspect.images import MOST_PIXELS, sniff
-from rollbook.inspect.serialization import json_safe, text
+from rollbook.inspect.serialization import text
 
 if TYPE_CHECKING:
     from rollbook.inspect.api import Stream
@@ -80,30 +79,6 @@ def respond(
 def failure(status: int, error: str) -> Response:
     """An error as pages read it: {"error": "one sentence"}."""
     return respond(status, orjson.dumps({"error": text(error)}), "application/json")
-
-
-def as_json(value: Any) -> bytes:
-    """Strict JSON: what is no finite number is null, and a lone surrogate is U+FFFD.
-
-    >>> as_json({"reward": float("nan"), "text": "\\ud800"}).decode()
-    '{"reward":null,"text":"�"}'
-    """
-    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-    try:
-        return orjson.dumps(value, option=option)
-    except orjson.JSONEncodeError:
-        return orjson.dumps(json_safe(value))
-
-
-def image_type(content: bytes) -> str | None:
-    """The type of an image that a page may show, by its first bytes: PNG, JPEG, GIF or WebP. Nothing else is one: an
-    SVG is a document that can run scripts, and one of more pixels than a browser should unpack is none either.
-
-    >>> [image_type(content) for content in (b"GIF89a\\1\\0\\1\\0", b"GIF89a\\xff\\xff\\xff\\xff", b"<svg onload=...>")]
-    ['image/gif', None, None]
-    """
-    image = sniff(content)
-    return None if image is None or (image[1] or 0) * (image[2] or 0) > MOST_PIXELS else image[0]
 
 
 # --- parameters --------------------------------------------------------------------------------------------------

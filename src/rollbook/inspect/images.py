@@ -135,6 +135,17 @@ def sniff(data: bytes) -> tuple[str, int | None, int | None] | None:
     return None
 
 
+def image_type(content: bytes) -> str | None:
+    """The type of an image that a page may show, by its first bytes: PNG, JPEG, GIF or WebP. Nothing else is one: an
+    SVG is a document that can run scripts, and one of more pixels than a browser should unpack is none either.
+
+    >>> [image_type(content) for content in (b"GIF89a\\1\\0\\1\\0", b"GIF89a\\xff\\xff\\xff\\xff", b"<svg onload=...>")]
+    ['image/gif', None, None]
+    """
+    image = sniff(content)
+    return None if image is None or (image[1] or 0) * (image[2] or 0) > MAX_PIXELS else image[0]
+
+
 def _webp(data: bytes) -> tuple[int | None, int | None]:
     kind = data[12:16]
     if kind == b"VP8X" and len(data) >= 30:
@@ -160,7 +171,6 @@ def _jpeg(data: bytes) -> tuple[int | None, int | None]:
 
 # --- images of records ----------------------------------------------------------------------------------------------
 
-MOST_PIXELS = 100_000_000
 MOST_PICTURES = 256
 """Of one record."""
 KEPT_BYTES = 64 << 20
@@ -235,7 +245,7 @@ class Album:
 
 def _described(name: str, data: bytes) -> Picture | None:
     kind = sniff(data) if len(data) <= MAX_PICTURE else None
-    if kind is None or (kind[1] or 0) * (kind[2] or 0) > MOST_PIXELS:
+    if kind is None or (kind[1] or 0) * (kind[2] or 0) > MAX_PIXELS:
         return None
     return Picture(name, *kind)
 

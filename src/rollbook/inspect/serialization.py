@@ -98,6 +98,19 @@ def _digits(value: int) -> str:
     return str(int(value)) if value.bit_length() < 1024 else hex(value)
 
 
+def as_json(value: Any) -> bytes:
+    """Strict JSON: what is no finite number is null, and a lone surrogate is U+FFFD.
+
+    >>> as_json({"reward": float("nan"), "text": "\\ud800"}).decode()
+    '{"reward":null,"text":"�"}'
+    """
+    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    try:
+        return orjson.dumps(value, option=option)
+    except orjson.JSONEncodeError:
+        return orjson.dumps(json_safe(value))
+
+
 # --- frames ---------------------------------------------------------------------------------------------------------
 
 VERSION = 1
