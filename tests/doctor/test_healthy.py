@@ -10,8 +10,8 @@ import pytest
 import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect.doctor import CHECKS, Thresholds, examine
-from rollbook.inspect.doctor.diagnosis import diagnose
-from rollbook.inspect.doctor.samples import Samples
+from rollbook.inspect.doctor.checks import diagnose
+from rollbook.inspect.doctor.findings import Samples
 from tests.doctor.books import Run
 
 KINDS = ("binary", "signs", "continuous", "parts", "none")

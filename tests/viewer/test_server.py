@@ -30,8 +30,7 @@ import pytest
 import rollbook
 from rollbook.inspect import api as apis
 from rollbook.inspect import html_export, server
-from rollbook.inspect.api import ROUTES, Annotations
-from rollbook.inspect.http import Request
+from rollbook.inspect.api import ROUTES, Annotations, Request
 from rollbook.inspect.images import image_type
 from rollbook.inspect.serialization import decode
 from rollbook.inspect.server import Server

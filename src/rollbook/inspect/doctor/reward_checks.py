@@ -14,6 +14,7 @@ import numpy as np
 from rollbook.inspect.doctor.findings import (
     CheckResult,
     Finding,
+    Samples,
     Severity,
     Thresholds,
     amount,
@@ -23,7 +24,6 @@ from rollbook.inspect.doctor.findings import (
     skipped,
     triggered,
 )
-from rollbook.inspect.doctor.samples import Samples
 from rollbook.inspect.statistics import Floats, Ints, Mask, Order, Pairs, Series, at_least, fit_weights, order, pairs
 
 _SOLVED = (

@@ -14,15 +14,16 @@ import numpy as np
 from rollbook.inspect.doctor.findings import (
     CheckResult,
     Finding,
+    Samples,
     Thresholds,
     amount,
+    count_distinct,
     exact,
     passed,
     percent,
     skipped,
     triggered,
 )
-from rollbook.inspect.doctor.samples import Samples, count_distinct
 from rollbook.inspect.statistics import Floats, Ints, Mask, Series, at_least, by_step, trend
 
 _SURE = "The policy is sure, and mostly right: stop here, or go on with harder prompts, for which it may be too sure."

@@ -50,5 +50,5 @@ _HOMES = {
     "UnknownFormatError": "rollbook.inspect.files.source",
     "FileSource": "rollbook.inspect.files.source",
 }
-__all__ = sorted((*_HOMES, "open_file_source", "recognise"))
+__all__ = ["FAMILIES", "Family", "FileSource", "UnknownFormatError", "open_file_source", "recognise"]
 __getattr__, __dir__ = lazily(__name__, _HOMES)
