@@ -40,7 +40,7 @@ def columns(run: Run) -> dict[str, Any]:
         "length": run.lengths + 4,
         "response_tokens": run.lengths,
         "trained_tokens": run.lengths,
-        "advantage": run.centred(),
+        "advantage": run.centered(),
         "entropy": run.entropy,
         "mismatch": run.mismatch,
         "kl": run.kl,
@@ -113,7 +113,7 @@ def test_no_log_probs() -> None:
     diagnosis = examine(run.write())
     assert diagnosis.healthy
     said = {each.check: each.status for each in diagnosis.checks}
-    for check in ("entropy-collapse", "logprob-mismatch", "kl-blowup", "advantage-mean", "stale-data"):
+    for check in ("entropy-collapse", "train-inference-mismatch", "kl-blowup", "advantage-mean", "stale-data"):
         assert said[check] == "not judged"
 
 

@@ -203,9 +203,9 @@ def _words(options: argparse.Namespace) -> int:
         if change["kind"] == "equal":
             pieces_shown.append(block(change["a"]))
             continue
-        for side, sign, colour in (("a", "-", "red"), ("b", "+", "green")):
+        for side, sign, color in (("a", "-", "red"), ("b", "+", "green")):
             if change[side]:
                 text = block(change[side])
-                pieces_shown.append(styled(text, colour) if coloured() else f"[{sign}{text}{sign}]")
+                pieces_shown.append(styled(text, color) if coloured() else f"[{sign}{text}{sign}]")
     print("\n".join(map(wrapped, "".join(pieces_shown).split("\n"))))
     return OK

@@ -290,7 +290,7 @@ def _buckets(values: NDArray[np.float32], name: str, scale: dict[str, Any]) -> N
 
 def _legend(scale: dict[str, Any], name: str) -> str:
     palette = DIVERGING if scale["kind"] == "diverging" else SEQUENTIAL
-    bar = "".join(painted("  ", colour, colour) for colour in palette) if coloured() else "low to high"
+    bar = "".join(painted("  ", color, color) for color in palette) if coloured() else "low to high"
     ends = (figure(scale["low"]), figure(scale["high"]))
     return f"{ends[0]} {bar} {ends[1]}" + (" (negated)" if name == "logprob" else "")
 

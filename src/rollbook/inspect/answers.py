@@ -28,7 +28,7 @@ from rollbook.core import __version__
 from rollbook.core.checks import check_choice, check_int
 from rollbook.inspect import filters
 from rollbook.inspect.index import COUNTS, SHOWN, named
-from rollbook.inspect.measures import MISMATCH, newest_steps, reward_parts, summarise
+from rollbook.inspect.measures import MISMATCH, newest_steps, reward_parts, summarize
 from rollbook.inspect.search import Search
 from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.statistics import edges, group_means, group_test
@@ -462,7 +462,7 @@ class Answers:
         )
 
     def group(self, gid: str) -> dict[str, Any]:
-        """One group: its samples, best reward first, its neighbours in the step, and its prompt at other steps."""
+        """One group: its samples, best reward first, its neighbors in the step, and its prompt at other steps."""
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
             match = read.execute(
@@ -515,7 +515,7 @@ class Answers:
                 return json_safe(document.label), json_safe(document.reference)
         return None, None
 
-    def neighbours(self, uid: str) -> dict[str, Any]:
+    def neighbors(self, uid: str) -> dict[str, Any]:
         """One sample's row, and those beside it: in its group, in its step, and of its prompt."""
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
@@ -661,7 +661,7 @@ def _summary(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, 
     if row is not None:
         summary: dict[str, Any] = json.loads(row[0])
         return summary
-    return summarise(read, step, evaluation, newest_steps(read).get(evaluation))
+    return summarize(read, step, evaluation, newest_steps(read).get(evaluation))
 
 
 _Grouped = tuple[NDArray[np.float64], NDArray[Any]]

@@ -481,7 +481,7 @@ ROUTES: dict[str, _Route] = {
         lambda api, query: api.answers.list(**query),
     ),
     "/api/group": _Route({"gid": word}, ("gid",), lambda api, query: api.answers.group(**query)),
-    "/api/neighbours": _Route(_UID, ("uid",), lambda api, query: api.answers.neighbours(**query)),
+    "/api/neighbors": _Route(_UID, ("uid",), lambda api, query: api.answers.neighbors(**query)),
     "/api/record": _Route(_UID, ("uid",), lambda api, query: api.source.record(query["uid"])),
     "/api/history": _Route(_UID, ("uid",), lambda api, query: api.history(query["uid"])),
     "/api/prompt": _Route({"prompt": word}, ("prompt",), lambda api, query: api.answers.prompt(**query)),
@@ -759,7 +759,7 @@ class Api:
         if self.annotations is None:
             return failure(403, "this viewer only reads; start it with --annotate to keep stars and notes")
         body = fields(request, {"uid": str, "star": bool, "note": str}, ("uid",))
-        self.answers.neighbours(body["uid"])  # KeyError: there is no such record
+        self.answers.neighbors(body["uid"])  # KeyError: there is no such record
         return self._json(request, self.annotations.set(**body))
 
 

@@ -611,12 +611,12 @@ def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory])
     recorded: list[Answer] = []
     rows: list[dict[str, Any]] = []
     for document in documents:
-        near = dict(answers.neighbours(document.uid))
+        near = dict(answers.neighbors(document.uid))
         rows.append(near["row"])
         for name in ("previous", "next", "previous_group", "next_group"):
             near[name] = near[name] if near[name] in inside else None
         near["same_prompt"] = []
-        recorded.append(("/api/neighbours", {"uid": document.uid}, near))
+        recorded.append(("/api/neighbors", {"uid": document.uid}, near))
         # Not the ledger: it says who trained on it, and where.
         recorded.append(("/api/record", {"uid": document.uid}, _short(source.record(document.uid))))
     groups: list[dict[str, Any]] = []

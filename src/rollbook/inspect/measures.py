@@ -514,7 +514,7 @@ def settle(
             summaries[step, evaluation] = text
     rows = []
     for step, evaluation in sorted(looked):
-        summary = summarise(write, step, evaluation, newest.get(evaluation))
+        summary = summarize(write, step, evaluation, newest.get(evaluation))
         text = json.dumps(summary, allow_nan=False)
         # A sample's state is not in the summary, but a page that shows the step's samples has to know.
         if (step, evaluation) in touched or text != summaries.get((step, evaluation)):
@@ -581,7 +581,7 @@ def incomplete(newest: int | None) -> str:
     return f"(runs < expected AND step < {int(newest)})" if newest is not None else "0"
 
 
-def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int | None) -> dict[str, Any]:
+def summarize(read: sqlite3.Connection, step: int, evaluation: int, newest: int | None) -> dict[str, Any]:
     """The summary of one step, as `/api/steps` gives it; every number is finite or `None`."""
     rows = read.execute(
         "SELECT reward, response_tokens, entropy, kl, mismatch, lag, advantage, status, duplicate, repetition, "

@@ -337,11 +337,11 @@ class _Maker:
         self, length: int, start: int, mask: NDArray[np.bool_], sampled: NDArray[np.bool_] | None
     ) -> dict[str, NDArray[np.float32]]:
         fields = {name: self.response(name, length, start) for name in _NUMBERS}
-        behaviour = fields["logprobs"]
-        if behaviour is not None:
+        behavior = fields["logprobs"]
+        if behavior is not None:
             # What nobody sampled has no log-prob of an engine; engines' records fill it with zeros.
-            silent = ~mask & (behaviour == 0)
-            behaviour[silent if sampled is None else ~sampled & silent] = np.nan
+            silent = ~mask & (behavior == 0)
+            behavior[silent if sampled is None else ~sampled & silent] = np.nan
         return derive(fields, mask)
 
     def trajectory(self, ids: NDArray[np.int64], start: int, mask: NDArray[np.bool_], messages: str) -> Trajectory:

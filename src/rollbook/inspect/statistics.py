@@ -369,9 +369,9 @@ def fit_weights(total: Floats, columns: dict[str, Floats]) -> dict[str, float] |
     if not usable:
         return None
     matrix = np.stack(list(usable.values()), 1)
-    centred = (total - total.mean()) / spread
-    weights, *_ = np.linalg.lstsq(matrix, centred, rcond=1e-10)
-    rest = float(np.sqrt(((matrix @ weights - centred) ** 2).mean()))
+    centered = (total - total.mean()) / spread
+    weights, *_ = np.linalg.lstsq(matrix, centered, rcond=1e-10)
+    rest = float(np.sqrt(((matrix @ weights - centered) ** 2).mean()))
     if rest > 1e-3:
         return None
     tiny = max(1e-5, 6 * rest / len(total) ** 0.5)

@@ -180,7 +180,7 @@ Scale = Literal["sequential", "diverging"]
 
 
 class Lens(NamedTuple):
-    """A way to colour tokens: the array of `Trajectory.arrays` it shows, its key, what it means, and its scale."""
+    """A way to color tokens: the array of `Trajectory.arrays` it shows, its key, what it means, and its scale."""
 
     id: str
     key: str
@@ -250,17 +250,17 @@ def derive(arrays: Mapping[str, NDArray[Any] | None], mask: NDArray[np.bool_]) -
     (['logprob', 'mismatch', 'ratio'], [nan, 0.5])
     """
     fields = {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items() if array is not None}
-    behaviour, policy, reference = (fields.get(name) for name in ("logprobs", "old_logprobs", "ref_logprobs"))
+    behavior, policy, reference = (fields.get(name) for name in ("logprobs", "old_logprobs", "ref_logprobs"))
     advantage = fields.get("advantages")
     lenses = {lens: fields[name] for name, lens in _SAME.items() if name in fields}
-    spoken = behaviour if behaviour is not None else policy
+    spoken = behavior if behavior is not None else policy
     with np.errstate(all="ignore"):
         if spoken is not None:
             lenses["logprob"] = spoken
-        if behaviour is not None and policy is not None:
-            lenses["mismatch"] = policy - behaviour
+        if behavior is not None and policy is not None:
+            lenses["mismatch"] = policy - behavior
             lenses["ratio"] = np.exp(lenses["mismatch"])
-        now = policy if policy is not None else behaviour
+        now = policy if policy is not None else behavior
         if now is not None and reference is not None:
             gap = reference - now
             lenses["kl"] = np.expm1(gap) - gap
@@ -630,7 +630,7 @@ class _Walk:
 
 
 def _finished(text: str, ends: NDArray[np.int64], spans: list[_Span], mask: NDArray[np.bool_]) -> list[Segment]:
-    """Spans as segments: those without tokens go, and what holds marks alone joins a neighbour."""
+    """Spans as segments: those without tokens go, and what holds marks alone joins a neighbor."""
     merged: list[_Span] = []
     for before, span in pairwise(spans):
         span.token = max(span.token, before.token)  # One token may hold the end of a mark and the begin of the next.

@@ -1,6 +1,6 @@
 """Rollouts in files that this and other tools wrote, as one run that pages can show.
 
-A file is known by what is in it (`recognise`); a folder of files is one run. `FAMILIES` says what is read.
+A file is known by what is in it (`recognize`); a folder of files is one run. `FAMILIES` says what is read.
 
 >>> import json, pathlib, tempfile
 >>> from rollbook.inspect.index import Index
@@ -37,7 +37,7 @@ def open_file_source(path: str | os.PathLike[str], *, tokenizer: Any = None) -> 
     return FileSource(path, tokenizer=tokenizer)
 
 
-def recognise(path: str | os.PathLike[str]) -> str:
+def recognize(path: str | os.PathLike[str]) -> str:
     """Return the name, in `FAMILIES`, of the format of a file or a folder."""
     with open_file_source(path) as source:
         return source.kind
@@ -50,5 +50,5 @@ _HOMES = {
     "UnknownFormatError": "rollbook.inspect.files.source",
     "FileSource": "rollbook.inspect.files.source",
 }
-__all__ = ["FAMILIES", "Family", "FileSource", "UnknownFormatError", "open_file_source", "recognise"]
+__all__ = ["FAMILIES", "Family", "FileSource", "UnknownFormatError", "open_file_source", "recognize"]
 __getattr__, __dir__ = lazily(__name__, _HOMES)

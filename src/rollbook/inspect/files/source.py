@@ -741,9 +741,9 @@ class FileSource:
                 file = self._files[name] = _File(name, os.path.join(self.root, name), len(self._in_order))
                 self._in_order.append(file)
             if not file.family:
-                self._recognise(file)
+                self._recognize(file)
 
-    def _recognise(self, file: _File) -> None:
+    def _recognize(self, file: _File) -> None:
         try:
             now = stamp(file.path)
             if now == file.stamp:
