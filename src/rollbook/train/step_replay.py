@@ -82,8 +82,8 @@ class Tolerance:
     """Of new weights: the length of the difference, as a share of the update's."""
 
     def __str__(self) -> str:
-        numbers = f"{self.absolute:g} and {self.relative:g} of a number"
-        return f"{numbers}, {self.tokens:g} on the average over tokens, {self.update:g} of an update"
+        numbers = f"{self.absolute:g} absolute + {self.relative:g} relative"
+        return f"{numbers}, {self.tokens:g} mean over tokens, {self.update:g} of the norm of an update"
 
 
 HERE = Tolerance(1e-5, 1e-3, 1e-4, 1e-2)
@@ -157,7 +157,7 @@ def plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Mapping[st
     ['same', 'differs by rounding', 'same']
     """
     if not any(name in one for one in recorded for name in _PLAN):
-        return [skipped("plan", "the ledger has no places: another trainer acknowledged these records")]
+        return [skipped("plan", "the ledger has no plan: another trainer acknowledged these records")]
     made: list[Check] = []
     pairs = list(zip(recorded, recomputed, strict=True))
     for name, what in (("minibatch", "plan: minibatches"), ("micro_batch", "plan: micro-batches")):
@@ -168,7 +168,7 @@ def plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Mapping[st
         verdict = DIFFERS if odd else SAME
         if odd and name == "micro_batch" and made[0].verdict == SAME:
             verdict = ROUNDING
-            note = "cut for another token budget or layout, which changes numbers by rounding alone"
+            note = "another token budget or layout, which changes numbers only by rounding"
         made.append(Check(what, shown[0], shown[1], float(odd), verdict, note))
     weights = [[_listed(one.get("weight", 0.0)) for one in side] for side in (recorded, recomputed)]
     return [*made, compare_rows("plan: shares of tokens", weights[0], weights[1], EXACT)]
@@ -369,7 +369,7 @@ class Rebuilt:
         self.metrics = dict(book.metrics())
         self.traced = self.trace(step)
         if not self.traced.uids:
-            raise ValueError(f"step {step}: it learnt from nothing: every group was dropped, or nothing was there")
+            raise ValueError(f"step {step}: nothing was trained on: every group was dropped, or there were no records")
         self.own = self.records(self.traced)
         found = saving.saved(folder)
         before = [one for one in found if one.step < step]
@@ -661,7 +661,7 @@ def change(
     records as they were learnt from, what came of it, and the update of the policy's weights."""
     before, learned, update = trained
     made, left = choices(run.config, other)
-    notes = [f"{name}: of how records are made, which they are already; not replayed" for name in left]
+    notes = [f"{name}: affects only generation; not replayed" for name in left]
     own = run.own
     run.put(weights)
     if other.algorithm.estimator is not None:
@@ -681,17 +681,17 @@ def change(
     if other.optimizer.name == run.config.optimizer.name:
         put_state(learner, state)
     else:
-        notes.append(f"optimizer.name: {other.optimizer.name} begins without a state")
+        notes.append(f"optimizer.name: {other.optimizer.name} starts without state")
     changed = learner.update(records, step=run.step, expert=flags, weights=run.weighed(run.traced, records))
     new = less(run.weights()["policy"], weights["policy"])
     rows = _advantages(before, records, len(own))
     numbers: dict[str, tuple[float | None, float | None]] = {}
     old, now = [[abs(pair[k]) for _, pair in rows] for k in (0, 1)]
     if rows:
-        numbers["mean size of advantages"] = (float(np.mean(old)), float(np.mean(now)))
+        numbers["mean |advantage|"] = (float(np.mean(old)), float(np.mean(now)))
     for name in sorted({**learned.metrics, **changed.metrics}, key=rank):
         numbers[name] = (learned.metrics.get(name), changed.metrics.get(name))
-    numbers["length of the update"] = (float(update.norm()), float(new.norm()))
+    numbers["norm of the update"] = (float(update.norm()), float(new.norm()))
     moved = sorted(rows, key=lambda row: -abs(row[1][1] - row[1][0]))
     return Changed(
         made,
@@ -824,7 +824,7 @@ class _Replay:
         self.checks, self.notes = self.out.checks, self.out.notes
         if not run.exact:
             where = "on a GPU" if run.on_gpu else f"in {config.model.precision}"
-            self.notes.append(f"trained {where}, replayed in float32 on the CPU: small differences are rounding")
+            self.notes.append(f"trained {where}, replayed in float32 on the CPU; small differences are rounding")
 
     def go(self, other: Config | None) -> ReplayResult:
         """All of it."""
@@ -856,7 +856,7 @@ class _Replay:
         found = run.go_on()
         if steps:
             span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-            self.notes.append(f"the newest checkpoint before the step is {self.out.checkpoint}: {span} replayed first")
+            self.notes.append(f"replayed {span} first, from the newest checkpoint {self.out.checkpoint}")
             if found:
                 old, new = [told for _, told, _ in found], [loss for _, _, loss in found]
                 self.checks.append(compare_rows(f"loss of {span}", old, new, self.out.tolerance))
@@ -870,7 +870,7 @@ class _Replay:
             names = ", ".join(list(traced.revised)[:3])
             self.notes.append(f"{len(traced.revised)} records were changed after the step, by {who}: {names}")
         if traced.lost:
-            self.notes.append(f"{traced.lost} records that were made with these have no bytes any more")
+            self.notes.append(f"the data of {traced.lost} records of these groups was removed")
 
     def _look_at_rewards(self) -> None:
         run, rewards = self.run, self.run.config.rewards
@@ -878,20 +878,20 @@ class _Replay:
         if not run.config.algorithm.needs_rollouts or (not rewards and not played):
             return
         if played:
-            self.checks.append(skipped("rewards: environment", "they came with its turns, not from the record"))
+            self.checks.append(skipped("rewards: environment", "given by the environment"))
         if not rewards:
             return
         try:
             source = builders.reward_of(rewards)
         except (ValueError, ImportError, OSError) as error:
-            self.checks.append(skipped("rewards", f"their source cannot be made: {error}"))
+            self.checks.append(skipped("rewards", f"the reward source cannot be created: {error}"))
             return
         local = [one.remote is None and one.model is None for one in rewards]
         if all(local):
             told = [row.metrics.get("source") if played else row.reward for row in run.own]
             self.checks.append(self._rewards("rewards", source, told))
             return
-        self.checks.append(skipped("rewards", "a server or a model gives some of them"))
+        self.checks.append(skipped("rewards", "some come from a server or a model"))
         if isinstance(source, CombinedReward):
             for (name, part), known in zip(source.rewards.items(), local, strict=True):
                 if known:
@@ -902,7 +902,7 @@ class _Replay:
         """Scores of the step's records against those that were recorded, where there are both."""
         known = [i for i, value in enumerate(told) if value is not None and not math.isnan(value)]
         if not known:
-            return skipped(what, "no record has one")
+            return skipped(what, "not recorded")
         found = self.run.scores(source, self.run.own.take(known))
         source.close()
         kept = [k for k, error in enumerate(found.errors) if error is None]
@@ -941,7 +941,7 @@ class _Replay:
         if moves:
             known = [row for row in known if _version(row) == run.step - 1]
             if not known:
-                why = "these records were made by older policies, or do not say by which"
+                why = "the records are from older or unknown policy versions"
                 self.checks.append(skipped(what, why))
                 return
         wanted = {row.eid.uid for row in known}
@@ -962,10 +962,10 @@ class _Replay:
             return
         known = [row for row in run.own if row.advantages is not None]
         if not known:
-            self.checks.append(skipped("advantages", "none were recorded: they were made for the step alone"))
+            self.checks.append(skipped("advantages", "not recorded"))
             return
         if algorithm.reward_norm is not None:
-            why = "algorithm.reward_norm: the statistics of all rewards before the step are not recorded"
+            why = "algorithm.reward_norm: the statistics of earlier rewards are not recorded"
             self.checks.append(skipped("advantages", why))
             return
         try:
@@ -984,7 +984,7 @@ class _Replay:
         run, told = self.run, self.run.metrics.get(self.run.step, {})
         self.checks += plans(run.traced.places, learned.placements[: len(run.own)])
         if not told:
-            self.notes.append(f"the book has no metrics of step {run.step}: the run ended before they were written")
+            self.notes.append(f"no metrics of step {run.step}: the run ended before they were written")
         for name in sorted(learned.metrics, key=rank):
             if name in told:
                 counts = name in COUNTS or name.startswith("left_out/")
@@ -1015,7 +1015,7 @@ class _Replay:
             bound += 2**-8 * math.sqrt(sum(float(one.double().square().sum()) for one in kept.values()))
         far, most = float(gap.norm()), float(gap.abs().max())
         verdict = SAME if not most else ROUNDING if far <= bound else DIFFERS
-        note = f"the update's length, against {saving.name_of(self.run.step)}"
+        note = f"norm of the update, compared with {saving.name_of(self.run.step)}"
         return Check(what, lengths[0], lengths[1], most, verdict, note)
 
 
