@@ -59,8 +59,11 @@ _ALWAYS = (
 
 @dataclass
 class Request:
-    """A question. `headers`: names in lower case, in order, duplicates kept: two Hosts are not one. `path` as it came,
-    without its parameters; `local`: the address that the connection came in on, as host:port."""
+    """An HTTP request.
+
+    `headers` are in order, with lower-case names and duplicates. `path` is raw, without parameters. `local` is the
+    address the connection came in on, as host:port.
+    """
 
     method: str
     path: str
@@ -72,13 +75,13 @@ class Request:
     scheme: str = "http"
 
     def all(self, name: str) -> list[str]:
-        """Every value of a header; `name` in lower case."""
+        """Return all values of a header; `name` in lower case."""
         return [value for key, value in self.headers if key == name]
 
 
 @dataclass
 class Response:
-    """An answer: bytes, or a stream that its server closes."""
+    """An HTTP response: bytes, or a stream that the server closes."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -88,7 +91,7 @@ class Response:
 def respond(
     status: int, body: bytes | Stream, kind: str, *more: tuple[str, str], policy: str = PAGE_POLICY
 ) -> Response:
-    """A response with the headers that all of them have. Nothing is kept by a browser unless `more` says so."""
+    """Create a response with the common headers; not cached unless `more` sets Cache-Control."""
     headers = [("Content-Type", kind), ("Content-Security-Policy", policy), *_ALWAYS, *more]
     if not any(name == "Cache-Control" for name, _ in more):
         headers.append(("Cache-Control", "no-store"))
@@ -96,7 +99,7 @@ def respond(
 
 
 def failure(status: int, error: str) -> Response:
-    """An error as pages read it: {"error": "one sentence"}."""
+    """Create an error response: {"error": "one sentence"}."""
     return respond(status, orjson.dumps({"error": text(error)}), "application/json")
 
 
@@ -104,28 +107,28 @@ def failure(status: int, error: str) -> Response:
 
 
 def whole(name: str, text: str) -> int:
-    """A whole number."""
+    """Parse an integer."""
     if re.fullmatch(r"-?[0-9]{1,18}", text) is None:
         raise ValueError(f"{name}: got {text[:40]!r}, expected a whole number")
     return int(text)
 
 
 def flag(name: str, text: str) -> bool:
-    """0 or 1."""
+    """Parse 0 or 1."""
     if text not in ("0", "1"):
         raise ValueError(f"{name}: got {text[:40]!r}, expected 0 or 1")
     return text == "1"
 
 
 def word(name: str, text: str) -> str:
-    """Any text that is not too long."""
+    """Parse a text of limited length."""
     if len(text) > 4096:
         raise ValueError(f"{name}: got {len(text)} characters, expected at most 4096")
     return text
 
 
 def step_range(name: str, text: str) -> tuple[int, int]:
-    """FIRST-LAST, or one step."""
+    """Parse FIRST-LAST, or a single step."""
     match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
     if match is None:
         raise ValueError(f"{name}: got {text[:40]!r}, expected steps as FIRST-LAST")
@@ -138,7 +141,7 @@ Reader = Callable[[str, str], Any]
 def arguments(
     query: list[tuple[str, str]], readers: Mapping[str, Reader], needed: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The parameters of a question by name; one that is not known, stands twice, or is missing is an error.
+    """Parse the parameters of a request; unknown, repeated and missing ones raise `ValueError`.
 
     >>> arguments([("step", "137"), ("evaluation", "0")], {"step": whole, "evaluation": flag})
     {'step': 137, 'evaluation': False}
@@ -159,12 +162,12 @@ def arguments(
 
 
 def attachment(name: str) -> tuple[str, str]:
-    """The header of what is to be saved, under a name of ours."""
+    """Return the header for a download under this name."""
     return "Content-Disposition", f'attachment; filename="{name}"'
 
 
 def fields(request: Request, allowed: Mapping[str, Any], needed: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a posted JSON object."""
+    """Return the fields of a posted JSON object, checked by name and type."""
     try:
         body = orjson.loads(request.body)
     except orjson.JSONDecodeError as error:
@@ -188,7 +191,7 @@ def fields(request: Request, allowed: Mapping[str, Any], needed: tuple[str, ...]
 # --- access ----------------------------------------------------------------------------------------------------------
 
 HEADER = "x-rollbook"
-"""A header that a form or an image of another site cannot send; without CORS no script of one can either."""
+"""A header that forms and images of other sites cannot send, nor their scripts without CORS."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _AUTHORITY = re.compile(r"(?P<name>[a-z0-9_](?:[a-z0-9_.-]*[a-z0-9_])?|\[[0-9a-f:.]+\])(?::(?P<port>\d{1,5}))?")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,256}")
@@ -196,14 +199,14 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,256}")
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request is turned away; `status` is HTTP's."""
+    """Reason to reject a request, with the HTTP status."""
 
     status: int
     error: str
 
 
 def new_token() -> str:
-    """128 random bits, as they stand in the address.
+    """Return 128 random bits as URL-safe text.
 
     >>> len(new_token()), new_token() == new_token()
     (22, False)
@@ -212,7 +215,7 @@ def new_token() -> str:
 
 
 def checked_token(token: str) -> str:
-    """A token that a user chose, if it is one.
+    """Validate a token chosen by the user.
 
     >>> checked_token("secret")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -228,9 +231,9 @@ def checked_token(token: str) -> str:
 
 
 def authorities(port: int, bound: str, trusted: Iterable[str] = ()) -> frozenset[str]:
-    """What a Host header may say: loopback names, the name bound to, and trusted ones, each with its port.
+    """Return the accepted Host headers: loopback names, the bound name and trusted names, each with its port.
 
-    A trusted name without a port stands for itself (a proxy at the usual port) and for itself with `port`.
+    A trusted name without a port is accepted as it is (a proxy at the default port) and with `port`.
 
     >>> sorted(authorities(8420, "127.0.0.1", ["viewer.example", "localhost:9000"]))
     ['127.0.0.1:8420', '[::1]:8420', 'localhost:8420', 'localhost:9000', 'viewer.example', 'viewer.example:8420']
@@ -249,7 +252,7 @@ def authorities(port: int, bound: str, trusted: Iterable[str] = ()) -> frozenset
 
 @dataclass(frozen=True)
 class Guard:
-    """The rules of one viewer. `token` None: nobody needs one, as the user asked.
+    """Access rules of a viewer; `token` is `None` if the user disabled it.
 
     >>> guard = Guard(authorities(8420, "127.0.0.1"), "a-token-of-16-or-more")
     >>> guard.check(Request("GET", "/", headers=[("host", "evil.example:8420")])).status
@@ -262,11 +265,12 @@ class Guard:
     hosts: frozenset[str]
     token: str | None = field(repr=False)
     wildcard: bool = False
-    """Bound to every address of the machine: then the address a connection came in on is a host too. A name could be
-    rebound to it by whoever owns the name; an address in digits cannot."""
+    """Whether the server is bound to all addresses. Then the address of the connection is accepted as a host: unlike a
+    name, a numeric address cannot be rebound by an attacker.
+    """
 
     def check(self, request: Request) -> Refusal | None:
-        """Why this request gets no answer; None: it gets one. The order matters: the host comes first."""
+        """Return the reason to reject a request, or `None`. The host is checked first."""
         return (
             self._host(request)
             or self._origin(request)
@@ -276,12 +280,13 @@ class Guard:
         )
 
     def cookie_name(self, request: Request) -> str:
-        """The session's cookie. Browsers share cookies among the ports of a host, so the port (the one the browser
-        sees, which a tunnel may change) keeps two viewers apart."""
+        """Return the name of the session cookie. It contains the port that the browser sees, because browsers share
+        cookies between the ports of a host.
+        """
         return "rollbook-" + (request.all("host")[0].rpartition("]")[2].partition(":")[2] or "0")
 
     def session(self, request: Request) -> str:
-        """The Set-Cookie of who has shown the token."""
+        """Return the Set-Cookie header for a client that presented the token."""
         secure = "; Secure" if request.scheme == "https" else ""
         return f"{self.cookie_name(request)}={self._session_value()}; Path=/; HttpOnly; SameSite=Strict{secure}"
 
@@ -367,7 +372,7 @@ _LONGEST_LINE = 1 << 20
 
 
 class Annotations:
-    """What `path` has been annotated with: in a folder `annotations.jsonl`, beside a file `NAME.annotations.jsonl`.
+    """Stars and notes of `path`, in `annotations.jsonl` in a folder or `NAME.annotations.jsonl` next to a file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -404,14 +409,14 @@ class Annotations:
             return
 
     def all(self) -> dict[str, dict[str, Any]]:
-        """{uid: {"star", "note", "time"}} of the samples that have either."""
+        """Return {uid: {"star", "note", "time"}} of annotated samples."""
         with self._lock:
             return {
                 uid: annotation for uid, annotation in self._kept.items() if annotation["star"] or annotation["note"]
             }
 
     def set(self, uid: str, *, star: bool | None = None, note: str | None = None) -> dict[str, Any]:
-        """Star a sample or take the star away, write a note or, with an empty one, remove it; how it is then."""
+        """Set or remove a star or a note (an empty note removes it), and return the new state."""
         if note is not None and len(note) > LONGEST_NOTE:
             raise ValueError(f"note: got {len(note)} characters, expected at most {LONGEST_NOTE}")
         with self._lock:
@@ -444,13 +449,13 @@ _OVERDUE = 8
 _SECONDS = 30.0
 _HEARTBEAT = 15.0
 _LOOK = 0.5
-"""How often a stream that has nothing to say looks whether anybody still listens."""
+"""Seconds between checks whether a client of an idle stream is still connected."""
 _GZIP_FROM = 4 << 10
 
 
 @dataclass(frozen=True)
 class _Route:
-    """A question that is answered with JSON: its parameters, which of them it needs, and what answers it."""
+    """A route that answers with JSON: its parameters, the required ones, and the function that answers."""
 
     readers: Mapping[str, Reader]
     needed: tuple[str, ...]
@@ -495,14 +500,20 @@ ROUTES: dict[str, _Route] = {
     ),
     "/api/annotations": _Route({}, (), lambda api, query: api.notes()),
 }
-"""GET routes whose answer is JSON; a single file holds recorded answers of some of them."""
+"""GET routes that answer with JSON; an exported file contains recorded answers of some of them."""
 
 
 class Api:
-    """The viewer of one source, for any server.
+    """The viewer's API of one source, for any server.
 
-    `guard` decides who is answered; `workers` run SQL and regular expressions; `annotations` is where stars and notes
-    go, None for a viewer that changes nothing. `seconds`: how long one question may take. `closing` ends the streams.
+    Args:
+        source: The source to show.
+        answers: Answers about it.
+        watcher: Follows the source; `None` if it does not change.
+        guard: Access rules.
+        workers: Child processes for SQL and regular expressions.
+        annotations: Stars and notes; `None` for a read-only viewer.
+        seconds: Time limit of a request.
     """
 
     source: Source
@@ -532,7 +543,7 @@ class Api:
         self._overdue = threading.BoundedSemaphore(_OVERDUE)
 
     def close(self) -> None:
-        """End the streams, the children and the background, close the source, and remove the index."""
+        """End streams, child processes and background work, close the source, and remove the index."""
         self.closing.set()
         self.workers.close()
         self.answers.close()
@@ -543,14 +554,14 @@ class Api:
     # --- questions ----------------------------------------------------------------------------------------------
 
     def refuse(self, request: Request) -> Response | None:
-        """The answer to who may not ask; None: they may. A server calls it before it reads a body."""
+        """Return the response to a client without access, or `None`. Servers call it before reading a body."""
         refusal = self.guard.check(request)
         if refusal is None:
             return None
         return failure(refusal.status, refusal.error)
 
     def handle(self, request: Request) -> Response:
-        """The answer to any request whatever."""
+        """Return the response to a request."""
         refused = self.refuse(request)
         if refused is not None:
             return refused
@@ -577,7 +588,7 @@ class Api:
         return failure(500, "an internal error; the server's terminal says more")
 
     def report_error(self) -> None:
-        """Tell the terminal of an error; what the error says may be a record's text, so nothing in it is obeyed."""
+        """Print a traceback with control characters replaced, since it may contain text of records."""
         report = "".join(
             letter if letter.isprintable() or letter in "\n\t" else "�" for letter in traceback.format_exc()
         )
@@ -613,7 +624,7 @@ class Api:
         return wrong
 
     def _within(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives, if it does so in time. What is late goes on alone, in few threads: more are refused."""
+        """Return the result of `work`, or raise if it is late. Late work continues in one of few threads."""
         if not self._overdue.acquire(blocking=False):
             raise ServerBusyError("earlier questions are still being worked on; ask again in a while")
         self._overdue.release()
@@ -657,7 +668,7 @@ class Api:
     def _cached(
         self, request: Request, body: bytes, kind: str, tag: str, keep: str = "no-cache", policy: str = PAGE_POLICY
     ) -> Response:
-        """An answer that a browser may keep and ask about: `tag` says which it is."""
+        """Create a response that a browser may cache and revalidate by `tag`."""
         more = (("ETag", f'"{tag}"'), ("Cache-Control", keep))
         tags = {entry.strip().removeprefix("W/") for line in request.all("if-none-match") for entry in line.split(",")}
         if f'"{tag}"' in tags:
@@ -704,20 +715,20 @@ class Api:
     # --- answers that are not the index's -----------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """What is known of the whole, and what this server does."""
+        """Return the run's summary with the features of this server."""
         summary = dict(self.answers.run())
         summary["features"] = {**summary["features"], "export": True, "annotate": self.annotations is not None}
         return summary
 
     def history(self, uid: str) -> dict[str, Any]:
-        """The ledger's entries of one record."""
+        """Return the ledger's entries of a record."""
         entries = self.source.history(uid)
         if entries is None:
             raise ValueError("what is open here has no ledger")
         return {"entries": entries}
 
     def notes(self) -> dict[str, Any]:
-        """Stars and notes by uid."""
+        """Return stars and notes by uid."""
         return {} if self.annotations is None else self.annotations.all()
 
     # --- what is posted -----------------------------------------------------------------------------------------
@@ -764,8 +775,11 @@ class Api:
 
 
 class Stream:
-    """What changes, as server-sent events, from a cursor on: an iterator whose empty pieces are moments in which to see
-    whether anybody listens. It holds a place among the streams until it is closed, begun or not."""
+    """Server-sent events of changes after a cursor, as an iterator.
+
+    An empty piece lets the server check whether the client is still connected. A stream occupies one of the available
+    slots until it is closed.
+    """
 
     def __init__(self, api: Api, cursor: int, release: Callable[[], None]) -> None:
         self.api = api
@@ -799,7 +813,7 @@ class Stream:
         return b""
 
     def close(self) -> None:
-        """Give the place back."""
+        """Release the slot."""
         with self._lock:
             release, self._release = self._release, None
         if release is not None:
@@ -816,7 +830,7 @@ _POSTS: dict[str, Callable[[Api, Request], Response]] = {
 
 
 def open_api(path: str | os.PathLike[str], guard: Guard, *, tokenizer: Any = None, annotate: bool = False) -> Api:
-    """The viewer of what lies at `path`, followed in the background from now on."""
+    """Open the run at `path`, follow it in the background, and return its API."""
     from rollbook.inspect.answers import Answers
     from rollbook.inspect.index import Index
     from rollbook.inspect.sources import Watcher, open_source

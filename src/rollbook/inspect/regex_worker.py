@@ -1,10 +1,10 @@
 """A child process that searches an index's texts for a regular expression, and can be killed.
 
-Run as a file with the standard library alone. Standard input is one JSON object, {"path", "pattern", "also" (patterns
+Run as a file with only the standard library. Standard input is one JSON object, {"path", "pattern", "also" (patterns
 that must match too), "flags", "step", "limit", "context", "seconds"}; the output is one line of JSON per match, and a
 summary at the end.
 
-Invariant: texts are read from the index as they are and nothing is written; a match is the first one of its text.
+Invariant: texts are only read, and the first match of each text is reported.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _PROMPTS = (
 
 
 def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Each match, {n, field, before, match, after}, and at the end {total}: `None` if there was no time to count on.
-    {error} alone: a pattern is none."""
+    """Yield each match as {n, field, before, match, after}, then {total}, `None` if counting ran out of time; only
+    {error} for an invalid pattern.
+    """
     try:
         # Here, where it can be stopped: a short pattern can take minutes to be understood.
         pattern, *also = (re.compile(expression, job["flags"]) for expression in (job["pattern"], *job["also"]))
@@ -79,7 +80,7 @@ def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Answer what comes on standard input."""
+    """Answer the request on standard input."""
     job = json.loads(sys.stdin.readline())
     try:
         import resource

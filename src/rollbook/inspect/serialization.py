@@ -29,16 +29,16 @@ from rollbook.inspect.trajectory import KINDS, ROLES, Segment, Trajectory
 
 DEPTH = 64
 MOST = 1 << 20
-"""Elements of an array that are written out."""
+"""Maximum number of array elements that are written out."""
 _EXACT = 2**53
-"""Beyond it a browser's numbers are not exact."""
+"""Largest integer that JavaScript represents exactly."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _LONG = 256
-"""Characters of a `data:` address that are written out: a record's images are shown, not spelled."""
+"""Maximum number of characters of a `data:` URL that are written out."""
 
 
 def text(value: str) -> str:
-    """The same text, with U+FFFD for lone surrogates, which UTF-8 cannot say.
+    """Replace lone surrogates, which UTF-8 cannot encode, with U+FFFD.
 
     >>> text("a" + chr(0xd800))
     'a\ufffd'
@@ -47,7 +47,7 @@ def text(value: str) -> str:
 
 
 def number(value: float | None) -> float | None:
-    """A finite number, or `None`.
+    """Return a finite number, or `None`.
 
     >>> number(float("nan")), number(0.5)
     (None, 0.5)
@@ -56,8 +56,10 @@ def number(value: float | None) -> float | None:
 
 
 def json_safe(value: Any, depth: int = DEPTH) -> Any:
-    """`value` as JSON can say it. What is no number is `null`, whole numbers a browser would round are text, bytes and
-    what has no JSON at all say what they are.
+    """Convert a value to strict JSON.
+
+    Non-finite numbers become `null`, integers that JavaScript would round become text, and bytes and other values
+    without a JSON form become a description.
 
     >>> json_safe({"a": (1, float("nan")), 2: b"abc", "c": np.arange(3), "d": 2**60})
     {'a': [1, None], '2': '⟨3 bytes⟩', 'c': [0, 1, 2], 'd': '1152921504606846976'}
@@ -99,7 +101,7 @@ def _digits(value: int) -> str:
 
 
 def as_json(value: Any) -> bytes:
-    """Strict JSON: what is no finite number is null, and a lone surrogate is U+FFFD.
+    """Encode a value as strict JSON: non-finite numbers as null, lone surrogates as U+FFFD.
 
     >>> as_json({"reward": float("nan"), "text": "\\ud800"}).decode()
     '{"reward":null,"text":"�"}'
@@ -119,10 +121,10 @@ MASK, SPECIAL = 1, 2
 _LENGTH = struct.Struct("<I")
 _ALIGN = 8
 _APART = {"text", "ends", "ids", "special", "mask", "versions", "arrays", "segments", "rejected", "pictures"}
-"""Fields that do not stand in the header as they are."""
+"""Fields that are not stored in the header directly."""
 _PLAIN = [field.name for field in dataclasses.fields(Trajectory) if field.name not in _APART]
 _HALF = 65504.0
-"""The largest number of half precision."""
+"""Largest float16."""
 
 
 class _Blobs:
@@ -142,10 +144,13 @@ class _Blobs:
 
 
 def encode(trajectories: Sequence[Trajectory], dtype: str = "f4") -> bytes:
-    """One frame of trajectories; arrays as `f4`, or as `f2` for files that should be small.
+    """Encode trajectories as one frame.
 
-    The texts that a record keeps beside its tokens (`prompt_text`, `response_text`) are left out where the tokens'
-    own text is exact: they would double it.
+    `prompt_text` and `response_text` are omitted if the tokens give the exact text.
+
+    Args:
+        trajectories: Trajectories to encode.
+        dtype: Type of the arrays: `f4`, or `f2` for smaller files.
 
     >>> one = Trajectory(uid="1/2/0/0/a", text="né", ends=np.array([1, 2]), reward=float("nan"))
     >>> found = decode(encode([one]))[0]
@@ -163,7 +168,7 @@ def encode(trajectories: Sequence[Trajectory], dtype: str = "f4") -> bytes:
 
 
 def utf16_ends(written: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[L] The places `ends` [L] of a text, counted in UTF-16 code units.
+    """Convert the offsets `ends` [L] of a text to UTF-16 code units [L].
 
     >>> utf16_ends("a😀b", np.array([1, 2, 3])).tolist()
     [1, 3, 4]
@@ -209,8 +214,15 @@ def _described(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, A
 
 
 def decode(data: bytes) -> list[dict[str, Any]]:
-    """The trajectories of a frame, for tests and tools: the header's fields, and `text`, `widths` [L], `ends` [L] (of
-    `text`, in characters), `mask`, `special`, `ids`, `versions` and `arrays`. `WireError` for what is no frame."""
+    """Decode a frame, for tests and tools.
+
+    Returns:
+        Per trajectory the fields of the header, and `text`, `widths` [L], `ends` [L] (in characters), `mask`,
+        `special`, `ids`, `versions` and `arrays`.
+
+    Raises:
+        WireError: If the data is not a frame.
+    """
     if len(data) < _LENGTH.size:
         raise WireError(f"a frame is cut short: {len(data)} bytes, expected {_LENGTH.size} and a header", 0)
     (size,) = _LENGTH.unpack_from(data)

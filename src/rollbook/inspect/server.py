@@ -57,13 +57,13 @@ _CONNECTIONS = 96
 _LINE = 32 << 10
 _HEADERS = 32 << 10
 _REQUEST_SECONDS = 30.0
-"""From the moment a connection waits for a request until all of it is there: idle connections end after it too."""
+"""Time limit for a request to arrive completely; idle connections end after it too."""
 _SEND_SECONDS = 30.0
 _PIECE = 256 << 10
 _LINGER_SECONDS = 2.0
-"""How long the other side has to read what was sent before the connection is let go."""
+"""Time for the client to read the response before the connection is closed."""
 _TURNED_AWAY = 8
-"""Connections beyond those that are counted that are told so at a time; more are closed without a word."""
+"""Number of surplus connections that get an error response; others are closed at once."""
 _FIRST = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.([01])\r\n")
 # A name and a value by two patterns that never try a letter twice: one for the line, with spaces about the value, takes
 # time that grows with the cube of their number, before anybody has shown a token.
@@ -72,7 +72,7 @@ _VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
 
 
 class _BadRequestError(RollbookError):
-    """Raised for a request that is not HTTP or exceeds a limit: it is answered, and the connection ends."""
+    """Raised for a request that is not HTTP or exceeds a limit. It is answered, and the connection ends."""
 
     def __init__(self, status: int, error: str) -> None:
         super().__init__(error)
@@ -80,7 +80,7 @@ class _BadRequestError(RollbookError):
 
 
 def parse_target(target: str) -> tuple[str, list[tuple[str, str]]]:
-    """A path, taken as it stands (nothing here has a name that needs escapes), and its parameters in order.
+    """Split a request target into the raw path and its parameters in order.
 
     >>> parse_target("/api/frame?uid=a%2F0&uid=b&x=")
     ('/api/frame', [('uid', 'a/0'), ('uid', 'b'), ('x', '')])
@@ -90,7 +90,7 @@ def parse_target(target: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 class _Timed(io.RawIOBase):
-    """A socket's bytes, until a time: a client that sends one byte now and then gets no longer than others."""
+    """Bytes of a socket until a deadline, so that a slow client does not get more time than others."""
 
     def __init__(self, connection: sockets.socket) -> None:
         self.connection = connection
@@ -108,7 +108,7 @@ class _Timed(io.RawIOBase):
 
 
 class _Handler(socketserver.BaseRequestHandler):
-    """One connection: requests one after the other."""
+    """A connection, which handles requests one after the other."""
 
     server: Listener
 
@@ -132,7 +132,7 @@ class _Handler(socketserver.BaseRequestHandler):
                     return
 
     def _one(self, reader: BinaryIO) -> bool:
-        """Answer one request; whether another may follow."""
+        """Answer one request; return whether another may follow."""
         try:
             head = self._head(reader)
             if head is None:
@@ -157,7 +157,7 @@ class _Handler(socketserver.BaseRequestHandler):
         return persistent and not streams
 
     def _head(self, reader: BinaryIO) -> tuple[Request, bool, int] | None:
-        """The request but for its body, whether the connection stays open, and the body's length."""
+        """Return the request without its body, whether the connection stays open, and the length of the body."""
         try:
             line = reader.readline(_LINE + 1)
         except TimeoutError:
@@ -241,7 +241,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
 
 def _linger(connection: sockets.socket) -> None:
-    """End a connection so that what was sent arrives: closing it over unread bytes would take that back."""
+    """End a connection so that the response arrives: closing it with unread input would reset it."""
     connection.shutdown(sockets.SHUT_WR)
     until = time.monotonic() + _LINGER_SECONDS
     for _ in range(64):
@@ -251,7 +251,7 @@ def _linger(connection: sockets.socket) -> None:
 
 
 def _gone(connection: sockets.socket) -> bool:
-    """Whether the other side has hung up; it is not expected to say anything while it listens."""
+    """Return whether the client has disconnected; it sends nothing while it listens."""
     # Not select(), which fails for the 1024th file of a process.
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
@@ -318,13 +318,13 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.api.report_error()
 
     def start(self, api: Api) -> None:
-        """Answer for `api`, in the background."""
+        """Answer requests with `api` in the background."""
         self.api = api
         self.loop = threading.Thread(target=self.serve_forever, args=(0.2,), name="rollbook-viewer", daemon=True)
         self.loop.start()
 
     def stop(self) -> None:
-        """Listen no more; what is being answered is, and every connection ends."""
+        """Stop listening, finish current responses, and end all connections."""
         if self.loop is not None:
             self.shutdown()
             self.loop.join()
@@ -343,16 +343,22 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
 PORT = 8420
 _PORTS = 32
-"""How many free ports are tried."""
+"""Number of ports to try."""
 
 
 class Server:
-    """A viewer that listens, for a `with` or between `start` and `close`.
+    """The viewer's HTTP server, as a context manager or between `start` and `close`.
 
-    `path` is whatever `rollbook view` opens. `port` 0: any free one; a port that is taken is replaced by a free one.
-    `token`: None makes a new one. `trusted_hosts`: names under which a proxy or a tunnel shows the viewer. `socket`:
-    the path of a Unix socket, instead of an address. `host` other than this machine's loopback wants a `token`, or
-    `unsafe_allow_unauthenticated`, with which everybody who can reach the port sees everything.
+    Args:
+        path: Path or URL of a run, as for `rollbook view`.
+        host: Address to listen on. Other than loopback, it requires `token` or `unsafe_allow_unauthenticated`.
+        port: Port, or 0 for any free port; an occupied port is replaced by a free one.
+        token: Access token; by default a random one.
+        trusted_hosts: Host names of proxies and tunnels.
+        socket: Path of a Unix socket to listen on instead.
+        tokenizer: Tokenizer for records without text, as for `open_source`.
+        annotate: Allow stars and notes.
+        unsafe_allow_unauthenticated: Serve without a token.
 
     >>> Server("runs/letters", host="0.0.0.0")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -435,7 +441,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """http://host:port, as a browser on this machine opens it."""
+        """URL without the token, as a browser on this machine opens it."""
         if self.socket_path is not None:
             return f"http://localhost:{self.port}"
         name = {"": sockets.gethostname(), "0.0.0.0": sockets.gethostname(), "::": sockets.gethostname()}.get(
@@ -445,7 +451,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """The address with the token, which stays in the browser: a fragment is never sent."""
+        """URL with the token in the fragment, which browsers do not send."""
         return f"{self.address}/" + (f"#token={self.token}" if self.token else "")
 
     def close(self) -> None:
@@ -485,8 +491,9 @@ def _bind_tcp(host: str, port: int) -> sockets.socket:
 
 
 def _bind_both(host: str, port: int) -> list[sockets.socket] | None:
-    """The sockets of an address. "localhost" may mean ::1 to a browser, so that is taken too, and if somebody else has
-    it, the port is not used at all: their page at this address could read the token from it."""
+    """Bind an address; for "localhost" also ::1, since browsers may use either. If another process has one of them, the
+    port is not used, because its page could read the token.
+    """
     first = _bind_tcp(host, port)
     if host not in ("127.0.0.1", "localhost"):
         return [first]
@@ -500,7 +507,7 @@ def _bind_both(host: str, port: int) -> list[sockets.socket] | None:
 
 
 def _bind_unix(path: str) -> sockets.socket:
-    """A socket that its owner alone can open; one that a viewer left behind is replaced, anything else is not."""
+    """Bind a Unix socket that only its owner can open; replace one that a viewer left behind, and nothing else."""
     bound = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -541,10 +548,15 @@ def serve(
     quiet: bool = False,
     json: bool = False,
 ) -> None:
-    """Show `path` in a browser until Ctrl-C (or SIGTERM). The options are those of `Server`.
+    """Serve the viewer of `path` until Ctrl-C or SIGTERM.
 
-    `open_browser`: have the default browser open it. `quiet`: print the address alone; `json`: print one
-    line, {"url", "host", "port", "socket", "token"}, for programs.
+    Args:
+        path: Path or URL of a run.
+        open_browser: Open the default browser.
+        quiet: Print only the URL.
+        json: Print one line of JSON: {"url", "host", "port", "socket", "token"}.
+
+    The other arguments are those of `Server`.
     """
     server = Server(
         path,
@@ -593,7 +605,7 @@ def _greeting(server: Server, requested_port: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _until_told() -> Iterator[threading.Event]:
-    """An event that Ctrl-C or SIGTERM sets; the second Ctrl-C works as ever."""
+    """Yield an event that Ctrl-C or SIGTERM sets; a second Ctrl-C interrupts as usual."""
     stop = threading.Event()
     before: dict[int, Any] = {}
 
@@ -612,7 +624,7 @@ def _until_told() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _browser(url: str) -> Iterator[None]:
-    """Open the browser by a file that only its owner can read: other users of the machine see the command line."""
+    """Open the browser with a file that only its owner can read, since command lines are visible to other users."""
     folder = tempfile.mkdtemp(prefix="rollbook-")
     try:
         page = Path(folder, "open.html")
@@ -633,7 +645,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _THREADS = 48
-"""More than the streams that may be open, each of which waits in one."""
+"""More than the maximum number of streams, each of which occupies a thread."""
 
 
 def asgi_app(
@@ -645,11 +657,15 @@ def asgi_app(
     tokenizer: Any = None,
     annotate: bool = False,
 ) -> AsgiViewer:
-    """An application that shows `path`. `uvicorn my_module:app` serves it, where `app = asgi_app("runs/letters", ...)`.
+    """Return the viewer of `path` as an ASGI application, for uvicorn or to mount in another application.
 
-    `token` None: whoever mounts it lets nobody in whom it should not. `port`: where the server listens, and
-    `trusted_hosts`: the names under which browsers see it ("viewer.example", "viewer.example:8443"); a request for
-    another name is refused.
+    Args:
+        path: Path or URL of a run.
+        token: Access token, or `None` if the mounting application controls access.
+        port: Port of the server.
+        trusted_hosts: Host names that browsers use ("viewer.example", "viewer.example:8443"); others are rejected.
+        tokenizer: Tokenizer for records without text, as for `open_source`.
+        annotate: Allow stars and notes.
     """
     if token is not None:
         checked_token(token)
@@ -658,8 +674,9 @@ def asgi_app(
 
 
 class AsgiViewer:
-    """The callable. It opens its source at once and closes it when the server says that it ends (`lifespan`), or by
-    `close`, where it is mounted in an application that keeps that message to itself."""
+    """The ASGI application. It closes its source at the end of `lifespan`, or by `close` if the mounting application
+    does not forward `lifespan`.
+    """
 
     def __init__(self, api: Api) -> None:
         self.api = api

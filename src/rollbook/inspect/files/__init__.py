@@ -1,6 +1,7 @@
-"""Rollouts in files that this and other tools wrote, as one run that pages can show.
+"""Rollouts in files of this and other tools, as one run.
 
-A file is known by what is in it (`recognize`); a folder of files is one run. `FAMILIES` says what is read.
+The format of a file is detected from its content (`recognize`); a folder of files is one run. `FAMILIES` lists the
+formats.
 
 >>> import json, pathlib, tempfile
 >>> from rollbook.inspect.index import Index
@@ -27,10 +28,18 @@ if TYPE_CHECKING:
 
 
 def open_file_source(path: str | os.PathLike[str], *, tokenizer: Any = None) -> FileSource:
-    """Open the rollouts of a file, or of a folder of files, as a source; otherwise raise `UnknownFormatError`.
+    """Open rollouts in a file, or in a folder of files.
 
-    `tokenizer`: a tokenizer, a `Vocabulary`, or the path of a folder with a tokenizer.json, for the text of files that
-    have token ids; what has text alone is shown in words, and needs none.
+    Args:
+        path: A file or a folder.
+        tokenizer: A tokenizer, a `Vocabulary`, or the path of a folder with a tokenizer.json, for files with token ids.
+            Files with only text are split into words and need none.
+
+    Returns:
+        The source; close it after use.
+
+    Raises:
+        UnknownFormatError: If no file is in a known format.
     """
     from rollbook.inspect.files.source import FileSource
 
@@ -38,7 +47,17 @@ def open_file_source(path: str | os.PathLike[str], *, tokenizer: Any = None) -> 
 
 
 def recognize(path: str | os.PathLike[str]) -> str:
-    """Return the name, in `FAMILIES`, of the format of a file or a folder."""
+    """Detect the format of a file or folder.
+
+    Args:
+        path: A file or a folder.
+
+    Returns:
+        The name of the format, a key of `FAMILIES`.
+
+    Raises:
+        UnknownFormatError: If no file is in a known format.
+    """
     with open_file_source(path) as source:
         return source.kind
 

@@ -1,17 +1,17 @@
-"""Adapters: rows that other tools wrote, as trajectories.
+"""Adapters: rows of other tools as trajectories.
 
 - verl 0.4 to 0.7 (`{step}.jsonl` of `rollout_data_dir`, Parquet of its generation and of its batches), TRL 0.15 to 0.25
   (`completions_*.parquet`, JSONL of the same columns) and OpenRLHF 0.6 to 0.9.
 - Trajectory savers of LightRFT 0.1 and of Rollbook. LightRFT writes entropies one token early (on the token before the
-  one that was sampled), which is corrected.
-- Conversations: `{"messages": [...]}` with other fields beside, ShareGPT's `conversations`, and logs of inspect_ai
-  0.3.6 to 0.3.28x (log schema 2).
+  sampled one), which is corrected.
+- Conversations: `{"messages": [...]}` with other fields, ShareGPT's `conversations`, and logs of inspect_ai 0.3.6 to
+  0.3.28x (log schema 2).
 - verifiers 0.1 and 0.2 (one row per rollout: prompt, completion, reward, metrics, and in prime-rl the token ids of each
   turn), verifiers 0.3 and 0.4 (one row per episode of traces, or one trace, as prime-rl saves them).
 
-Invariant: every field of a row is shown or is in `info`; numbers beside the reward are metrics. A number belongs to a
-token only if the writer has one for each sampled token; what is left out is reported in `notes`. Every path of a graph
-of messages from its root to a leaf is a trajectory. Nothing that a row names is fetched.
+Invariant: every field of a row is shown or is in `info`; numbers other than the reward are metrics. A number belongs to
+a token only if the writer has one for each sampled token; omitted values are reported in `notes`. Every path of a
+message graph from its root to a leaf is a trajectory. Nothing that a row names is fetched.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _THINK = re.compile(r"<think>.*?(?:</think>\n*|\Z)", re.S)
 
 
 class Part(NamedTuple):
-    """A stretch of text with one speaker."""
+    """A stretch of text of one speaker."""
 
     text: str
     role: str
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 
 def words(text: str) -> NDArray[np.int64]:
-    """Where the words of a text end: what stands for tokens where only text is known.
+    """Return the ends of the words of a text, which replace tokens if only text is known.
 
     >>> words("Let me see: 2 + 3\\n\\n五個").tolist()
     [3, 6, 10, 11, 13, 15, 17, 19, 20, 21]
@@ -66,7 +66,7 @@ def words(text: str) -> NDArray[np.int64]:
 
 
 def from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
-    """A trajectory of words: a segment for each part, what stands before the first spoken part is the prompt."""
+    """Create a trajectory of words: a segment per part; everything before the first spoken part is the prompt."""
     texts: list[str] = []
     ends: list[NDArray[np.int64]] = []
     segments: list[Segment] = []
@@ -115,7 +115,7 @@ def from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
 
 
 def from_texts(prompt: str, response: str, /, **fields: Any) -> Trajectory:
-    """A trajectory of a prompt's and a response's words; a chat template's marks in them are understood."""
+    """Create a trajectory from the words of a prompt and a response, which may contain chat-template marks."""
     before, behind = words(prompt), words(response)
     text, ends = prompt + response, np.concatenate([before, behind + len(prompt)])
     mask = np.arange(len(ends)) >= len(before)
@@ -133,7 +133,7 @@ def from_texts(prompt: str, response: str, /, **fields: Any) -> Trajectory:
 
 
 def conversation(prompt: Any, answer: Any, where: Where, /, **fields: Any) -> Trajectory:
-    """A trajectory of a prompt and an answer, each a text or messages."""
+    """Create a trajectory from a prompt and an answer, each a text or messages."""
     prompt, answer = without_nulls(prompt), without_nulls(answer)
     if isinstance(prompt, str) and isinstance(answer, str):
         return from_texts(prompt, answer, **fields)
@@ -150,7 +150,7 @@ def conversation(prompt: Any, answer: Any, where: Where, /, **fields: Any) -> Tr
 def chat(
     messages: list[Any], where: Where, spoken: Callable[[int], bool] | None = None, /, **fields: Any
 ) -> Trajectory:
-    """A trajectory of a conversation's words; `spoken` as in `message_parts`."""
+    """Create a trajectory from the words of a conversation; `spoken` as in `message_parts`."""
     notes: list[str] = list(fields.pop("notes", ()))
     seen: dict[str, Picture] = {}
     parts = message_parts(messages, where, notes, seen, spoken)
@@ -165,7 +165,7 @@ def chat(
 
 
 def without_nulls(value: Any) -> Any:
-    """Messages as they were: in Parquet every message has the keys of all, null where it has none."""
+    """Remove null entries from messages, which Parquet adds for keys of other messages."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -185,10 +185,12 @@ def from_ids(
     recorded: Any = None,
     **fields: Any,
 ) -> Trajectory:
-    """A trajectory of token ids [L]. Its text and ends are `decoded` or the vocabulary's, and its segments follow from
-    them and what was `recorded`; without either, they are `spans`. `mask` and `versions` are [L] or [R]; `arrays` are
-    named as a record's fields and [R], or [L] with NaN where there is no value; one of another length is left out, with
-    a note."""
+    """Create a trajectory from token ids [L].
+
+    Text and ends are `decoded`, or from the vocabulary. Segments follow from them and the `recorded` ones; without
+    either, they are `spans`. `mask` and `versions` are [L] or [R]. `arrays` are named as a record's fields and [R], or
+    [L] with NaN without a value; arrays of other lengths are omitted, with a note.
+    """
     try:
         tokens = np.asarray(ids, dtype=np.int64).reshape(-1)
     except (TypeError, ValueError, OverflowError) as error:
@@ -257,7 +259,7 @@ def from_ids(
 
 
 def _ends(values: Any, characters: int, length: int) -> NDArray[np.int64]:
-    """[L] Ends that a file states, if they are what ends can be."""
+    """Return [L] ends stated by a file, if they are valid."""
     try:
         ends = np.asarray(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
@@ -272,7 +274,7 @@ def _count(values: Any) -> int:
 
 
 def _column(values: Any, length: int, prompt_tokens: int, empty: float) -> NDArray[Any] | None:
-    """[L] from [L], from [R] or from one number; `None` if it is neither."""
+    """Return [L] from [L], from [R] or from one number; otherwise `None`."""
     try:
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -292,12 +294,12 @@ def _column(values: Any, length: int, prompt_tokens: int, empty: float) -> NDArr
 
 
 def is_messages(value: Any) -> bool:
-    """Whether this is a conversation: a list of dicts with roles."""
+    """Return whether a value is a conversation: a list of dicts with roles."""
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def text_parts(text: str, role: str, spoken: bool = False) -> list[Part]:
-    """A text, what stands in think tags apart.
+    """Split a text into parts, with think tags as separate parts.
 
     >>> [(part.kind, part.text) for part in text_parts("<think>hm</think>5", "assistant")]
     [('think', '<think>hm</think>'), ('text', '5')]
@@ -323,9 +325,12 @@ def message_parts(
     seen: dict[str, Picture],
     spoken: Callable[[int], bool] | None = None,
 ) -> list[Part]:
-    """The parts of a conversation, in OpenAI's form and its relatives: contents of text, pictures, reasoning, calls of
-    tools and their results. `spoken` says of a message's number whether the model wrote it (all of the assistant's).
-    Pictures are put into `seen` by what stands for them in the messages."""
+    """Return the parts of a conversation in OpenAI's format and its variants: text, pictures, reasoning, tool calls and
+    results.
+
+    `spoken` returns whether the model wrote the message with this index (by default, all of the assistant's). Pictures
+    are added to `seen` by their placeholder in the messages.
+    """
     parts: list[Part] = []
     names: dict[str, str] = {}
     for i, message in enumerate(messages):
@@ -389,7 +394,7 @@ def _content(
 
 
 def _call(call: Any, by_model: bool) -> tuple[Part, str]:
-    """A call of a tool as JSON, and its id."""
+    """Return a tool call as JSON, and its id."""
     if isinstance(call, str):
         # Some writers keep each call as a text of JSON.
         try:
@@ -425,14 +430,14 @@ _LABELS = ("gts", "ground_truth", "answer", "solution", "label", "labels")
 
 
 def verl(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A row of verl's."""
+    """Convert a row of verl."""
     samples, used = frameworks.split_verl_row(row)
     for sample in samples:
         yield _made(sample, row, used, where)
 
 
 def openrlhf(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A row of OpenRLHF's; a pair is the better answer, with the worse one beside."""
+    """Convert a row of OpenRLHF; a pair becomes the chosen answer with the rejected one."""
     samples, used = frameworks.split_openrlhf_row(row)
     for sample in samples:
         trajectory = _made(sample, row, used, where)
@@ -450,8 +455,9 @@ _TRL_OWN = {
 
 
 def trl(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A row of TRL's. It logs the rewards of all functions and not their weighted sum; with weights of 1, as by
-    default, that is what is shown."""
+    """Convert a row of TRL. It logs the rewards of all functions but not their weighted sum; their plain sum is shown,
+    which is correct for the default weights of 1.
+    """
     floats = {name: number(value) for name, value in row.items() if type(value) is float and name not in _TRL_OWN}
     named = {name: value for name, value in floats.items() if "reward" in name.lower()}
     counted = named or floats
@@ -533,7 +539,7 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A record of LightRFT's saver."""
+    """Convert a record of LightRFT's saver."""
     full, pure = _text(row.get("full_sequence")), _text(row.get("pure_generated_text"))
     info = _dict(row.get("info"))
     notes: list[str] = []
@@ -582,7 +588,7 @@ def _text(value: Any) -> str:
 
 
 def _around(full: str, pure: str, notes: list[str]) -> tuple[str | None, str]:
-    """The prompt's text, and what follows the response that the file has: the last token, without the padding."""
+    """Return the prompt's text, and the text after the response: the last token, without padding."""
     at = full.rfind(pure) if pure else -1
     if at < 0:
         return (None, "") if pure or full else ("", "")
@@ -596,7 +602,7 @@ def _around(full: str, pure: str, notes: list[str]) -> tuple[str | None, str]:
 
 
 def _pieces(row: Row, pure: str) -> list[str] | None:
-    """The texts of the response's tokens but the last, if the file has them."""
+    """Return the texts of the response's tokens except the last, if the file has them."""
     tokens = row.get("pure_generated_tokens")
     if not isinstance(tokens, list) or not tokens:
         return None
@@ -605,7 +611,7 @@ def _pieces(row: Row, pure: str) -> list[str] | None:
 
 
 def _exact(row: Row, prompt: str, pieces: list[str], tail: str, fields: dict[str, Any], notes: list[str]) -> Trajectory:
-    """Prompt in words, response in its own tokens, and the numbers that belong to them."""
+    """Return the prompt in words, the response in its tokens, and their values."""
     response = "".join(pieces)
     if response != _text(row.get("pure_generated_text")):
         notes.append("The response is shown as its tokens were decoded, one by one: characters of several are lost.")
@@ -689,7 +695,7 @@ _LENSES = {
     "action_entropy": "entropy",
     **{name: name for name in ("logprobs", "teacher_logprobs", "token_level_reward", "loss_weights")},
 }
-"""The saver's names of arrays [R], and a record's."""
+"""Arrays [R] of the saver, and the record's names."""
 _ROLLBOOK_FIELDS = {
     *_LIGHTRFT_FIELDS, *_LENSES, "uid", "gid", "batch", "task", "run", "turn", "kept", "reward", "reward_parts",
     "prompt_tokens", "prompt_text", "response_text", "token_ids", "text", "token_ends", "mask", "segments",
@@ -699,7 +705,7 @@ _ROLLBOOK_FIELDS = {
 
 
 def rollbook(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A record of Rollbook's saver: text, tokens and where they end, and arrays of the response's tokens."""
+    """Convert a record of Rollbook's saver: text, tokens and their ends, and arrays of the response's tokens."""
     ids, text = row.get("token_ids"), _text(row.get("text"))
     prompt, step = whole(row.get("prompt_tokens")), whole(row.get("global_step"))
     if not isinstance(ids, list) or prompt is None:
@@ -764,7 +770,7 @@ _MESSAGES_FIELDS = {
 
 
 def messages(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A row with a conversation, and what stands beside it."""
+    """Convert a row with a conversation and other fields."""
     turns = row.get("messages")
     if isinstance(row.get("conversations"), list):
         turns = [
@@ -808,12 +814,12 @@ def _is_id(value: Any) -> bool:
 # --- inspect --------------------------------------------------------------------------------------------------------
 
 _GRADES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
-"""Correct, incorrect, partly so, no answer: as inspect's own metrics count them."""
+"""Correct, incorrect, partial, no answer: with the values of inspect's metrics."""
 _INSPECT_TRUNCATED = ("max_tokens", "model_length", "length")
 
 
 def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A sample of an inspect log."""
+    """Convert a sample of an inspect log."""
     attachments = row.get("attachments")
     attachments = attachments if isinstance(attachments, dict) else {}
     turns = _attached(without_nulls(row.get("messages")), attachments)
@@ -870,7 +876,7 @@ def _without_history(score: Any) -> Any:
 
 
 def _attached(value: Any, attachments: dict[str, Any]) -> Any:
-    """The same with what stands beside put in its place."""
+    """Replace references to attachments by their contents."""
     if isinstance(value, str):
         attachment = attachments.get(value.removeprefix("attachment://")) if value.startswith("attachment://") else None
         return attachment if isinstance(attachment, str) else value
@@ -880,7 +886,7 @@ def _attached(value: Any, attachments: dict[str, Any]) -> Any:
 
 
 def _scores(scores: dict[str, Any]) -> dict[str, float]:
-    """Every number that the scorers gave, by scorer, or by scorer and name."""
+    """Return all numbers of the scorers, by scorer, or by scorer and name."""
     grades: dict[str, float | None] = {}
     for name, score in scores.items():
         value = _dict(score).get("value")
@@ -928,7 +934,7 @@ _VERIFIERS_FIELDS = {
 
 
 def rollout(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A row of `results.jsonl`, or of prime-rl's rollouts of that time."""
+    """Convert a row of `results.jsonl`, or of prime-rl's rollouts of these versions."""
     prompt, completion = without_nulls(row.get("prompt")), without_nulls(row.get("completion"))
     metrics = _dict(row.get("metrics"))
     error = row.get("error")
@@ -986,7 +992,7 @@ def rollout(row: Row, where: Where) -> Iterator[Trajectory]:
 
 
 def _turn_tokens(turns: list[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[Any] | None, list[str]] | None:
-    """Ids, mask and log-probs of a rollout whose turns each have the ids of all that came before."""
+    """Return ids, mask and log-probs of a rollout whose turns each have the ids of all previous turns."""
     recorded = [_dict(_dict(turn).get("tokens")) for turn in turns]
     recorded = [
         turn for turn in recorded if _list(turn.get("prompt_ids")) and isinstance(turn.get("completion_ids"), list)
@@ -1023,7 +1029,7 @@ def _turn_tokens(turns: list[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDA
 
 
 def trace(row: Row, where: Where) -> Iterator[Trajectory]:
-    """An episode of traces, or a trace that stands alone."""
+    """Convert an episode of traces, or a single trace."""
     if "traces" not in row:
         yield from _of_trace(row, row, where)
         return
@@ -1101,7 +1107,7 @@ def _of_trace(trace: Row, episode: Row, where: Where) -> Iterator[Trajectory]:
 
 
 def _paths(nodes: list[Row]) -> list[list[int]]:
-    """From the root to each leaf, by the nodes' numbers."""
+    """Return the paths from the root to each leaf, as node indices."""
     parents = [node.get("parent") for node in nodes]
     for i, parent in enumerate(parents):
         if parent is not None and (type(parent) is not int or not 0 <= parent < i):
