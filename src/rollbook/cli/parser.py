@@ -133,7 +133,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, rest = super().parse_known_args(args, namespace)
         if hasattr(options, "changes"):
-            # argparse takes only those before an option.
+            # argparse collects only those before an option.
             options.changes += [word for word in rest if "=" in word and not word.startswith("-")]
             rest = [word for word in rest if word not in options.changes]
         if rest and self.prog != "rollbook" and any(word.startswith("--") for word in rest):

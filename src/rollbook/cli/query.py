@@ -57,7 +57,7 @@ def ls(options: argparse.Namespace) -> int:
         try:
             return _rollouts(options)
         except (ValueError, OSError):
-            pass  # a folder of something else
+            pass  # not a folder of rollouts
     if options.json:
         print_json(runs)
     elif not runs:
@@ -94,7 +94,7 @@ def _runs(folder: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
             try:
                 yield from ((f"{name}/{below}", below_book) for below, below_book in _runs(path, depth - 1))
             except PermissionError:
-                yield name, path  # whose ledger cannot be opened either
+                yield name, path  # reported as unreadable
 
 
 def _rollouts(options: argparse.Namespace) -> int:

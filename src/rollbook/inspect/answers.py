@@ -129,7 +129,7 @@ def _numbers(
             where.append(f"{name} = ?")
             values.append(number)
     if evaluation is None and step is not None:
-        evaluation = False  # A step is one of training, unless somebody asks for evaluation.
+        evaluation = False  # a step means training samples by default
     if evaluation is not None:
         where.append("evaluation = ?")
         values.append(int(evaluation))
@@ -466,13 +466,10 @@ class Answers:
         """Return a group: its samples, best reward first, adjacent groups, and its prompt at other steps."""
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
-            match = read.execute(
-                "SELECT g, evaluation FROM groups WHERE gid = ? ORDER BY evaluation", (gid,)
-            ).fetchone()
-            if match is None:
-                raise KeyError(f"group: got {gid!r}, which is not here")
-            (summary,) = groups(read, [match[0]])
-            evaluation = match[1]
+            number, evaluation = _find(
+                read, "group", gid, "SELECT g, evaluation FROM groups WHERE gid = ? ORDER BY evaluation"
+            )
+            (summary,) = groups(read, [number])
             ns = [
                 row[0]
                 for row in read.execute(
@@ -482,7 +479,7 @@ class Answers:
                 )
             ]
             rows = samples(read, ns)
-            previous, following = _beside(read, match[0])
+            previous, following = _beside(read, number)
             timeline = [
                 {"step": row[0], "gid": row[1], "n": row[2], "mean": json_safe(row[3])}
                 for row in read.execute(
@@ -520,12 +517,9 @@ class Answers:
         """Return the row of a sample and the adjacent samples in its group, its step and its prompt."""
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
-            match = read.execute(
-                "SELECT n, gid, evaluation, step, prompt FROM samples WHERE uid = ?", (uid,)
-            ).fetchone()
-            if match is None:
-                raise KeyError(f"uid: got {uid!r}, which is not here")
-            n, gid, evaluation, step, prompt = match
+            n, gid, evaluation, step, prompt = _find(
+                read, "uid", uid, "SELECT n, gid, evaluation, step, prompt FROM samples WHERE uid = ?"
+            )
             members = [row[0] for row in read.execute(_MEMBERS, (gid, evaluation))]
             at = members.index(uid) if uid in members else None
             group = read.execute("SELECT g FROM groups WHERE gid = ? AND evaluation = ?", (gid, evaluation)).fetchone()
@@ -567,7 +561,7 @@ class Answers:
                 )
             ]
         if not prompt or not rows:
-            raise KeyError(f"prompt: got {prompt!r}, which is not here")
+            raise KeyError(f"unknown prompt {prompt!r}")
         openings = [row.pop("opening") for row in rows]
         return {"prompt": prompt, "opening": next(filter(None, openings), ""), "rows": rows}
 
@@ -582,7 +576,7 @@ class Answers:
         from rollbook.inspect.comparison import Side, compare
 
         self.index.settle(_PATIENCE)
-        # Phrases of many texts take a second: what was worked out stands until the run changes.
+        # Phrases of many texts take a second, so the result is cached until the run changes.
         key = (self.index.cursor, a, b)
         with self._comparing:
             comparison = self._compared.get(key)
@@ -603,7 +597,7 @@ class Answers:
             if cached is None or (cached[0] != cursor and now > cached[1]):
                 findings = examine(self.index, evaluation=True).findings if evaluation else triage(self.index)
                 items = [{"id": entry["check"], **entry} for entry in (finding.as_dict() for finding in findings)]
-                # Of a large run it takes seconds: it is not to be all that the viewer does.
+                # It takes seconds on a large run, so it is recomputed at intervals.
                 after = time.monotonic() + max(_LOOK_SECONDS, 10 * (time.monotonic() - now))
                 cached = self._looked[evaluation] = (cursor, after, json_safe(items))
             return {"items": cached[2]}
@@ -642,6 +636,14 @@ def json_answer(answer: dict[str, Any]) -> dict[str, Any]:
     """Convert an answer with texts from records to strict JSON."""
     safe: dict[str, Any] = json_safe(answer)
     return safe
+
+
+def _find(read: sqlite3.Connection, name: str, key: str, sql: str) -> tuple[Any, ...]:
+    """Return the first row for a key, or raise `KeyError`."""
+    row: tuple[Any, ...] | None = read.execute(sql, (key,)).fetchone()
+    if row is None:
+        raise KeyError(f"unknown {name} {key!r}")
+    return row
 
 
 def _beside(read: sqlite3.Connection, g: int) -> tuple[Any, ...]:

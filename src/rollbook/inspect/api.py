@@ -41,6 +41,7 @@ from rollbook.inspect.workers import QueryTimeoutError, ServerBusyError, Workers
 
 if TYPE_CHECKING:
     from rollbook.inspect.answers import Answers
+    from rollbook.inspect.records import TokenizerLike
     from rollbook.inspect.sources import Source, Watcher
 
 
@@ -291,7 +292,7 @@ class Guard:
         return f"{self.cookie_name(request)}={self._session_value()}; Path=/; HttpOnly; SameSite=Strict{secure}"
 
     def _session_value(self) -> str:
-        # Not the token itself: a cookie that somebody copies does not open the door with other tools for ever.
+        # Not the token itself, so that a copied cookie cannot be used as a token.
         return hmac.new((self.token or "").encode(), b"rollbook viewer session", hashlib.sha256).hexdigest()
 
     # --- the rules, in their order -------------------------------------------------------------------------------
@@ -341,7 +342,7 @@ class Guard:
             if kind.lower() == "bearer" and _same(secret.strip(), self.token):
                 return None
         name, expected = self.cookie_name(request), self._session_value()
-        # A page of another port may have set a cookie of the same name for another path: any of them will do.
+        # A page of another port may have set a cookie of the same name for another path: any match counts.
         cookies = [part.strip().partition("=") for line in request.all("cookie") for part in line.split(";")]
         if any(key == name and _same(secret, expected) for key, _, secret in cookies):
             return None
@@ -400,7 +401,7 @@ class Annotations:
                     self._read(line)
 
     def _read(self, line: bytes) -> None:
-        # The file may be a stranger's, as the run is.
+        # The file is as untrusted as the run.
         try:
             entry = json.loads(line)
             uid, note = str(entry["uid"]), str(entry["note"])[:LONGEST_NOTE]
@@ -427,7 +428,7 @@ class Annotations:
                 "time": time.time(),
             }
             line = json.dumps({"uid": uid, **annotation}).encode()
-            # A newline on either side: what a crash cut before it stays a line of its own.
+            # A newline on both sides keeps a line truncated by a crash separate.
             with open(self.path, "ab", opener=_private) as file:
                 file.write(b"\n" + line + b"\n")
                 file.flush()
@@ -570,7 +571,7 @@ class Api:
         except ServerBusyError as error:
             return failure(429, str(error))
         except (QueryTimeoutError, TimeoutError) as error:
-            # Not 408, which says that the request was slow to come: browsers ask again then, many times over.
+            # Not 408, after which browsers retry repeatedly.
             return failure(504, str(error))
         except KeyError as error:
             return failure(404, str(error.args[0]) if error.args else "there is no such thing here")
@@ -688,14 +689,14 @@ class Api:
             raise ValueError("uid: got one of them twice")
 
         frame = self._within(lambda: encode(self.source.documents(uids)))
-        # The content is the tag: whatever changes a record, a revision or a late reward, changes it.
+        # The tag is a hash of the content, so any change of a record changes it.
         tag = hashlib.blake2b(frame, digest_size=16).hexdigest()
         return self._cached(request, frame, "application/octet-stream", tag, "private, no-cache")
 
     def _media(self, request: Request, sha256: str) -> Response:
         image = self._within(lambda: self.source.media(sha256))
         if image is None:
-            raise KeyError("there is no such image here")
+            raise KeyError("unknown image")
         content, _ = image
         kind = image_type(content)
         keep = "private, max-age=86400, immutable"
@@ -770,7 +771,7 @@ class Api:
         if self.annotations is None:
             return failure(403, "this viewer only reads; start it with --annotate to keep stars and notes")
         body = fields(request, {"uid": str, "star": bool, "note": str}, ("uid",))
-        self.answers.neighbors(body["uid"])  # KeyError: there is no such record
+        self.answers.neighbors(body["uid"])  # raises KeyError for an unknown record
         return self._json(request, self.annotations.set(**body))
 
 
@@ -800,7 +801,7 @@ class Stream:
             self._told = now
             return b"retry: 3000\n\n"
         if now - self._told < _LOOK:
-            # Many small changes are one.
+            # Batch small changes.
             api.closing.wait(_LOOK - (now - self._told))
         if api.answers.index.wait(self.cursor, _LOOK, api.closing.is_set):
             change = api.answers.change(self.cursor)
@@ -829,7 +830,9 @@ _POSTS: dict[str, Callable[[Api, Request], Response]] = {
 }
 
 
-def open_api(path: str | os.PathLike[str], guard: Guard, *, tokenizer: Any = None, annotate: bool = False) -> Api:
+def open_api(
+    path: str | os.PathLike[str], guard: Guard, *, tokenizer: TokenizerLike | None = None, annotate: bool = False
+) -> Api:
     """Open the run at `path`, follow it in the background, and return its API."""
     from rollbook.inspect.answers import Answers
     from rollbook.inspect.index import Index

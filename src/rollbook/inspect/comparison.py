@@ -288,7 +288,7 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
         if abs(score) >= _CLEAR:
             errors = [_share_error(side, phrases, phrase) for side, phrases in zip(sides, counted, strict=True)]
             gap = documents[1][phrase] / sizes[1] - documents[0][phrase] / sizes[0]
-            # A phrase of a few prompts is in all samples of their groups: those are not independent.
+            # Samples of a group are not independent: a phrase of a few prompts is in all of their samples.
             by_group = abs(gap) / math.hypot(*errors) if any(errors) else math.inf
             score = math.copysign(min(abs(score), by_group), score)
         if abs(score) >= _CLEAR:
@@ -301,7 +301,7 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
         if len(chosen) >= limit:
             break
         home = {i for i, entry in enumerate(every) if phrase in entry}
-        # What is found in the same texts as a phrase that stands already, or in it, says nothing new.
+        # Skip phrases that are in the same texts as a listed phrase, or part of it.
         if not any(
             len(home & earlier) > 0.8 * len(home | earlier) or f" {phrase} " in f" {other} "
             for earlier, (_, other) in zip(homes, chosen, strict=True)

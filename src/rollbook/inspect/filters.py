@@ -293,7 +293,7 @@ class _Reader:
             return self._flag(name)
         if name.startswith(_NAMED):
             part = self._part(token)
-            # A name that SQLite's own paths could not hold is no danger as one side of a comparison.
+            # As one side of a comparison, a name is safe even if it is not a valid SQLite path.
             column = "(SELECT value FROM json_each(samples.parts) WHERE key = ?)"
             return self._number(column, (part,))
         if name in _NUMBERS:

@@ -33,7 +33,7 @@ from rollbook.core.files import check_regular
 from rollbook.inspect.images import image_type
 from rollbook.inspect.measures import closing_of, opening_of
 from rollbook.inspect.serialization import as_json, encode
-from rollbook.inspect.trajectory import KINDS, LENSES, ROLES, STATUSES, Trajectory
+from rollbook.inspect.trajectory import KINDS, LENSES, ROLES, STATUSES, Json, Trajectory
 from rollbook.inspect.workers import Workers
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ _NAME = re.compile(r"[A-Za-z_$][\w$]*")
 _WORD = re.compile(r"[\w$]")
 _CLOSED = {")": "(", "]": "[", "}": "{"}
 _COMMENT = re.compile(r"//[^\n]*|/\*(?s:.*?)\*/|/\*")
-# After one of these a slash begins a pattern, after a value it divides.
+# After one of these a slash starts a regular expression, after a value it divides.
 _BEFORE_PATTERN = re.compile(
     r"(?:^|[(,=:\[!&|?{};+*%<>~^-]|\b(?:return|typeof|case|in|of|delete|void|throw|await|yield))$"
 )
@@ -268,9 +268,9 @@ def _squeezed(text: str, cuts: Spans, fixed: Spans) -> str:
         for start, stop in spans:
             kind[start:stop] = bytes([value]) * (stop - start)
     out: list[str] = []
-    fresh = True  # nothing but blanks in this line so far
+    fresh = True  # only blanks in this line so far
     for letter, mode in zip(text, kind, strict=True):
-        # A comment over several lines ends a line, as it did.
+        # A multi-line comment still ends a line.
         if mode == 2 or (not fresh and letter == "\n") or (mode == 0 and not (fresh and letter.isspace())):
             out.append(letter)
             fresh = letter == "\n" and mode != 2
@@ -344,7 +344,7 @@ def _skeleton(name: str, text: str) -> tuple[str, str, list[int], Spans, Spans]:
             if open_brackets:
                 inside.append(place)
             place += 1
-            # Words are kept apart, so that `return` is seen as a word and `of` is not seen in `roof`.
+            # Words are kept separate, so that `return` is found and `of` is not found in `roof`.
             glued = bool(_WORD.match(letter)) and start > 0 and bool(_WORD.match(text[start - 1]))
             before = (before + letter if glued or not _WORD.match(letter) else " " + letter)[-12:]
             if letter == ";" and not open_brackets:
@@ -544,7 +544,7 @@ def page(payload: bytes, *, title: str, theme: str) -> bytes:
     )
     packed = base64.b64encode(gzip.compress(payload, 9, mtime=0)).decode()
     chosen = "" if theme == "auto" else f' data-theme="{theme}" data-given="{theme}"'
-    # The policy stands before anything it could miss. The script is last: it finds the page there.
+    # The policy precedes everything it applies to. The script is last, after the page exists.
     return (
         f'<!doctype html>\n<html lang="en"{chosen}>\n<head>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -578,7 +578,7 @@ def response_key(path: str, **parameters: str) -> str:
 
 
 def _patterns(redact: Sequence[str]) -> list[str]:
-    # They are compiled in a child alone: that too can take as long as it likes.
+    # Patterns are compiled only in a child, since that too can take arbitrarily long.
     for pattern in redact:
         if not isinstance(pattern, str) or not 0 < len(pattern) <= _LONGEST_PATTERN:
             raise ValueError(
@@ -620,7 +620,7 @@ def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory])
     run = dict(answers.run())
     run["name"] = os.path.basename(str(run["name"]).rstrip("/\\"))
     run["live"], run["idle"] = False, None
-    run["problems"] = []  # they name files of this machine
+    run["problems"] = []  # they contain file names of this machine
     run["features"] = dict.fromkeys(run["features"], False)
     recorded: list[Answer] = []
     rows: list[dict[str, Any]] = []
@@ -631,7 +631,7 @@ def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory])
             near[name] = near[name] if near[name] in inside else None
         near["same_prompt"] = []
         recorded.append(("/api/neighbors", {"uid": document.uid}, near))
-        # Not the ledger: it says who trained on it, and where.
+        # Without the ledger, which names consumers and machines.
         recorded.append(("/api/record", {"uid": document.uid}, _short(source.record(document.uid))))
     groups: list[dict[str, Any]] = []
     for gid in gids:
@@ -643,13 +643,13 @@ def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory])
             group[name] = group[name] if group[name] in gids else None
         recorded.append(("/api/group", {"gid": gid}, group))
     recorded.append(("/api/run", {}, run))
-    # Whole: the page sorts and pages them itself.
+    # All rows: the page sorts and paginates them.
     recorded.append(("/api/list", {"view": "samples"}, {"rows": rows}))
     recorded.append(("/api/list", {"view": "groups"}, {"rows": groups}))
     return recorded
 
 
-def _short(value: Any) -> Any:
+def _short(value: Json) -> Any:
     """Return a record's JSON without long lists of numbers and images, which the file has elsewhere."""
     if isinstance(value, Mapping):
         return {key: _short(entry) for key, entry in value.items()}
@@ -703,7 +703,7 @@ def _redacted(
         _document(document, note)
     for path, parameters, answer in recorded:
         _mapped([parameters, answer], note, most=_most(path))
-    # In an id a slash stands as %2F: a pattern may find it as it was written, too.
+    # In an id a slash is encoded as %2F; a pattern may match the decoded form too.
     ids = {
         identifier: identifier.replace("%2F", "/").replace("%25", "%")
         for document in documents
@@ -774,7 +774,7 @@ def _document(document: Trajectory, cover: Cover) -> Trajectory:
     return dataclasses.replace(document, **changed)
 
 
-def _mapped(value: Any, cover: Cover, *, most: int, free: bool = False, numbers: bool = False) -> Any:
+def _mapped(value: Json, cover: Cover, *, most: int, free: bool = False, numbers: bool = False) -> Any:
     """Redact all texts in JSON except our constants; omit more than `most` consecutive integers, which could be token
     ids.
 
@@ -804,7 +804,7 @@ def _mapped(value: Any, cover: Cover, *, most: int, free: bool = False, numbers:
     return value
 
 
-def _wholes(value: Any) -> int | None:
+def _wholes(value: Json) -> int | None:
     """Return the number of integers in nested lists; `None` if they contain anything else."""
     if isinstance(value, (list, tuple)):
         counts = [_wholes(entry) for entry in value]
@@ -814,7 +814,7 @@ def _wholes(value: Any) -> int | None:
     return 1
 
 
-def _reopen(value: Any, covered: Sequence[Trajectory]) -> None:
+def _reopen(value: Json, covered: Sequence[Trajectory]) -> None:
     """Recompute openings and closings from redacted texts, since the existing ones may cut a redacted part."""
     by_uid = {document.uid: document for document in covered}
     by_gid = {document.gid: document for document in reversed(covered)}

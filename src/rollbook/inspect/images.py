@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect.files.stores import MAX_PICTURE, MAX_PIXELS, beside
-from rollbook.inspect.trajectory import Picture, Segment
+from rollbook.inspect.trajectory import Json, Picture, Segment
 
 # --- images of files ------------------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ class Where(NamedTuple):
     """Metadata of the file for all rows."""
 
 
-def pictured(value: Any, seen: Mapping[str, Picture]) -> Any:
+def pictured(value: Json, seen: Mapping[str, Picture]) -> Any:
     """Replace picture bytes in messages by hash and size."""
     if isinstance(value, str):
         picture_seen = seen.get(value) if seen else None
@@ -62,7 +62,7 @@ def pictured(value: Any, seen: Mapping[str, Picture]) -> Any:
     return {key: pictured(item, seen) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def picture(source: Any, where: Where, notes: list[str]) -> Picture | None:
+def picture(source: Json | bytes | bytearray, where: Where, notes: list[str]) -> Picture | None:
     """Return the picture of a data URL, base64 text or a local file; anything else is noted and not fetched."""
     if isinstance(source, (bytes, bytearray)):
         return kept(bytes(source), where, notes)
@@ -227,7 +227,7 @@ class Album:
         if name not in self._known:
             data = self._fetch(name)
             if data is None:
-                return None  # It may be there the next time.
+                return None  # it may be available later
             described = _described(name, data)
             with self._lock:
                 if len(self._known) >= 1 << 16:
@@ -302,7 +302,7 @@ class Looked:
         else:
             return None
         if match := _REFERENCE.fullmatch(body):
-            # Only what the book says is a reference is one: a record's own text can look like it.
+            # Only references of the book count: text of a record can look like one.
             return self.album.referred(match[1]) if match[1] in self.references else None
         if len(body) > MAX_PICTURE * 4 // 3 + 4:
             return None

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from rollbook.inspect import measures, search
 from rollbook.inspect.serialization import text as plain_text
-from rollbook.inspect.trajectory import LENSES
+from rollbook.inspect.trajectory import LENSES, Json
 
 if TYPE_CHECKING:
     from rollbook.inspect.trajectory import Trajectory
@@ -261,7 +261,7 @@ class Index:
         self._changed = threading.Condition()
         self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
         self._closed = False
-        # A page that is still open when the viewer starts again must not take an old number for a newer one.
+        # A page that stays open while the viewer restarts must not take an old number for a newer one.
         self._cursor = int(time.time() * 1000)
         self._gids: set[str] = set()
         self._steps: set[tuple[int, int]] = set()
@@ -338,7 +338,7 @@ class Index:
         with self.reading() as read:
             return named(read.execute(sql, values))
 
-    def fact(self, key: str, default: Any = None) -> Any:
+    def fact(self, key: str, default: Json = None) -> Any:
         """Return the value stored under a key."""
         rows = self.query("SELECT value FROM facts WHERE key = ?", (key,))
         return json.loads(rows[0][0]) if rows else default
@@ -368,7 +368,7 @@ class Index:
                 self._cursor += 1
                 self._changed.notify_all()
 
-    def keep(self, key: str, value: Any) -> None:
+    def keep(self, key: str, value: Mapping[str, Any] | Sequence[Any] | float | None) -> None:
         """Store a JSON value under a key."""
         with self.writing() as write:
             write.execute(
@@ -410,7 +410,7 @@ class Index:
                 try:
                     write.executemany(sql, part)
                 except UnicodeEncodeError:
-                    # Lone surrogates, which SQLite cannot keep.
+                    # Lone surrogates, which SQLite cannot store.
                     write.executemany(
                         sql,
                         [
@@ -455,7 +455,7 @@ class Index:
 
     def add(self, documents: Sequence[Trajectory]) -> None:
         """Add, or measure again, `Trajectory`s in order of arrival."""
-        seen = {*self.fact("tokenized", ()), *(document.tokenized for document in documents)}
+        seen = {*self.fact("tokenized", []), *(document.tokenized for document in documents)}
         self.keep("tokenized", sorted(seen))
         self.declare(name for document in documents for name in document.declared)
         with self._lock:
@@ -548,6 +548,6 @@ def _pieces(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
         yield values[start : start + _IN_ONE]
 
 
-def _contains(text: Any, part: Any) -> int | None:
+def _contains(text: str | float | None, part: str | float) -> int | None:
     """Return whether a text contains another, ignoring case; `None` without a text."""
     return None if text is None else int(str(part).casefold() in str(text).casefold())

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rollbook.inspect.doctor.findings import Thresholds
 from rollbook.inspect.statistics import fit_weights, quantiles
-from rollbook.inspect.trajectory import Trajectory
+from rollbook.inspect.trajectory import Json, Trajectory
 
 if TYPE_CHECKING:
     from rollbook.inspect.index import Index
@@ -84,7 +84,7 @@ def _loop(ids: NDArray[Any], grams: NDArray[np.uint64]) -> tuple[int, int] | Non
     for skipped in range(min(_END_TOKENS + 1, len(grams) - 1)):
         stop = len(ids) - skipped
         last = len(grams) - 1 - skipped
-        # The period is the distance to where the last 8 tokens stood before.
+        # The period is the distance to the previous occurrence of the last 8 tokens.
         near = grams[max(0, last - LONGEST_PERIOD) : last]
         before = np.flatnonzero(near == grams[last])
         if not len(before):
@@ -171,8 +171,8 @@ def closing_of(text: str) -> str:
 _IMAGES = ('"type":"image_url"', '"type":"image"', '"type":"input_image"')
 
 
-def asked_in(messages: Any) -> str:
-    """Return the first user message of a conversation, or `None`."""
+def asked_in(messages: Json) -> str:
+    """Return the first user message of a conversation, or ""."""
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Mapping) and message.get("role") == "user":
             content = message.get("content")
@@ -220,7 +220,7 @@ def parts_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return parts
 
 
-def declared_in(info: Any) -> tuple[str, ...]:
+def declared_in(info: Json) -> tuple[str, ...]:
     """Return the reward parts that a record's `info` declares.
 
     >>> declared_in({"reward_parts": ["accuracy", "format"]}), declared_in({})
@@ -262,7 +262,7 @@ def row_of(document: Trajectory) -> dict[str, Any]:
     turns = {segment.turn for segment in document.segments if segment.role == "assistant"}
     answered = sum(segment.kind == "tool_result" for segment in document.segments)
     called = sum(segment.kind == "tool_call" for segment in document.segments)
-    # LightRFT's files, which know words, have the highest entropies alone: no mean is made of them, and no NaNs.
+    # LightRFT's files have only the highest entropies, so neither a mean nor a NaN count is computed from them.
     entropies = document.arrays.get("entropy")
     some = document.tokenized == "words" and entropies is not None and not np.isfinite(entropies[trained]).all()
     lenses = {n: v for n, v in document.arrays.items() if n != "entropy" or not some}
@@ -504,7 +504,7 @@ def settle(
     for evaluation in (0, 1):
         if _top(write, evaluation):
             looked.update(write.execute("SELECT step, evaluation FROM steps WHERE evaluation = ?", (evaluation,)))
-        # What was the newest step may have groups that are now known to be incomplete.
+        # The previous newest step may have groups that are now known to be incomplete.
         before = write.execute("SELECT MAX(step) FROM steps WHERE evaluation = ? AND n > 0", (evaluation,)).fetchone()
         if before[0] is not None and before[0] != newest.get(evaluation):
             looked.add((before[0], evaluation))
@@ -516,7 +516,7 @@ def settle(
     for step, evaluation in sorted(looked):
         summary = summarize(write, step, evaluation, newest.get(evaluation))
         text = json.dumps(summary, allow_nan=False)
-        # A sample's state is not in the summary, but a page that shows the step's samples has to know.
+        # A sample's state is not in the summary, but pages that list the step's samples need the change.
         if (step, evaluation) in touched or text != summaries.get((step, evaluation)):
             rows.append((step, evaluation, cursor, summary["n"], text))
     write.executemany("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)", rows)
@@ -609,7 +609,7 @@ def summarize(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
     tokens = sum(response)
     shares = {
         "truncated": status.count("truncated"),
-        # One of each set is no duplicate: this is the share that could be left out.
+        # One of each set is not a duplicate: this is the redundant share.
         "duplicates": sum(duplicate) - copied,
         "stale": sum(number is not None and number > STALE for number in lag),
         "loops": sum(number is not None and number >= LOOP for number in repetition),

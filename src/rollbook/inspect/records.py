@@ -7,8 +7,9 @@ response token is omitted, with a note.
 from __future__ import annotations
 
 import binascii
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import orjson
@@ -43,6 +44,27 @@ _NUMBERS = (
 _PLACED = ("segments", "label", "reference", "kept", "reward_parts")
 """Entries of `info` that are fields of a trajectory."""
 _NO_WORDS = Vocabulary(())
+
+
+class Tokenizer(Protocol):
+    """A tokenizer of `transformers` or `tokenizers`."""
+
+    @property
+    def get_vocab(self) -> Callable[..., dict[str, int]]:
+        """Return the ids by token."""
+
+
+TokenizerLike: TypeAlias = "str | os.PathLike[str] | Vocabulary | Tokenizer"
+"""A tokenizer, a vocabulary, or the path of a tokenizer.json or its folder."""
+
+
+def vocabulary_of(tokenizer: TokenizerLike | None) -> Vocabulary | None:
+    """Return the vocabulary of a tokenizer argument; `None` for `None`."""
+    if tokenizer is None or isinstance(tokenizer, Vocabulary):
+        return tokenizer
+    if isinstance(tokenizer, (str, os.PathLike)):
+        return Vocabulary.from_path(tokenizer)
+    return Vocabulary.of(tokenizer)
 
 
 class Reader:
@@ -117,7 +139,7 @@ class Reader:
                 return None
             return bytes(blob.payload) if blob.kind == "bytes" else binascii.a2b_base64(blob.payload)
         except (MissingSegmentError, ValueError):
-            return None  # Moved just now, or damaged: it is not shown.
+            return None  # moved meanwhile, or damaged
 
 
 def documents_of(book: Book, uids: Sequence[str], vocabulary: Vocabulary | None = None) -> list[Trajectory]:
@@ -184,7 +206,7 @@ def _numbers(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     return values != 0 if dtype == "bool" else values
 
 
-def _array(dtype: Any, shape: Any, data: Any, where: str) -> NDArray[Any] | None:
+def _array(dtype: str, shape: Sequence[int], data: bytes, where: str) -> NDArray[Any] | None:
     """Return the elements of a tensor; `None` for types that numpy lacks."""
     sizes = check_shape(dtype, shape, len(data), where)
     if DTYPES[dtype].code == 0:
@@ -289,7 +311,7 @@ class _Maker:
             self.odd("action_mask", column, length - start)
         return mask
 
-    def odd(self, name: str, column: Any, expected: int) -> None:
+    def odd(self, name: str, column: NDArray[Any] | float, expected: int) -> None:
         shape = list(column.shape) if isinstance(column, np.ndarray) else type(column).__name__
         self.notes.append(f"{name}: got {shape}, expected {expected}, one for each token of the response; left out.")
 
@@ -341,7 +363,7 @@ class _Maker:
         fields = {name: self.response(name, length, start) for name in _NUMBERS}
         behavior = fields["logprobs"]
         if behavior is not None:
-            # What nobody sampled has no log-prob of an engine; engines' records fill it with zeros.
+            # Tokens that were not sampled have no engine log-prob; engines fill in zeros.
             silent = ~mask & (behavior == 0)
             behavior[silent if sampled is None else ~sampled & silent] = np.nan
         return derive(fields, mask)

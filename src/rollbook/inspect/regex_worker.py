@@ -34,7 +34,7 @@ def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     {error} for an invalid pattern.
     """
     try:
-        # Here, where it can be stopped: a short pattern can take minutes to be understood.
+        # Compiled here, where it can be killed: a short pattern can take minutes to compile.
         pattern, *also = (re.compile(expression, job["flags"]) for expression in (job["pattern"], *job["also"]))
     except (re.error, OverflowError, RecursionError) as error:
         yield {"error": str(error)}
@@ -46,7 +46,7 @@ def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     end = time.monotonic() + job["seconds"]
     context, yielded, total = job["context"], 0, 0
     connection = sqlite3.connect(f"{job['path']}?mode=ro", uri=True)
-    last: tuple[bytes, Any] = (b"", None)  # groups of one prompt come one after the other
+    last: tuple[bytes, Any] = (b"", None)  # groups of one prompt are consecutive
     for sql in (_RESPONSES, _PROMPTS):
         for n, field, body in connection.execute(sql.format(where=where), values):
             if body == last[0]:
@@ -85,7 +85,7 @@ def main() -> None:
     try:
         import resource
 
-        # Ends the process should the parent have died.
+        # Ends the process if the parent has died.
         resource.setrlimit(resource.RLIMIT_CPU, (int(job["seconds"]) + 5, int(job["seconds"]) + 6))
     except (ImportError, OSError, ValueError):
         pass

@@ -169,7 +169,7 @@ class Search:
             try:
                 filled = self.fill()
                 self.error = None
-            except Exception as error:  # Whatever a source raises must not end search for good.
+            except Exception as error:  # an error of a source must not end the search for good
                 self.error = f"{type(error).__name__}: {error}"
                 filled = 0
             if not filled:
@@ -232,7 +232,7 @@ class Search:
                     f"filter: {done / total:.0%} of the texts are read so far; ask again in a while"
                 )
             if self._idle.wait(0.05):
-                break  # what is left is not measured yet, or beyond what is kept
+                break  # the rest is not measured yet, or beyond the limit
         if self.error is not None:
             raise ValueError(f"filter: the texts cannot be read: {self.error}")
 

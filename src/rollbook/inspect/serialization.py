@@ -25,7 +25,7 @@ import orjson
 from numpy.typing import NDArray
 
 from rollbook.core.errors import WireError
-from rollbook.inspect.trajectory import KINDS, ROLES, Segment, Trajectory
+from rollbook.inspect.trajectory import KINDS, ROLES, Json, Segment, Trajectory
 
 DEPTH = 64
 MOST = 1 << 20
@@ -96,7 +96,7 @@ def json_safe(value: Any, depth: int = DEPTH) -> Any:
 
 
 def _digits(value: int) -> str:
-    # Python refuses to write numbers of thousands of digits in decimal, for the time it takes.
+    # Python rejects conversion of very long integers to decimal.
     return str(int(value)) if value.bit_length() < 1024 else hex(value)
 
 
@@ -193,7 +193,7 @@ def _described(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, A
         "flags": blobs.array(flags, "u1"),
     }
     if trajectory.ids is not None:
-        # Some models have placeholders below zero.
+        # Some models have negative placeholder ids.
         places["ids"] = blobs.array(trajectory.ids, "i4" if trajectory.ids.min(initial=0) < 0 else "u4")
     if trajectory.versions is not None:
         places["versions"] = blobs.array(np.clip(trajectory.versions, -1, 2**31 - 1), "i4")
@@ -245,7 +245,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _undescribed(described: Any, blobs: memoryview, nested: bool = False) -> dict[str, Any]:
+def _undescribed(described: Json, blobs: memoryview, nested: bool = False) -> dict[str, Any]:
     if not isinstance(described, dict) or not isinstance(described.get("blobs"), dict):
         raise WireError("a trajectory of a frame is not described")
     length = described.get("tokens")
@@ -273,7 +273,7 @@ def _undescribed(described: Any, blobs: memoryview, nested: bool = False) -> dic
     return fields
 
 
-def _blob(name: str, place: Any, blobs: memoryview, kind: str | None) -> memoryview:
+def _blob(name: str, place: Json, blobs: memoryview, kind: str | None) -> memoryview:
     if not isinstance(place, list) or len(place) != (2 if kind is None else 3):
         raise WireError(f"a frame's blob {name!r} has no place")
     start, size = place[:2]
@@ -284,7 +284,7 @@ def _blob(name: str, place: Any, blobs: memoryview, kind: str | None) -> memoryv
     return blobs[start : start + size]
 
 
-def _array(name: str, place: Any, blobs: memoryview, length: int) -> NDArray[Any]:
+def _array(name: str, place: Json, blobs: memoryview, length: int) -> NDArray[Any]:
     kind = place[2] if isinstance(place, list) and len(place) == 3 else None
     if not isinstance(kind, str) or kind not in TYPES:
         raise WireError(f"a frame's blob {name!r} is of type {kind!r}, expected one of {', '.join(TYPES)}")
@@ -304,7 +304,7 @@ def _character_ends(written: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
     return characters.astype(np.int64)
 
 
-def _segment(segment: Any) -> Segment:
+def _segment(segment: Sequence[Any]) -> Segment:
     try:
         parsed = Segment(*segment)
     except TypeError as error:

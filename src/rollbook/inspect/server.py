@@ -34,8 +34,8 @@ from html import escape
 from http import HTTPStatus
 from json import dumps
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, cast
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 from urllib.parse import parse_qsl, quote
 
 from rollbook.core.errors import RollbookError
@@ -53,6 +53,12 @@ from rollbook.inspect.api import (
     respond,
 )
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+    from rollbook.inspect.records import TokenizerLike
+
+_T = TypeVar("_T")
 _CONNECTIONS = 96
 _LINE = 32 << 10
 _HEADERS = 32 << 10
@@ -65,8 +71,8 @@ _LINGER_SECONDS = 2.0
 _TURNED_AWAY = 8
 """Number of surplus connections that get an error response; others are closed at once."""
 _FIRST = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.([01])\r\n")
-# A name and a value by two patterns that never try a letter twice: one for the line, with spaces about the value, takes
-# time that grows with the cube of their number, before anybody has shown a token.
+# Two patterns without backtracking. One pattern for the whole line, with optional spaces, would take cubic time, before
+# a client is authenticated.
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
 
@@ -99,7 +105,7 @@ class _Timed(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         left = self.until - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -115,7 +121,7 @@ class _Handler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         connection: sockets.socket = self.request
         if connection.family != getattr(sockets, "AF_UNIX", None):
-            # With Nagle's algorithm a small answer waits 40 ms for the other side's acknowledgement.
+            # With Nagle's algorithm, a small response waits 40 ms for an acknowledgment.
             connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
         raw = _Timed(connection)
         reader = cast(BinaryIO, io.BufferedReader(raw))
@@ -161,7 +167,7 @@ class _Handler(socketserver.BaseRequestHandler):
         try:
             line = reader.readline(_LINE + 1)
         except TimeoutError:
-            return None  # nobody asked
+            return None  # no request
         if not line:
             return None
         if len(line) > _LINE:
@@ -186,8 +192,8 @@ class _Handler(socketserver.BaseRequestHandler):
                 return None
             name, colon, value = line.partition(b":")
             value = value.removesuffix(b"\r\n").strip(b" \t")
-            # A line that ends in LF alone has it in its value, and is refused: a proxy before us may read it as another
-            # header, or another request.
+            # A line that ends in LF alone has it in its value and is rejected: a proxy may read it as another header or
+            # request.
             if not (colon and _NAME.fullmatch(name) and _VALUE.fullmatch(value)):
                 raise _BadRequestError(400, "a header line is not 'name: value'")
             headers.append((name.decode("ascii").lower(), value.decode("latin-1")))
@@ -222,11 +228,11 @@ class _Handler(socketserver.BaseRequestHandler):
             body = b"" if isinstance(body, bytes) else body
         if isinstance(body, bytes):
             if len(body) <= _PIECE:
-                connection.sendall(start + body)  # one packet where it fits
+                connection.sendall(start + body)  # one packet if it fits
                 return
             connection.sendall(start)
             for place in range(0, len(body), _PIECE):
-                # Each piece has its own time, so that a slow line may take what it needs while it moves.
+                # The time limit applies per piece, so that a slow connection can finish.
                 connection.sendall(memoryview(body)[place : place + _PIECE])
             return
         try:
@@ -252,7 +258,7 @@ def _linger(connection: sockets.socket) -> None:
 
 def _gone(connection: sockets.socket) -> bool:
     """Return whether the client has disconnected; it sends nothing while it listens."""
-    # Not select(), which fails for the 1024th file of a process.
+    # Not select(), which fails for file descriptors from 1024 on.
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         return bool(selector.select(0)) and not connection.recv(1, sockets.MSG_PEEK)
@@ -276,10 +282,10 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.open: set[sockets.socket] = set()
         self.loop: threading.Thread | None = None
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: tuple[str, int] | str) -> None:
         if not self.slots.acquire(blocking=False):
             if self.refusing.acquire(blocking=False):
-                # In a thread: who does not read it must not keep others from being heard.
+                # In a thread, since a client that does not read must not block others.
                 threading.Thread(target=self._turn_away, args=(request,), daemon=True).start()
             else:
                 self.shutdown_request(request)
@@ -289,7 +295,7 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
         try:
             super().process_request(request, client_address)
         except BaseException:
-            # A machine that has no thread left may have one later: the place is not lost.
+            # No thread is available now: release the slot.
             self._let_go(request)
             raise
 
@@ -303,7 +309,7 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.shutdown_request(connection)
             self.refusing.release()
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: Any, client_address: tuple[str, int] | str) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -314,7 +320,7 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.open.discard(connection)
         self.slots.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: tuple[str, int] | str) -> None:
         self.api.report_error()
 
     def start(self, api: Api) -> None:
@@ -333,7 +339,7 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
             left = list(self.open)
         for connection in left:
             with contextlib.suppress(OSError):
-                connection.shutdown(sockets.SHUT_RD)  # who waits for a request sees its end; answers still go out
+                connection.shutdown(sockets.SHUT_RD)  # ends waiting for requests; responses are still sent
         until = time.monotonic() + 3
         while self.open and time.monotonic() < until:
             time.sleep(0.01)
@@ -373,7 +379,7 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
-        tokenizer: Any = None,
+        tokenizer: TokenizerLike | None = None,
         annotate: bool = False,
         trusted_hosts: Sequence[str] = (),
         unsafe_allow_unauthenticated: bool = False,
@@ -394,9 +400,9 @@ class Server:
         self.host = host
         self.socket_path = None if socket is None else os.path.abspath(os.fspath(socket))
         self.listeners: list[Listener] = []
-        authorities(port, host, trusted_hosts)  # refused before anything is opened
+        authorities(port, host, trusted_hosts)  # validates before anything is opened
         self.port = port
-        self._options = {"tokenizer": tokenizer, "annotate": annotate}
+        self._options: dict[str, Any] = {"tokenizer": tokenizer, "annotate": annotate}
         self._trusted = trusted_hosts
         self._path = path
         self.api: Api | None = None
@@ -485,7 +491,7 @@ def _is_loopback(host: str) -> bool:
 
 def _bind_tcp(host: str, port: int) -> sockets.socket:
     if host == "localhost":
-        host = "127.0.0.1"  # whatever the machine's files say of that name
+        host = "127.0.0.1"  # whatever the hosts file says
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
     return sockets.create_server((host, port), family=family, backlog=64)
 
@@ -540,7 +546,7 @@ def serve(
     port: int = PORT,
     token: str | None = None,
     open_browser: bool = False,
-    tokenizer: Any = None,
+    tokenizer: TokenizerLike | None = None,
     annotate: bool = False,
     trusted_hosts: Sequence[str] = (),
     unsafe_allow_unauthenticated: bool = False,
@@ -585,7 +591,7 @@ def _greeting(server: Server, requested_port: int) -> Iterator[str]:
     try:
         user = f"{getpass.getuser()}@{sockets.gethostname()}"
     except (KeyError, OSError):
-        user = sockets.gethostname()  # a container's user may have no name
+        user = sockets.gethostname()  # users of containers may have no name
     if server.socket_path is not None:
         yield f"listening on {server.socket_path}; through a tunnel it is"
         yield f"  {server.url}"
@@ -609,7 +615,7 @@ def _until_told() -> Iterator[threading.Event]:
     stop = threading.Event()
     before: dict[int, Any] = {}
 
-    def tell(number: int, frame: Any) -> None:
+    def tell(number: int, frame: FrameType | None) -> None:
         stop.set()
         signal.signal(number, before[number])
 
@@ -654,7 +660,7 @@ def asgi_app(
     token: str | None,
     port: int = 8000,
     trusted_hosts: Sequence[str] = (),
-    tokenizer: Any = None,
+    tokenizer: TokenizerLike | None = None,
     annotate: bool = False,
 ) -> AsgiViewer:
     """Return the viewer of `path` as an ASGI application, for uvicorn or to mount in another application.
@@ -705,7 +711,7 @@ class AsgiViewer:
             return
         answer = self.api.refuse(request)
         if answer is None and not request.path:
-            # Without the slash the page would look for its files beside itself.
+            # Without the slash, relative URLs of the page would be wrong.
             answer = respond(308, b"", "text/plain", ("Location", quote(scope["root_path"].rstrip("/")) + "/"))
         answer = answer or await self._body(request, receive)
         if answer is None:
@@ -715,7 +721,7 @@ class AsgiViewer:
         else:
             await self._stream(answer, receive, send)
 
-    async def _run(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    async def _run(self, work: Callable[..., _T], *arguments: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     async def _body(self, request: Request, receive: Receive) -> Response | None:

@@ -43,7 +43,7 @@ from rollbook.core.ragged import Ragged
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect import measures
 from rollbook.inspect.index import VOID, Index, Scales
-from rollbook.inspect.records import Reader
+from rollbook.inspect.records import Reader, TokenizerLike, vocabulary_of
 from rollbook.inspect.trajectory import derive, prompt_hash
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class Bulk:
         nothing: list[Any] = [None] * len(rows)
         prompts, responses = (
             physical.decode(FIELDS[name], columns) or nothing for name in TEXTS
-        )  # a text that is not UTF-8 stands aside
+        )  # text that is not UTF-8 is skipped
         messages, infos, metrics = (
             physical.texts(columns[name]) if name in columns else nothing for name in ("messages", "info", "metrics")
         )
@@ -221,7 +221,7 @@ class Bulk:
         return "" if self._vocabulary is None or not len(ids) else self._vocabulary.text_and_ends(ids)[0]
 
     def _opening(self, key: str, ids: NDArray[Any], text: str | None, messages: str | None) -> str:
-        # By what it is read from, too: a prompt's text can be redacted.
+        # Keyed by its source too, since a prompt's text can be redacted.
         cache_key = (key, hash(text), hash(messages), self._vocabulary is None)
         cached = self._openings.get(cache_key)
         if cached is None:
@@ -279,13 +279,13 @@ class _Mask:
         return 1 + int((np.diff(trained) > _SAID_BETWEEN).sum())
 
 
-def _row(column: Any, i: int) -> NDArray[Any]:
+def _row(column: Ragged | None, i: int) -> NDArray[Any]:
     if not isinstance(column, Ragged):
         return np.zeros(0, dtype=np.int64)
     return column.values[int(column.offsets[i]) : int(column.offsets[i + 1])]
 
 
-def _grids(column: Any, count: int) -> list[int]:
+def _grids(column: pa.Array | None, count: int) -> list[int]:
     """Return the number of images of each record."""
     grids = [0] * count
     if column is None:
@@ -324,7 +324,7 @@ def _parts(metrics: str | None) -> str:
     if not isinstance(content, dict):
         return "{}"
     if '"$scalar"' in metrics:
-        # Numbers of numpy; tensors, which would need torch, are no parts.
+        # numpy numbers; tensors, which would need torch, are not parts.
         for name, value in content.items():
             if isinstance(value, dict) and list(value) == ["$scalar"]:
                 content[name] = freeform.loads(orjson.dumps(value).decode())
@@ -415,18 +415,18 @@ class Follower:
 
     def _look(self) -> bool:
         """Read new records or events in one transaction; return whether there were any."""
-        # A writer beside this one may commit smaller numbers later than larger ones: nothing is read beyond the bounds.
+        # Concurrent writers may commit smaller numbers after larger ones, so nothing is read beyond the bounds.
         seqs, events = self.book.ledger.bounds()
         with self.book.ledger.read() as tx:
             train = find_consumer(tx, TRAIN)
             consumer = -1 if train is None else train.id
             if self._event is None:
-                # What happens from here on is met as events; all before is in the rows.
+                # Later changes are read as events; earlier ones are in the rows.
                 self._event = events
                 self._highs.read(tx, 0, self._event)
                 if self._left is not None:
                     self._highs.read_records(tx)
-            if not self._seq:  # also after a rewind, which may take all training back
+            if not self._seq:  # also after a rewind, which may undo all training
                 trained = tx.one("SELECT SUM(n) FROM tallies WHERE consumer = ? AND state = 'trained'", (consumer,))
                 self._trains = bool(trained and trained[0])
             if self._left is not None:
@@ -458,7 +458,7 @@ class Follower:
             self.index.forget(changed)
         self._event = last
         if self._logged:
-            self.index.keep("logged", self._logged)  # so that pages hear of it
+            self.index.keep("logged", self._logged)  # notifies pages
         return True
 
     def _changes(
@@ -592,11 +592,11 @@ class Follower:
                 yield from self._measured(ns[half:])
                 return
             with self.book.ledger.read():
-                pass  # A book that was closed, or cannot be reached, is no damage: that raises here.
+                pass  # a closed or unreachable book is not damage; that raises here
             rows = {}
             if len(self.problems) < _MOST_PROBLEMS:
                 self.problems.append(f"record number {ns[0]}: {error}")
-        # Without bytes, since a moment ago: the ledger's event says so next.
+        # Just removed: the ledger's event follows.
         yield from ({"n": n, **rows.get(n, {"measured": 1})} for n in ns)
 
     def _read(self, ns: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -767,7 +767,7 @@ class BookSource:
         try:
             with self.book.ledger.read() as tx:
                 row = tx.one("SELECT time FROM events ORDER BY id DESC LIMIT 1")
-        except BookError:  # The watcher says why it cannot be read.
+        except BookError:  # the watcher reports the reason
             return None
         return None if row is None else float(row[0])
 
@@ -962,11 +962,13 @@ def named(url: str) -> str:
         schema = dict(parse_qsl(parts.query)).get("schema")
         return (
             "/".join(filter(None, (parts.path.strip("/"), schema))) or parts.scheme
-        )  # never the address: it may have a password
+        )  # never the URL, which may contain a password
     return os.path.basename(os.path.abspath(url)) if url != "memory:" else "memory"
 
 
-def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None, starting: bool = False) -> Source:
+def open_source(
+    path: str | os.PathLike[str] | Book, *, tokenizer: TokenizerLike | None = None, starting: bool = False
+) -> Source:
     """Open a run for inspection.
 
     Args:
@@ -1000,7 +1002,7 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None, s
         return BookSource(open_book(place, "r"), vocabulary=vocabulary_of(tokenizer))
     books = books_in(place) if place.is_dir() else []
     if len(books) == 1:
-        # A run's book is called so; the run, by its folder.
+        # The book of a run is named after the run's folder.
         name = os.path.basename(os.path.abspath(place)) if books[0].name == BOOK else None
         return BookSource(open_book(books[0], "r"), vocabulary=vocabulary_of(tokenizer), name=name)
     if books:
@@ -1039,15 +1041,6 @@ def books_in(folder: Path, depth: int = _DEPTH) -> list[Path]:
         elif depth > 1:
             books += books_in(Path(entry.path), depth - 1)
     return books
-
-
-def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
-    """Return the vocabulary of a tokenizer argument; `None` for `None`."""
-    if tokenizer is None or isinstance(tokenizer, Vocabulary):
-        return tokenizer
-    if isinstance(tokenizer, (str, os.PathLike)):
-        return Vocabulary.from_path(tokenizer)
-    return Vocabulary.of(tokenizer)
 
 
 def load(source: Source, index: Index) -> None:
@@ -1109,7 +1102,7 @@ class Watcher:
             try:
                 changed = self.source.refresh(self.index)
                 self.index.settle()
-            except Exception as raised:  # Whatever a source raises is shown; the pages go on with what there is.
+            except Exception as raised:  # an error of a source is shown, and the pages continue
                 error = str(raised) if isinstance(raised, BookError) else f"{type(raised).__name__}: {raised}"
                 changed = None
             if error != self.error:

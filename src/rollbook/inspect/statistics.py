@@ -145,7 +145,7 @@ def group_test(left: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[f
     first = order < len(left)
 
     def distances(sides: NDArray[np.bool_]) -> NDArray[np.int64]:
-        # Whole numbers, so that equal distances are equal.
+        # Integers, so that equal distances compare equal.
         below = np.cumsum(sides, axis=-1, dtype=np.int64)[..., ends]
         gaps = np.abs(below * len(other) - (ends + 1 - below) * len(left))
         most: NDArray[np.int64] = gaps.max(axis=-1)
@@ -287,7 +287,7 @@ def pairs(blocks: Ints) -> Pairs:
     rank = np.arange(len(order)) - first
     left, right, which = [], [], []
     for offset in range(1, OFFSETS + 1):
-        # In a block of n, offset n / 2 meets each pair from both sides, and larger ones repeat smaller ones.
+        # In a block of n, offset n / 2 visits each pair twice, and larger offsets repeat smaller ones.
         use = (2 * offset < size) | ((2 * offset == size) & (rank < offset))
         if not use.any():
             break

@@ -15,10 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+Json: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
+"""A JSON value of unknown shape, such as a field of a file."""
 
 ROLES = ("system", "user", "assistant", "tool", "text")
 KINDS = ("text", "think", "tool_call", "tool_result", "image")
@@ -229,7 +232,7 @@ LENSES: dict[str, Lens] = {
 """Lenses in the order of their keys. `version` shows `Trajectory.versions`; all others an array."""
 
 
-def prompt_hash(ids: Any, text: str = "") -> str:
+def prompt_hash(ids: ArrayLike | None, text: str = "") -> str:
     """Hash a prompt to 16 hex digits: its token ids, or its text without ids.
 
     >>> prompt_hash([1, 2, 3]) == prompt_hash(np.array([1, 2, 3], dtype=np.int32)), len(prompt_hash(None, "hello"))
@@ -408,7 +411,7 @@ def segments_of(
     mask: NDArray[np.bool_],
     *,
     sampled: NDArray[np.bool_] | None = None,
-    spans: Any = None,
+    spans: Json = None,
     exact: bool = True,
 ) -> list[Segment]:
     """Return the segments of a trajectory's L tokens.
@@ -444,7 +447,7 @@ def segments_of(
     return _finished(text, ends, segments, mask)
 
 
-def _recorded(spans: Any, length: int) -> list[tuple[str, int, int]]:
+def _recorded(spans: Json, length: int) -> list[tuple[str, int, int]]:
     """Return recorded spans, if they are valid: they cover the tokens in order."""
     if not isinstance(spans, (list, tuple)) or not spans or len(spans) > length + 1000:
         return []
@@ -492,7 +495,7 @@ def _marks(text: str, ends: NDArray[np.int64], exact: bool) -> list[_Mark]:
         if match["images"] or match["squares"]:
             action, label = "image", ""
         elif match["named"]:
-            # The name may be none that is known: then somebody speaks of whom no more is known.
+            # An unknown name is an unknown speaker.
             name = _NAME_IN_MARK.search(match[0])
             action, label = "role", _ROLES.get(name[name.lastindex or 0], "text") if name else "text"
         else:
@@ -500,8 +503,8 @@ def _marks(text: str, ends: NDArray[np.int64], exact: bool) -> list[_Mark]:
         marks.append(_Mark(action, label, match.start(), match.end(), first[i], behind[i]))
     if not exact:
         return marks
-    # Of a template's marks, each is one token. A text that only looks like one is several, and is not believed; unless
-    # all are, for a tokenizer that has none of them.
+    # Each mark of a template is one token. Text that only looks like a mark is several tokens and is ignored, unless
+    # the tokenizer has none of the marks.
     head = [match.end() if match["named"] is None else text.index(">", match.start()) + 1 for match in matches]
     heads = np.array(head)
     at_token = ends[np.minimum(np.searchsorted(ends, heads), len(ends) - 1)] == heads
@@ -601,7 +604,7 @@ class _Walk:
         elif role == "assistant":
             self.assistants(mark)
         else:
-            self.now.blank = False  # A mark that others only speak of.
+            self.now.blank = False  # a mark that is only mentioned
 
     def result(self, mark: _Mark, by_model: bool) -> None:
         role, kind = self.now.role, self.now.kind
@@ -609,7 +612,7 @@ class _Walk:
             self.now.blank = False
         elif mark.action == "open" and kind != "tool_result":
             if self.now.blank and self.now.opened:
-                # What a template writes as a user's message is the tool's from its first mark on.
+                # In a user message of the template, everything from the tool's first mark on is the tool's.
                 self.now.role, self.now.kind = "tool", "tool_result"
             else:
                 self.begin("tool", "tool_result", mark.first, mark.start)
@@ -628,7 +631,7 @@ class _Walk:
             self.begin("assistant", self.back if kind == "tool_call" else "text", mark.behind, mark.stop)
             self.back = "text"
         elif mark.action == "close" and mark.label == "think" and not self.thought and kind == "text":
-            # Its beginning was in a template, or cut away: all that the turn said so far was thought.
+            # The opening mark was in the template or cut off: the turn so far was thinking.
             self.thought = True
             for span in self.spans[self.turn :]:
                 span.kind = "think" if span.kind == "text" else span.kind
@@ -640,7 +643,7 @@ def _finished(text: str, ends: NDArray[np.int64], spans: list[_Span], mask: NDAr
     """Convert spans to segments: empty ones are dropped, and those with only marks are merged into a neighbor."""
     merged: list[_Span] = []
     for before, span in pairwise(spans):
-        span.token = max(span.token, before.token)  # One token may hold the end of a mark and the begin of the next.
+        span.token = max(span.token, before.token)  # one token may contain the end of a mark and the start of the next
     for i, span in enumerate(spans):
         stop = spans[i + 1].token if i + 1 < len(spans) else len(ends)
         if stop <= span.token:

@@ -24,10 +24,13 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import RollbookError
+
+if TYPE_CHECKING:
+    from rollbook.inspect.trajectory import Json
 
 MOST_ROWS = 10_000
 MOST_BYTES = 16 << 20
@@ -136,17 +139,17 @@ class _Child:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            # -P: the folder it is started in, which may be anybody's, is no place to import from.
+            # -P: do not import from the current folder, which may be untrusted.
             [sys.executable, "-P", "-m", "rollbook.inspect.workers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # the terminal's Ctrl-C is the server's, which then ends this
+            start_new_session=True,  # Ctrl-C goes to the server, which then ends the child
         )
         self.buffer = b""
         try:
-            # The time of a question does not pay for the start.
+            # The time limit of a job does not include the start.
             self._line(time.monotonic() + _START_SECONDS, None)
         except BaseException:
             self.kill()
@@ -160,7 +163,7 @@ class _Child:
         stdin = self.process.stdin
         if stdin is None:
             raise ValueError("the child has no input")
-        # A thread writes, since a child that reads slowly must not hold the time limit up.
+        # A thread writes, since a child that reads slowly must not delay the time limit.
         line = json.dumps({**job, "limit": seconds}).encode() + b"\n"
         writer = threading.Thread(target=_write, args=(stdin, line), daemon=True)
         writer.start()
@@ -176,7 +179,7 @@ class _Child:
         if stdout is None:
             raise ValueError("the child has no output")
         pieces = [self.buffer]
-        # Not select(), which fails for the 1024th file of a process.
+        # Not select(), which fails for file descriptors from 1024 on.
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
             while b"\n" not in pieces[-1]:
@@ -202,7 +205,7 @@ class _Child:
                     stream.close()
 
 
-def _write(stream: Any, line: bytes) -> None:
+def _write(stream: IO[bytes], line: bytes) -> None:
     with contextlib.suppress(OSError, ValueError):
         view = memoryview(line)
         while view:
@@ -224,7 +227,7 @@ def _held(pid: int) -> int:
 
 def main() -> None:
     """Answer jobs until the end of the input."""
-    # What a library prints must not be taken for an answer.
+    # Output of libraries must not be read as an answer.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(2, sys.stdout.fileno())
     sources: dict[str, Any] = {}
@@ -237,7 +240,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         try:
             job = json.loads(line)
-            # Whoever asked ends this in time, or is dead; then the system does.
+            # The parent kills this in time; if it is dead, the system does.
             signal.setitimer(signal.ITIMER_REAL, job["limit"] + 2 * _GRACE)
             tell({"found": _answer(job, sources)})
         except Exception as error:
@@ -281,7 +284,7 @@ def _mask(texts: list[str], patterns: list[str]) -> list[str]:
 
 
 def _covered(text: str, patterns: list[re.Pattern[str]]) -> str:
-    # All patterns look at the text as it was: what one covers may be part of what another finds.
+    # All patterns are matched against the original text, since matches may overlap.
     spans = sorted(match.span() for pattern in patterns for match in pattern.finditer(text))
     pieces = []
     place = 0
@@ -332,7 +335,7 @@ def as_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
     return text.getvalue().encode()
 
 
-def _csv_cell(value: Any) -> Any:
+def _csv_cell(value: Json) -> Any:
     if isinstance(value, (dict, list)):
         value = json.dumps(value, ensure_ascii=False)
     if isinstance(value, str) and value.startswith(_RISKY):

@@ -493,7 +493,7 @@ def examine(
     return diagnose(samples, chosen, evaluation=evaluation, source=name)
 
 
-def _indexed(source: Any, stack: ExitStack) -> tuple[Index, str]:
+def _indexed(source: str | os.PathLike[str] | Book | Source | Index, stack: ExitStack) -> tuple[Index, str]:
     """Return an up-to-date index of the source, and its name; the stack closes what is opened here."""
     from rollbook.inspect.index import Index
 

@@ -319,7 +319,7 @@ class Thresholds:
                 raise ValueError(f"threshold {field.name!r}: got {value!r}, expected a number {limit}")
 
     @classmethod
-    def of(cls, *sources: Thresholds | Mapping[str, Any] | str | None, **named: Any) -> Thresholds:
+    def of(cls, *sources: Thresholds | Mapping[str, Any] | str | None, **named: float) -> Thresholds:
         """Combine thresholds; later values win.
 
         Args:
@@ -384,7 +384,7 @@ def _number(name: str, text: str, is_int: bool) -> float:
         raise ValueError(f"threshold {name!r}: got {text!r}, expected {expected}") from None
 
 
-def _near(name: object, names: Iterable[str]) -> str:
+def _near(name: str, names: Iterable[str]) -> str:
     matches = difflib.get_close_matches(str(name), list(names), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 

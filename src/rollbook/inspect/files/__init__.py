@@ -16,7 +16,7 @@ formats.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollbook.core.lazy import lazily
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from rollbook.inspect.files.source import Family as Family
     from rollbook.inspect.files.source import FileSource as FileSource
     from rollbook.inspect.files.source import UnknownFormatError as UnknownFormatError
+    from rollbook.inspect.records import TokenizerLike
 
 
-def open_file_source(path: str | os.PathLike[str], *, tokenizer: Any = None) -> FileSource:
+def open_file_source(path: str | os.PathLike[str], *, tokenizer: TokenizerLike | None = None) -> FileSource:
     """Open rollouts in a file, or in a folder of files.
 
     Args:
@@ -62,7 +63,7 @@ def recognize(path: str | os.PathLike[str]) -> str:
         return source.kind
 
 
-# Other modules of the viewer use the small ones of this package, which must not bring the large ones.
+# Other modules of the viewer import `stores`, which must not load the large modules.
 _HOMES = {
     "FAMILIES": "rollbook.inspect.files.source",
     "Family": "rollbook.inspect.files.source",

@@ -20,12 +20,12 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rollbook.core.errors import WireError
 from rollbook.core.ids import EID
@@ -33,7 +33,7 @@ from rollbook.inspect.files.stores import Row, number, numbers, whole
 from rollbook.inspect.images import Where, picture, pictured
 from rollbook.inspect.measures import status_of
 from rollbook.inspect.serialization import json_safe
-from rollbook.inspect.trajectory import Picture, Segment, Trajectory, derive, prompt_hash, segments_of
+from rollbook.inspect.trajectory import Json, Picture, Segment, Trajectory, derive, prompt_hash, segments_of
 from rollbook.io import frameworks
 from rollbook.io.frameworks import Sample
 
@@ -61,7 +61,7 @@ def words(text: str) -> NDArray[np.int64]:
     >>> words("Let me see: 2 + 3\\n\\n五個").tolist()
     [3, 6, 10, 11, 13, 15, 17, 19, 20, 21]
     """
-    # Every character is of a word, so that their lengths say where they end.
+    # Every character belongs to a word, so lengths give the ends.
     return np.cumsum(list(map(len, _WORD.findall(text))), dtype=np.int64)
 
 
@@ -78,7 +78,7 @@ def from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
         if not part.text:
             continue
         if before and part.role != before:
-            # A turn ends with its last spoken part; what stands between two turns belongs to the one that follows.
+            # A turn ends with its last spoken part; parts between two turns belong to the next one.
             turn += before == "assistant"
         before = part.role
         if part.picture is not None:
@@ -132,14 +132,14 @@ def from_texts(prompt: str, response: str, /, **fields: Any) -> Trajectory:
     )
 
 
-def conversation(prompt: Any, answer: Any, where: Where, /, **fields: Any) -> Trajectory:
+def conversation(prompt: Json, answer: Json, where: Where, /, **fields: Any) -> Trajectory:
     """Create a trajectory from a prompt and an answer, each a text or messages."""
     prompt, answer = without_nulls(prompt), without_nulls(answer)
     if isinstance(prompt, str) and isinstance(answer, str):
         return from_texts(prompt, answer, **fields)
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    behind = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if not is_messages(before) or not (is_messages(behind) or behind == []):
+    before: Json = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    behind: Json = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if not is_messages(before) or not isinstance(behind, list) or (behind and not is_messages(behind)):
         raise WireError(
             f"got a {type(prompt).__name__} and a {type(answer).__name__} where a prompt and an answer should be"
         )
@@ -164,7 +164,7 @@ def chat(
     return trajectory
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: Json) -> Any:
     """Remove null entries from messages, which Parquet adds for keys of other messages."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -176,13 +176,13 @@ def from_ids(
     prompt_tokens: int,
     where: Where,
     *,
-    mask: Any = None,
+    mask: ArrayLike | None = None,
     arrays: Mapping[str, Any] | None = None,
-    versions: Any = None,
+    versions: ArrayLike | None = None,
     spans: Sequence[Segment] = (),
     sampled: NDArray[np.bool_] | None = None,
     decoded: tuple[str, Any] | None = None,
-    recorded: Any = None,
+    recorded: Json = None,
     **fields: Any,
 ) -> Trajectory:
     """Create a trajectory from token ids [L].
@@ -203,7 +203,7 @@ def from_ids(
     if mask is not None:
         trained_column = _column(mask, length, prompt_tokens, 0)
         if trained_column is None:
-            notes.append(f"The mask has {len(mask)} entries for {length} tokens, so all of the response is shown.")
+            notes.append(f"The mask has {_count(mask)} entries for {length} tokens, so all of the response is shown.")
         else:
             trained = trained_column != 0
     columns: dict[str, NDArray[Any]] = {}
@@ -258,7 +258,7 @@ def from_ids(
     return trajectory
 
 
-def _ends(values: Any, characters: int, length: int) -> NDArray[np.int64]:
+def _ends(values: ArrayLike, characters: int, length: int) -> NDArray[np.int64]:
     """Return [L] ends stated by a file, if they are valid."""
     try:
         ends = np.asarray(values, dtype=np.int64)
@@ -269,11 +269,11 @@ def _ends(values: Any, characters: int, length: int) -> NDArray[np.int64]:
     return ends
 
 
-def _count(values: Any) -> int:
-    return len(values) if hasattr(values, "__len__") else 1
+def _count(values: ArrayLike) -> int:
+    return len(values) if isinstance(values, Sized) else 1
 
 
-def _column(values: Any, length: int, prompt_tokens: int, empty: float) -> NDArray[Any] | None:
+def _column(values: ArrayLike, length: int, prompt_tokens: int, empty: float) -> NDArray[Any] | None:
     """Return [L] from [L], from [R] or from one number; otherwise `None`."""
     try:
         numbers = np.asarray(values, dtype=np.float64)
@@ -293,7 +293,7 @@ def _column(values: Any, length: int, prompt_tokens: int, empty: float) -> NDArr
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
-def is_messages(value: Any) -> bool:
+def is_messages(value: Json) -> TypeGuard[list[dict[str, Any]]]:
     """Return whether a value is a conversation: a list of dicts with roles."""
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
@@ -354,19 +354,19 @@ def message_parts(
             part, key = _call(call, by_model)
             names[key] = part.name
             here.append(part)
-        # Two messages do not run into each other.
+        # Keep a separator between two messages.
         if here and i + 1 < len(messages) and not here[-1].text.endswith("\n") and here[-1].picture is None:
             here[-1] = here[-1]._replace(text=here[-1].text + "\n")
         parts += here
     return parts
 
 
-def _name(value: Any) -> str:
+def _name(value: Json) -> str:
     return value if isinstance(value, str) else ""
 
 
 def _content(
-    content: Any, role: str, name: str, by_model: bool, where: Where, notes: list[str], seen: dict[str, Picture]
+    content: Json, role: str, name: str, by_model: bool, where: Where, notes: list[str], seen: dict[str, Picture]
 ) -> list[Part]:
     if content is None:
         return []
@@ -375,7 +375,8 @@ def _content(
             return [Part(content, role, "tool_result", name, by_model)]
         return text_parts(content, role, by_model)
     parts: list[Part] = []
-    for item in content if isinstance(content, list) else [content]:
+    items: list[Any] = content if isinstance(content, list) else [content]
+    for item in items:
         if isinstance(item, str):
             parts += _content(item, role, name, by_model, where, notes, seen)
             continue
@@ -393,14 +394,15 @@ def _content(
     return parts
 
 
-def _call(call: Any, by_model: bool) -> tuple[Part, str]:
+def _call(call: Json, by_model: bool) -> tuple[Part, str]:
     """Return a tool call as JSON, and its id."""
     if isinstance(call, str):
-        # Some writers keep each call as a text of JSON.
+        # Some writers store each call as JSON text.
+        written = call
         try:
-            call = json.loads(call)
+            call = json.loads(written)
         except (ValueError, RecursionError):
-            return Part(call, "assistant", "tool_call", "", by_model), ""
+            return Part(written, "assistant", "tool_call", "", by_model), ""
     if not isinstance(call, dict):
         return Part(json.dumps(call, default=str), "assistant", "tool_call", "", by_model), ""
     inner = call.get("function")
@@ -414,7 +416,7 @@ def _call(call: Any, by_model: bool) -> tuple[Part, str]:
 
 
 def _picture_part(
-    source: Any, role: str, by_model: bool, where: Where, notes: list[str], seen: dict[str, Picture]
+    source: Json, role: str, by_model: bool, where: Where, notes: list[str], seen: dict[str, Picture]
 ) -> Part:
     if isinstance(source, dict):
         source = source.get("url") or source.get("data") or source.get("path")
@@ -531,7 +533,7 @@ _PADDING = re.compile(r"(<[^<>\s]{1,40}>)\1+")
 _LAST = re.compile(r"<[^<>\s]{1,40}>")
 
 
-def _dict(value: Any) -> dict[str, Any]:
+def _dict(value: Json) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
@@ -566,7 +568,7 @@ def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
     if row.get("policy_entropy") is not None:
         notes.append("policy_entropy is left out: it is the spread of the log-probs, padding included, no entropy.")
     if prompt is None:
-        # What the model said is not in the whole text as it stands: special tokens in the middle were dropped.
+        # The response is not a substring of the full text: special tokens were dropped from it.
         trajectory = from_texts("", full or pure, **fields)
         trajectory.segments = (
             [Segment("text", "text", "", 0, len(trajectory.ends), True, 0)] if len(trajectory.ends) else []
@@ -583,7 +585,7 @@ def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
     yield trajectory
 
 
-def _text(value: Any) -> str:
+def _text(value: Json) -> str:
     return value if isinstance(value, str) else ""
 
 
@@ -621,7 +623,7 @@ def _exact(row: Row, prompt: str, pieces: list[str], tail: str, fields: dict[str
     ends = np.concatenate([before, len(prompt) + np.cumsum(sizes, dtype=np.int64)])
     start, length = len(before), len(ends)
     arrays: dict[str, Any] = {}
-    # Entry j of generated_tokens stands on the token before response token j, whose entropy it has.
+    # Entry j of generated_tokens is at the token before response token j, whose entropy it has.
     tokens = row.get("generated_tokens")
     scores = [number(_dict(entry).get("entropy_score")) for entry in tokens] if isinstance(tokens, list) else []
     if any(score is not None for score in scores):
@@ -669,7 +671,7 @@ def _leave_out(row: Row, notes: list[str], why: str) -> None:
             _left_out(name, row[name], why, notes)
 
 
-def _left_out(name: str, values: Any, why: str, notes: list[str]) -> None:
+def _left_out(name: str, values: Json, why: str, notes: list[str]) -> None:
     if isinstance(values, list):
         notes.append(f"{name} is left out: {len(values)} numbers, and {why}.")
     else:
@@ -754,7 +756,7 @@ def rollbook(row: Row, where: Where) -> Iterator[Trajectory]:
         shown = (_text(other.get("text")), other.get("token_ends"))
         trajectory.rejected = from_ids(other.get("token_ids") or [], prompt, where, decoded=shown, **fields)
     trajectory.uid = _text(row.get("uid"))
-    # Samples whose ids name no batch are of the step in which they were saved.
+    # Samples without a batch in their ids belong to the step in which they were saved.
     trajectory.gid = (
         _text(row.get("gid")) if row.get("batch") not in (None, "") else EID(step or 0, trajectory.task).tid
     )
@@ -807,7 +809,7 @@ def messages(row: Row, where: Where) -> Iterator[Trajectory]:
     yield trajectory
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: Json) -> bool:
     return (isinstance(value, str) and 0 < len(value) <= 256) or type(value) is int
 
 
@@ -871,11 +873,11 @@ def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
     yield trajectory
 
 
-def _without_history(score: Any) -> Any:
+def _without_history(score: Json) -> Any:
     return {name: value for name, value in score.items() if name != "history"} if isinstance(score, dict) else score
 
 
-def _attached(value: Any, attachments: dict[str, Any]) -> Any:
+def _attached(value: Json, attachments: dict[str, Any]) -> Any:
     """Replace references to attachments by their contents."""
     if isinstance(value, str):
         attachment = attachments.get(value.removeprefix("attachment://")) if value.startswith("attachment://") else None
@@ -899,7 +901,7 @@ def _scores(scores: dict[str, Any]) -> dict[str, float]:
     return numbers(grades)
 
 
-def _grade(value: Any) -> float | None:
+def _grade(value: Json) -> float | None:
     if isinstance(value, str):
         if value in _GRADES:
             return _GRADES[value]
@@ -920,7 +922,7 @@ _VERIFIERS_TRUNCATED = (
 )  # fmt: skip
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: Json) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
@@ -1040,7 +1042,7 @@ def trace(row: Row, where: Where) -> Iterator[Trajectory]:
                 any_trace = True
                 yield trajectory
     if not any_trace:
-        # An episode that failed before a model was asked.
+        # The episode failed before the first model call.
         data = _dict(_dict(row.get("task")).get("data"))
         prompt = data.get("prompt")
         yield conversation(
@@ -1155,7 +1157,7 @@ def _branch(
             if values and len(values) == len(at):
                 column[at] = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
                 filled += len(at)
-        # A token without a number would look like one whose number is NaN.
+        # A token without a value would look like one with NaN.
         if filled == mask.sum() > 0:
             arrays[ours] = column
         elif any(node.get(theirs) for node in nodes):

@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -37,7 +37,6 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.fields import DTYPES, FIELDS
 from rollbook.core.ids import EID
 from rollbook.core.trxp import MAGIC as TRXP
-from rollbook.core.vocabulary import Vocabulary
 from rollbook.core.wire import MAGIC as FRAME
 from rollbook.core.wire import check_stream
 from rollbook.inspect.files import adapters
@@ -66,9 +65,9 @@ from rollbook.inspect.files.stores import (
     unpack,
 )
 from rollbook.inspect.images import Album, Where
-from rollbook.inspect.records import documents_from, record_json
+from rollbook.inspect.records import TokenizerLike, documents_from, record_json, vocabulary_of
 from rollbook.inspect.serialization import json_safe
-from rollbook.inspect.trajectory import Trajectory
+from rollbook.inspect.trajectory import Json, Trajectory
 from rollbook.io import arrow, formats, trinity_sqlite
 from rollbook.io.formats import read_column_names
 
@@ -98,7 +97,7 @@ def of_columns(records: Experiences) -> Iterator[Row]:
 
 def of_batch(batch: pa.RecordBatch) -> Iterator[Row]:
     """Return the records of a table that Rollbook wrote, or of one with its column names."""
-    # Taken, not sliced: what is read is judged by its own rows.
+    # Taken, not sliced: limits apply to the rows that are read.
     return of_columns(arrow.from_table(batch.take(pa.array(np.arange(len(batch))))))
 
 
@@ -157,7 +156,7 @@ def _pieces(
             try:
                 piece, store.done = read(file, at)
             except WireError as error:
-                store.done = os.path.getsize(store.path)  # Where the next one begins is not known.
+                store.done = os.path.getsize(store.path)  # the start of the next one is unknown
                 yield at, error
                 break
             if piece is None:
@@ -172,7 +171,7 @@ def _pieces(
 class Frames(Growing):
     """Consecutive frames; (a, b): offset of a frame, and index of a record in it."""
 
-    def _frame(self, file: Any, at: int) -> tuple[Experiences | None, int]:
+    def _frame(self, file: BinaryIO, at: int) -> tuple[Experiences | None, int]:
         """Return the frame at an offset and the next offset; `None` if it is incomplete."""
         file.seek(at)
         head = file.read(wire.HEADER_BYTES)
@@ -271,7 +270,7 @@ def of_line(row: Row) -> Row:
     return of_values(fields)
 
 
-def _listed(name: str, value: Any) -> NDArray[Any]:
+def _listed(name: str, value: Json) -> NDArray[Any]:
     if type(value) is dict and set(value) == {"dtype", "values"}:
         value = value["values"]
     if type(value) is not list:
@@ -345,7 +344,7 @@ def _safetensors(view: memoryview) -> dict[str, NDArray[Any]]:
 class Payloads(Growing):
     """Consecutive TRXP payloads; (a, b): offset of a payload, and index of a record in it."""
 
-    def _rows(self, file: Any, at: int) -> tuple[list[Row] | None, int]:
+    def _rows(self, file: BinaryIO, at: int) -> tuple[list[Row] | None, int]:
         file.seek(at)
         head = file.read(trxp._HEADER.size)
         if len(head) < trxp._HEADER.size:
@@ -419,7 +418,7 @@ class Database:
             tables = list(trinity_sqlite.find_tables(connection, self.path).values())
             for number, at in places:
                 table = tables[number]
-                # The query names the table as t, and orders by its id.
+                # The query uses the alias t and orders by id.
                 query = trinity_sqlite.build_query(table).replace(" ORDER BY t.id", " WHERE t.id = ?")
                 for row in connection.execute(query, (MAX_ROW, MAX_ROW, at)):
                     rows[number, at] = _database_row(row, table)
@@ -571,7 +570,7 @@ def _objects(path: str) -> tuple[str, Store]:
     """Return the format of JSON lines, or of one object over several lines."""
     with open(path, "rb") as file:
         line = file.readline(MAX_ROW + 1)
-        # A line that is blank, or cut by the limit, is no first row.
+        # Blank and truncated lines do not count as a first row.
         while line and not line.strip():
             line = file.readline(MAX_ROW + 1)
     try:
@@ -684,7 +683,7 @@ class FileSource:
         UnknownFormatError: If no file is in a known format.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, tokenizer: TokenizerLike | None = None) -> None:
         address = os.path.abspath(os.fspath(path))
         if not os.path.exists(address):
             raise FileNotFoundError(f"path: {os.fspath(path)!r} does not exist")
@@ -692,7 +691,7 @@ class FileSource:
         self.path = os.path.realpath(address)
         self.root = self.path if self.folder else os.path.dirname(self.path)
         self.name = shown(os.path.basename(address.rstrip("/")) or address)
-        self.vocabulary = _vocabulary(tokenizer)
+        self.vocabulary = vocabulary_of(tokenizer)
         self._lock = threading.Lock()
         """Of the cache: pages ask while a refresh goes on, which takes as long as there is to read."""
         self._refreshing = threading.Lock()
@@ -759,7 +758,7 @@ class FileSource:
                 return
             file.stamp = now
             if os.path.getsize(file.path) == 0:
-                return  # a writer has just begun
+                return  # just created by a writer
             path = self._unpacked(file)
             file.family, file.store = family_of(path, file.name)
             file.stamp = ()
@@ -772,7 +771,7 @@ class FileSource:
             return
         file.step = step_in(file.name)
         if file.step is None and FAMILIES[file.family].counted:
-            # Logs that stand beside each other, in the order of their names: each is a step.
+            # Logs in one folder, ordered by name: each is a step.
             file.step = sum(1 for other in self._files.values() if other.family and other is not file)
 
     def _unpacked(self, file: _File) -> str:
@@ -861,9 +860,9 @@ class FileSource:
                 self._forget(file, index)
             yield from self._scanned(file, store, more)
         except FileNotFoundError:
-            return  # removed: what was read of it is listed until the source is closed
+            return  # removed: its samples stay listed until the source is closed
         except _WRONG as error:
-            # The file as a whole: an archive that is being written, a table that is cut short.
+            # The whole file is unreadable: an archive being written, a truncated table.
             self._damaged(file, error)
 
     def _damaged(self, file: _File, error: Exception) -> None:
@@ -917,7 +916,7 @@ class FileSource:
             task, step = trajectory.task or trajectory.prompt, trajectory.step or 0
             run = trajectory.run
             if run < 0:
-                # Counted by the group's order; a graph's further branches are of the same run.
+                # Counted in the group's order; further branches of a graph belong to the same run.
                 run = self._runs.get((step, task), 0) - (1 if trajectory.turn and short_uid else 0)
                 self._runs[step, task] = max(run + 1, 0)
                 run = max(run, 0)
@@ -1015,7 +1014,7 @@ class FileSource:
         at, a, b, _ = self._place(number)
         file = self._in_order[at]
         images: dict[str, Any] = {sha256: None}
-        # Building the row's samples again passes by all of its pictures.
+        # Rebuilding the row's samples visits all of its pictures.
         for _ in self._documents_of(file, self._fetched(file, [(a, b)])[a, b], images):
             if images[sha256] is not None:
                 break
@@ -1044,14 +1043,6 @@ class FileSource:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _vocabulary(tokenizer: Any) -> Vocabulary | None:
-    if tokenizer is None or isinstance(tokenizer, Vocabulary):
-        return tokenizer
-    if isinstance(tokenizer, (str, os.PathLike)):
-        return Vocabulary.from_path(tokenizer)
-    return Vocabulary.of(tokenizer)
 
 
 def _known() -> str:

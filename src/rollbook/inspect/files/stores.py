@@ -20,7 +20,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import orjson
 import pyarrow as pa
@@ -30,6 +30,9 @@ from rollbook.core.wire import DEFAULT_LIMITS
 from rollbook.core.wire import FREE_BYTES as FREE_BYTES
 from rollbook.io import parquet
 from rollbook.io.tables import check_depth
+
+if TYPE_CHECKING:
+    from rollbook.inspect.trajectory import Json
 
 MAX_ROW = 256 << 20
 """Maximum bytes of a line, an element or a member of an archive."""
@@ -74,7 +77,7 @@ def parse(data: bytes | memoryview, label: str = "the row") -> Any:
     return value
 
 
-def _sound(value: Any) -> Any:
+def _sound(value: Json) -> Any:
     """Replace lone surrogates in texts with U+FFFD."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
@@ -91,7 +94,7 @@ def row_of(data: bytes | memoryview) -> dict[str, Any]:
     return value
 
 
-def number(value: Any) -> float | None:
+def number(value: Json) -> float | None:
     """Return a number, or the only number of a list; NaN counts as one.
 
     >>> number(True), number([2]), number("3"), number(None)
@@ -104,7 +107,7 @@ def number(value: Any) -> float | None:
     return value if isinstance(value, float) else None
 
 
-def whole(value: Any) -> int | None:
+def whole(value: Json) -> int | None:
     """Return a 64-bit integer.
 
     >>> whole(3.0), whole("17"), whole(2.5), whole(True)
@@ -117,7 +120,7 @@ def whole(value: Any) -> int | None:
     return value if type(value) is int and abs(value) < 2**63 else None
 
 
-def numbers(values: Any) -> dict[str, float]:
+def numbers(values: Json) -> dict[str, float]:
     """Return the finite numbers of a dict by name.
 
     >>> numbers({"acc": True, "note": "x", "len": -0.5, "odd": float("nan")})
@@ -171,7 +174,7 @@ def listed(root: str) -> tuple[list[str], list[str]]:
     return sorted(files, key=in_order), strangers
 
 
-def beside(root: str, name: Any) -> str | None:
+def beside(root: str, name: Json) -> str | None:
     """Return the path of a file named by a row, if it is a plain relative name in the folder `root`."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name or os.path.isabs(name) or ":" in name:
         return None
@@ -278,7 +281,7 @@ class Lines(Growing):
                         row = row_of(text)
                     except WireError as error:
                         if not line.endswith(b"\n"):
-                            break  # a writer is at it
+                            break  # being written
                         row = error
                 self.done = at + len(line)
                 if row is not None:
@@ -311,7 +314,7 @@ def unpack(path: str, into: str) -> None:
             out.write(piece)
 
 
-def _gunzip(file: Any) -> Iterator[bytes]:
+def _gunzip(file: BinaryIO) -> Iterator[bytes]:
     reader = zlib.decompressobj(31)
     while data := file.read(1 << 20):
         while data:
@@ -325,7 +328,7 @@ def _gunzip(file: Any) -> Iterator[bytes]:
     yield reader.flush()
 
 
-def _unzstd(file: Any) -> Iterator[bytes]:
+def _unzstd(file: BinaryIO) -> Iterator[bytes]:
     try:
         stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")
     except (pa.ArrowException, ValueError, NotImplementedError):
@@ -334,7 +337,7 @@ def _unzstd(file: Any) -> Iterator[bytes]:
         while piece := stream.read(1 << 22):
             yield piece
     except (pa.ArrowException, OSError):
-        # A frame that is not complete yet, or damaged: what came before it is shown.
+        # An incomplete or damaged frame: everything before it is shown.
         return
 
 
@@ -343,7 +346,7 @@ def _unzstd(file: Any) -> Iterator[bytes]:
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]', re.S)
 
 
-def elements(data: Any, at: int) -> Iterator[tuple[int, int]]:
+def elements(data: bytes | mmap.mmap, at: int) -> Iterator[tuple[int, int]]:
     """Yield begin and end of the objects and lists in the array or object at byte `at`; `WireError` after the last
     complete one if the text is truncated.
 
@@ -421,7 +424,7 @@ class Elements(Whole):
                 elif b - a <= 1 << 20:
                     self.log[name] = parse(data[a:b])
         except WireError:
-            # Cut short inside of the array itself, most likely: what is whole in it is read.
+            # Probably truncated inside the array: its complete elements are read.
             for match in re.finditer(rb'"' + re.escape(self.key.encode()) + rb'"\s*:\s*\[', data):
                 return match.end() - 1
         return first
@@ -449,7 +452,7 @@ class Table(Whole):
 
     def scan(self, more: bool) -> Iterator[Found]:
         at = 0
-        # Few at a time: as Python values rows take many times their bytes.
+        # Few at a time: as Python values, rows take many times their size.
         for batch in parquet.batches(self.path, 32, max_row_bytes=MAX_ROW):
             for row in self.decode(batch):
                 yield at, 0, row
@@ -561,7 +564,7 @@ def _zstd_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> 
     file.seek(int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little"), os.SEEK_CUR)
     packed = file.read(min(info.compress_size, MAX_ROW))
     pieces, size = [], 0
-    # Written as several frames one after the other, which the stream goes on through.
+    # Several consecutive frames, which the stream reads through.
     stream = pa.CompressedInputStream(pa.BufferReader(packed), "zstd")
     while size <= most and (piece := stream.read(1 << 22)):
         pieces.append(piece)
