@@ -113,7 +113,7 @@ def questions(answers: Answers, steps: int) -> dict[str, Callable[[], Any]]:
         "filter by text over all": lambda: answers.list(filter=f'opening ~ "question {next(turn) % 800}:"'),
         "group filter over all": lambda: answers.list("groups", filter="zero_variance and truncated", sort="-step"),
         "group": lambda: answers.group(gids[next(turn) * 7919 % len(gids)]),
-        "neighbours of a sample": lambda: answers.neighbours(uids[next(turn) * 7919 % len(uids)]),
+        "neighbours of a sample": lambda: answers.neighbors(uids[next(turn) * 7919 % len(uids)]),
         "look here": lambda: (setattr(answers, "_looked", None), answers.look()),
         "compare 3 steps with 3": lambda: answers.compare(three(), three()),
         "search: phrase": lambda: answers.search("let me verify this"),

@@ -188,7 +188,7 @@ def test_check_and_repair(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     status, out, _ = run(capsys, "check", folder, "--repair")
     assert status == 1, "something was found, and mended"
     assert out.splitlines()[-1].startswith("ok: ")
-    assert "copy of what was there before: " in out
+    assert "copy of the previous files: " in out
     assert run(capsys, "check", folder, "--repair")[0] == 0
     status, _, err = run(capsys, "check", folder, "--repair", "--quick")
     assert (status, "one of them" in err) == (2, True)
@@ -249,7 +249,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     status, said, _ = run(capsys, "import", tmp_path / "new", out, "--json")
     assert status == 0
     assert json.loads(said) == {"admitted": 4, "existing": 0, "revised": 0, "stale": 0}
-    assert "4 were known" in run(capsys, "import", tmp_path / "new", out)[1]
+    assert "4 already present" in run(capsys, "import", tmp_path / "new", out)[1]
     with out.open("a") as file:
         file.write("{broken\n")
     assert run(capsys, "import", tmp_path / "other", out)[0] == 2

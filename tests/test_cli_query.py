@@ -314,10 +314,10 @@ def test_runs_without_records_for_training(odd: Path, capsys: pytest.CaptureFixt
     empty, held_out = str(odd / "empty"), str(odd / "eval")
     assert "no records yet" in said(capsys, "show", empty)
     told = said(capsys, "show", held_out)
-    assert "all for evaluation" in told and len(json.loads(said(capsys, "show", held_out, "--json"))["steps"]) == 2
+    assert "evaluation only" in told and len(json.loads(said(capsys, "show", held_out, "--json"))["steps"]) == 2
     assert "1/0" in said(capsys, "show", held_out, "--step", "1")
     assert "eval has no training records" in refused(capsys, "diff", held_out, held_out)
-    assert "--evaluation checks" in said(capsys, "doctor", held_out)
+    assert "use --evaluation" in said(capsys, "doctor", held_out)
     assert "--evaluation checks" not in said(capsys, "doctor", held_out, "--evaluation")
     assert "no records in steps 7" in refused(capsys, "doctor", held_out, "--steps", "7")
 
@@ -366,7 +366,7 @@ def test_a_narrow_terminal_breaks_no_word(
     samples = [[line for line in text.splitlines() if line.startswith("3/10/")] for text in (wide[2], narrow[2])]
     assert len(samples[0]) == 4
     for one, other in zip(*samples, strict=True):
-        assert other.split()[0] == one.split()[0] and other.split()[-1] == one.split()[-1], "how it ends, to its end"
+        assert other.split()[0] == one.split()[0] and other.split()[-1] == one.split()[-1], "ends with, to its end"
     assert "· turn 1 ·" in narrow[3] and "turn 0" not in narrow[3]
 
 

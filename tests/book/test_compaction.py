@@ -327,7 +327,7 @@ def test_bytes_in_another_writers_segment_go_when_it_ends(
         sound(book, {1: record(1)})
         assert [(each.kind, each.where) for each in book.check().findings] == [("pending", segment)]
         assert main(["compact", str(tmp_path / "book")]) == 1
-        assert f"pending: {segment} holds deleted" in capsys.readouterr().err
+        assert f"pending: {segment} has deleted" in capsys.readouterr().err
         if ending == "close":
             other.close()
         elif ending == "append":

@@ -72,8 +72,8 @@ def test_what_was_not_recorded_is_no_share_of_zero(chrome: Chrome, tmp_path: Pat
         )
         assert [health[name] for name in ("Zero-variance groups", "Groups solved", "Stale > 1")] == ["–", "–", "–"]
         assert (health["Truncated"], health["Masked tokens"]) == ("0%", "0%")
-        page.wait("document.querySelector('.look').innerText.includes('most checks cannot say anything yet')")
-        assert "What changed since the start" not in page.text()
+        page.wait("document.querySelector('.look').innerText.includes('Most checks need more samples')")
+        assert "Compare start and end" not in page.text()
         go(page, "#/step/0", "!!document.querySelector('tr[aria-rowindex]')")
         assert "zero variance" not in page.text(".step-title") and "truncated 0%" in page.text(".step-title")
         page.eval("location.hash = document.querySelector('tr[aria-rowindex] a').getAttribute('href')")
@@ -100,7 +100,7 @@ def test_files_that_were_not_read_are_named_on_the_overview(chrome: Chrome, tmp_
 
 def test_a_run_that_was_read_whole_says_nothing_of_problems(page: Page) -> None:
     assert page.count(".notice") == 0
-    changed = "[...document.querySelectorAll('a')].find(a => a.textContent.startsWith('What changed'))?.hash"
+    changed = "[...document.querySelectorAll('a')].find(a => a.textContent.startsWith('Compare start'))?.hash"
     assert page.eval(changed) == "#/compare?a=0-2&b=9-11"
 
 
@@ -133,7 +133,7 @@ def test_the_list_of_keys_names_each_key_once(page: Page) -> None:
 
 def test_the_filter_explains_itself_and_gives_the_focus_on(page: Page) -> None:
     go(page, "#/samples", "!!document.querySelector('tr[aria-rowindex]')")
-    page.click(".filter button[aria-label='What a filter can say']")
+    page.click(".filter button[aria-label='Filter syntax']")
     page.wait("!!document.querySelector('dialog[open]')")
     names = page.texts("dialog[open] tbody th")
     assert {"reward", "truncated", "kl_max"} <= set(names)
@@ -142,7 +142,7 @@ def test_the_filter_explains_itself_and_gives_the_focus_on(page: Page) -> None:
     page.eval("document.querySelector('.filter input').focus()")
     page.wait("!document.querySelector('.suggestions').hidden")
     page.key("Tab")
-    assert page.eval("document.activeElement.getAttribute('aria-label')") == "What a filter can say"
+    assert page.eval("document.activeElement.getAttribute('aria-label')") == "Filter syntax"
 
 
 def test_headings_leave_no_level_out(page: Page) -> None:
@@ -173,13 +173,13 @@ def test_the_overview_does_not_wait_for_the_doctor_and_evaluations_have_their_ow
     page = chrome.page()
     page.goto(server.url)
     page.wait("document.querySelectorAll('table[aria-label=Steps] tr[aria-rowindex]').length > 0")
-    assert "Looking through the samples" in page.text(".look")
+    assert "Running checks" in page.text(".look")
     free.set()
     page.wait("document.querySelectorAll('.look-title').length > 0")
     assert page.eval("document.querySelector('.live').dataset.state") == "live"
     page.click("#main .segmented button:last-child")
     page.wait(
-        "location.hash.includes('evaluation=1') && /stands out|Open/.test(document.querySelector('.look')?.innerText)"
+        "location.hash.includes('evaluation=1') && /No findings|Open/.test(document.querySelector('.look')?.innerText)"
     )
     assert any("/api/look?evaluation=1" in each for each in page.requests)
     titles = [item["title"] for item in real(evaluation=True)["items"]]

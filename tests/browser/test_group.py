@@ -57,7 +57,7 @@ def test_samples_stand_side_by_side_in_the_order_asked_for(page: Page, server: S
     foot = page.texts(".gp-column-foot")[0]
     assert "accuracy" in foot and "length" in foot
     page.eval(
-        "(() => { const s = document.querySelector('[aria-label=\"order of the samples\"]'); s.value = "
+        "(() => { const s = document.querySelector('[aria-label=\"sort samples\"]'); s.value = "
         "'longest'; s.dispatchEvent(new Event('change')); })()"
     )
     page.wait("location.hash.includes('sort=longest')")
@@ -143,7 +143,7 @@ def test_columns_scroll_together_by_token_percent_and_turn_or_not(low: Page, ser
     assert max(free) < 1.5 * min(free) + 40
 
 
-def test_the_lens_changes_colours_and_nothing_else(low: Page, server: Server) -> None:
+def test_the_lens_changes_colors_and_nothing_else(low: Page, server: Server) -> None:
     page = low
     page.viewport(900, 300)
     open_group(page, TOOLS, "?sync=off")
@@ -205,9 +205,9 @@ def test_differences_of_two_samples_are_those_of_their_words(page: Page, server:
         "[...document.querySelectorAll('.gp-diff .segmented button')].find(b => b.textContent === 'tokens').click()"
     )
     page.wait("location.hash.includes('by=token')")
-    assert "tokens are the same" in page.text(".diff-sum")
+    assert "of tokens equal" in page.text(".diff-sum")
     page.reload()
-    page.wait("document.querySelector('.diff-sum')?.textContent.includes('tokens are the same')")
+    page.wait("document.querySelector('.diff-sum')?.textContent.includes('of tokens equal')")
     page.key("Escape")
     page.wait("!document.querySelector('.diff-view')")
     assert "diff" not in params(page) and not page.eval("document.querySelector('.gp-columns').hidden")
@@ -227,8 +227,8 @@ def test_the_fork_tree_has_the_groups_forks_and_leads_to_samples(page: Page, ser
     )
     mean = float(np.mean([one.reward for one in made]))
     entropy = float(np.mean([one.arrays["entropy"][one.prompt_tokens + shared] for one in made]))
-    assert f"{RUNS} samples" in root[0] and f"parts in {len(ways)} after {shared} response tokens" in root[0]
-    numbers = [float(each.replace("−", "-")) for each in re.findall(r"(?:reward|there) (−?[\d.]+)", root[0])]
+    assert f"{RUNS} samples" in root[0] and f"splits into {len(ways)} after {shared} response tokens" in root[0]
+    numbers = [float(each.replace("−", "-")) for each in re.findall(r"(?:reward|split) (−?[\d.]+)", root[0])]
     assert numbers == pytest.approx([mean, entropy], abs=0.006)
     children = page.eval(
         "[...document.querySelectorAll('.fork-node[aria-level=\"2\"]')].map(n => "

@@ -72,7 +72,7 @@ def test_the_list_of_keys_is_that_of_the_page(page: Page, server: Server) -> Non
     shown(page, "#/step/2")
     page.wait("document.querySelectorAll('.cells').length > 0")
     page.key("?")
-    assert "peek at it" in page.text("dialog")
+    assert "preview" in page.text("dialog")
     assert "select two to compare" in page.text("dialog")
     page.click("dialog button")
     page.wait("document.querySelectorAll('dialog').length === 0")

@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "pictures"
 WRITES = os.environ.get("ROLLBOOK_PICTURES") == "1"
 GROUP, SAMPLE = "20/1", "20/1/0/0/s"
 PICTURES = {
-    "overview": ("#/", "tr[aria-rowindex]", ["Reward", "Look here", "Entropy"], False),
+    "overview": ("#/", "tr[aria-rowindex]", ["Reward", "Findings", "Entropy"], False),
     "step": ("#/step/20", "tr[aria-rowindex]", ["Step 20", "Length × reward"], False),
     "group": (f"#/group/{quote(GROUP, safe='')}?lens=entropy", ".tk-chunk", ["Fork tree", "Strips"], False),
     "trajectory": (f"#/t/{quote(SAMPLE, safe='')}?lens=entropy&at=80", ".tk-chunk", ["Token #80", "calculator"], False),
@@ -66,9 +66,9 @@ def test_a_picture_is_a_real_rendering(chrome: Chrome, server: Server, tmp_path:
     with Image.open(file) as opened:
         picture = opened.convert("RGB")
     assert picture.size == (1440, 900)
-    colours = picture.getcolors(1 << 20)
-    assert colours is not None and len(colours) > 200  # text is smoothed, curves and lenses have colours
-    share, most = max((count, colour) for count, colour in colours if isinstance(colour, tuple))
+    colors = picture.getcolors(1 << 20)
+    assert colors is not None and len(colors) > 200  # text is smoothed, curves and lenses have colors
+    share, most = max((count, color) for count, color in colors if isinstance(color, tuple))
     assert share < 0.97 * 1440 * 900
     assert (sum(most) < 200) is dark  # the ground is dark, or it is light
     grey = np.asarray(picture.convert("L"), np.int64)

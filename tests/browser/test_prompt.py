@@ -142,7 +142,7 @@ def test_keys_and_the_mouse_choose_the_steps(page: Page, server: Server, rows: d
 
 def test_a_prompt_that_is_not_here_says_so(page: Page) -> None:
     page.eval("location.hash = '#/prompt/0123456789abcdef'")
-    page.wait("document.querySelector('.failure h1')?.innerText === 'Not here'")
+    page.wait("document.querySelector('.failure h1')?.innerText === 'Not found'")
     assert "0123456789abcdef" in page.text(".failure")
     assert all("/api/prompt" in each for each in page.problems)
     page.problems.clear()

@@ -236,4 +236,4 @@ def test_a_step_that_is_not_there_says_so(page: Page, server: Server) -> None:
     page.goto(server.address + "/#/step/999")
     assert page.wait("document.querySelector('main .empty-state, main .failure')?.innerText")
     page.goto(server.address + "/#/step/x")
-    assert "steps are whole numbers" in page.wait("document.querySelector('.failure')?.innerText ?? ''")
+    assert "is not a step number" in page.wait("document.querySelector('.failure')?.innerText ?? ''")

@@ -13,16 +13,16 @@ from tests.browser.chrome import Page
 CONTRAST = """
 (() => {
   const pen = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-  const read = (colour) => {
-    pen.clearRect(0, 0, 1, 1); pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1);
+  const read = (color) => {
+    pen.clearRect(0, 0, 1, 1); pen.fillStyle = color; pen.fillRect(0, 0, 1, 1);
     return [...pen.getImageData(0, 0, 1, 1).data];
   };
   const ground = (node) => {
     const layers = [];
     for (let at = node; at; at = at.parentElement) {
-      const colour = read(getComputedStyle(at).backgroundColor);
-      if (colour[3]) layers.push(colour);
-      if (colour[3] === 255) break;
+      const color = read(getComputedStyle(at).backgroundColor);
+      if (color[3]) layers.push(color);
+      if (color[3] === 255) break;
     }
     const lay = (under, over) => under.map((u, i) => u + (over[i] - u) * over[3] / 255);
     return layers.reverse().reduce(lay, [255, 255, 255]);
@@ -85,7 +85,7 @@ def test_the_theme_follows_the_system_until_somebody_chooses(page: Page) -> None
     assert page.eval("document.documentElement.dataset.theme ?? 'none'") == "none"
 
 
-def test_charts_are_drawn_in_the_colours_of_the_theme(page: Page) -> None:
+def test_charts_are_drawn_in_the_colors_of_the_theme(page: Page) -> None:
     picture = (
         "(async () => { await new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)));"
         "return document.querySelector('.chart-box canvas').toDataURL(); })()"
@@ -101,7 +101,7 @@ def test_the_safe_palette_changes_the_scales(page: Page) -> None:
     before = page.eval(scale)
     page.key("c")
     assert page.eval(scale) != before
-    assert page.eval("document.querySelector('[aria-label=\"Colour-blind-safe palette\"]').ariaPressed") == "true"
+    assert page.eval("document.querySelector('[aria-label=\"Color-blind-safe palette\"]').ariaPressed") == "true"
     page.reload()
     page.wait("document.querySelectorAll('tr[aria-rowindex]').length > 0")
     assert page.eval("document.documentElement.dataset.palette") == "safe"
@@ -113,7 +113,7 @@ def test_nothing_moves_for_who_asks_for_calm(page: Page) -> None:
     assert page.eval("document.getAnimations().length") == 0
 
 
-def test_forced_colours_keep_what_colours_said(page: Page, server: Server) -> None:
+def test_forced_colors_keep_what_colors_said(page: Page, server: Server) -> None:
     page.media(forced_colors="active")
     page.goto(server.address + "/#/step/3")
     page.wait("document.querySelectorAll('.cell').length > 0")
@@ -123,9 +123,9 @@ def test_forced_colours_keep_what_colours_said(page: Page, server: Server) -> No
         "[...document.querySelectorAll('.cell i')]"
         ".map(i => [i.getBoundingClientRect().height > 0, getComputedStyle(i).backgroundColor])"
     )
-    shown = [colour for tall, colour in page.eval(filled) if tall]
+    shown = [color for tall, color in page.eval(filled) if tall]
     assert shown
-    assert all(colour == "rgb(0, 0, 0)" for colour in shown)
+    assert all(color == "rgb(0, 0, 0)" for color in shown)
 
 
 def test_a_narrow_window_needs_no_scrolling_sideways(page: Page, server: Server) -> None:

@@ -1,4 +1,4 @@
-"""Token panes in a real browser: what is drawn, coloured, copied, compared, forked, and under the pointer."""
+"""Token panes in a real browser: what is drawn, colored, copied, compared, forked, and under the pointer."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_tokens_inside_a_character_are_reached_by_the_cursor(page: Page, server:
     page.wait(f"document.querySelector('.ti-title')?.textContent.startsWith('Token #{index - 1} ')")
     page.key("l")
     assert page.text(".ti-title").startswith(f"Token #{index} ")
-    assert "none of its own" in page.text(".ti-table") and shown(one, whole) in page.text(".ti-table")
+    assert "empty" in page.text(".ti-table") and shown(one, whole) in page.text(".ti-table")
     marked = "[...CSS.highlights.get('%s')].map(range => range.toString())"
     assert page.eval(marked % "tk-part") == [shown(one, whole)]
     for _ in range(whole - index):
@@ -157,7 +157,7 @@ def test_tokens_inside_a_character_are_reached_by_the_cursor(page: Page, server:
 
 
 def bucket(value: float, scale: dict[str, Any], lens: str) -> str | None:
-    """The class that a value's colour has: written from the rule, not from the page's code."""
+    """The class that a value's color has: written from the rule, not from the page's code."""
     if math.isnan(value):
         return None
     low, high = scale["low"], scale["high"]
@@ -172,7 +172,7 @@ def bucket(value: float, scale: dict[str, Any], lens: str) -> str | None:
 
 
 @pytest.mark.parametrize(("key", "lens"), [("1", "entropy"), ("2", "logprob"), ("6", "advantage")])
-def test_colours_are_the_buckets_of_the_runs_scale(page: Page, server: Server, key: str, lens: str) -> None:
+def test_colors_are_the_buckets_of_the_runs_scale(page: Page, server: Server, key: str, lens: str) -> None:
     uid = "1/4/1/0/s"
     one = document(server, uid)
     scale = next(
@@ -272,7 +272,7 @@ def test_a_long_sample_has_few_elements_and_all_of_its_text(page: Page) -> None:
             60_000,
             """const before = pane.element.querySelectorAll('*').length;
             const length = pane.body.textContent.length;
-            pane.setCursor(51_234, 'centre'); await frame(); await frame(); await frame();
+            pane.setCursor(51_234, 'center'); await frame(); await frame(); await frame();
             const box = [...CSS.highlights.get('tk-cursor')][0].getBoundingClientRect(),
             own = pane.element.getBoundingClientRect();
             return { before, after: pane.element.querySelectorAll('*').length, length, expected: text.length,
@@ -291,7 +291,7 @@ def test_more_than_two_hundred_thousand_tokens_come_in_pages(page: Page) -> None
         % (
             450_000,
             """const first = pane.body.querySelector('.tk-pager span').textContent;
-            pane.setCursor(430_000, 'centre'); await frame(); await frame();
+            pane.setCursor(430_000, 'center'); await frame(); await frame();
             return { pages: pane.pages, first, last: pane.body.querySelector('.tk-pager span').textContent,
               marked: [...CSS.highlights.get('tk-cursor')].map(r => r.toString()) };""",
         )
@@ -301,7 +301,7 @@ def test_more_than_two_hundred_thousand_tokens_come_in_pages(page: Page) -> None
     assert found["marked"] == [" w0"]
 
 
-def test_recolouring_fills_only_what_is_seen(page: Page) -> None:
+def test_recoloring_fills_only_what_is_seen(page: Page) -> None:
     found = page.eval(
         LONG
         % (

@@ -283,7 +283,7 @@ def test_a_policy_that_changed_on_the_way_is_marked(page: Page, server: Server) 
 
 
 def test_samples_and_groups_are_one_key_away(page: Page, server: Server) -> None:
-    around = page.eval("fetch('/api/neighbours?uid=' + encodeURIComponent('1/4/1/0/s')).then(r => r.json())")
+    around = page.eval("fetch('/api/neighbors?uid=' + encodeURIComponent('1/4/1/0/s')).then(r => r.json())")
     open_at(page, path(TOOLS) + "?lens=kl")
     page.key("j")
     page.wait(f"location.hash.startsWith({json.dumps(path(around['next']))})")
@@ -316,7 +316,7 @@ def test_words_that_were_searched_for_are_marked(page: Page, server: Server) -> 
     assert page.eval("[...CSS.highlights.get('tk-hit')].length") == one.text.count("boxes")
     page.key("n")
     assert one.text[: one.ends[cursor(page)]].count("boxes") == 1
-    page.key("5")  # a mark outlives new colours
+    page.key("5")  # a mark outlives new colors
     assert page.eval("[...CSS.highlights.get('tk-hit')].map(r => r.toString()).join()") == ",".join(
         ["boxes"] * one.text.count("boxes")
     )

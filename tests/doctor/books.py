@@ -85,7 +85,7 @@ class Run:
     def eid(self, i: Any) -> EID:
         return EID(batch=str(self.step[i]), task=str(self.task[i]), run=int(self.run[i]), step=0, suffix="s")
 
-    def centred(self) -> Any:
+    def centered(self) -> Any:
         """[N] rewards less their group's mean, in its standard deviations."""
         known = np.isfinite(self.reward)
         counts = np.maximum(np.bincount(self.group, known), 1)
@@ -145,7 +145,7 @@ class Run:
     def write(self, path: Any = "memory:") -> Any:
         """A book of it."""
         book = rollbook.open(path)
-        advantages = self.centred() if self.advantages is None else self.advantages
+        advantages = self.centered() if self.advantages is None else self.advantages
         for step in np.unique(self.step).tolist():
             mine = np.flatnonzero((self.step == step) & ~self.missing)
             failed = [self.eid(i) for i in mine if self.failed[i]]
@@ -273,7 +273,7 @@ def duplicates(run: Run, dose: float) -> None:
         run.planted[[i - 1, i]] = True
 
 
-@plant("logprob-mismatch", 0.2, 0.02)
+@plant("train-inference-mismatch", 0.2, 0.02)
 def logprob_mismatch(run: Run, dose: float) -> None:
     """From half way on, log-probs differ by `dose`."""
     late = run.time > 0.5
@@ -299,7 +299,7 @@ def nans(run: Run, dose: float) -> None:
 @plant("advantage-mean", 0.5, 0.01)
 def advantage_mean(run: Run, dose: float) -> None:
     """Advantages are `dose` too high."""
-    run.advantages = run.centred() + dose
+    run.advantages = run.centered() + dose
     run.planted = run.advantages > 0
 
 

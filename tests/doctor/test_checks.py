@@ -71,7 +71,7 @@ def test_a_small_dose_is_no_illness(check: str) -> None:
     [
         ("zero-variance", "zero_variance=0.98"),
         ("stale-data", {"stale_lag": 9}),
-        ("logprob-mismatch", "mismatch=0.5"),
+        ("train-inference-mismatch", "mismatch=0.5"),
         ("repetition-loops", "loops=0.5"),
         ("length-explosion", Thresholds(length_growth=9.0)),
         ("kl-blowup", "kl=9,kl_growth=1e9"),
@@ -119,7 +119,7 @@ def test_a_policy_that_is_sure_because_it_is_right_is_hardly_ill() -> None:
     assert (collapse.check, collapse.severity) == (
         "entropy-collapse",
         "high",
-    ) and "Give exploration room" in collapse.recommendation
+    ) and "clip-higher" in collapse.recommendation
     run.truncated[:] = False
     run.reward = solved
     (sure,) = [each for each in examine(run.write()).findings if each.check == "entropy-collapse"]
@@ -157,7 +157,7 @@ def test_one_step_alone_can_differ_between_engine_and_trainer() -> None:
     run = Run(0)
     run.mismatch[run.step == 5] = 0.4
     (finding,) = examine(run.write()).findings
-    assert (finding.check, finding.steps) == ("logprob-mismatch", (5, 5))
+    assert (finding.check, finding.steps) == ("train-inference-mismatch", (5, 5))
 
 
 def test_old_samples_may_differ() -> None:
@@ -189,7 +189,7 @@ def test_loops_explain_length() -> None:
     assert {each.check: each.status for each in diagnosis.checks}["length-explosion"] == "explained"
 
 
-def test_copies_of_right_answers_are_hardly_ill() -> None:
+def test_copies_of_right_answers_have_low_severity() -> None:
     run = Run(0)
     for i in np.flatnonzero(run.run > 0):
         run.copies[int(i)] = int(i) - int(run.run[i])
@@ -198,7 +198,7 @@ def test_copies_of_right_answers_are_hardly_ill() -> None:
     run.truncated[:] = False
     run.reward = (run.group % 10 > 0).astype(float)
     (copies,) = [each for each in examine(run.write()).findings if each.check == "duplicates"]
-    assert copies.severity == "low" and copies.title == "75% of responses are copies of another, most of them right"
+    assert copies.severity == "low" and copies.title == "75% of responses are duplicates, most of them correct"
     run.reward = 1 - run.reward
     (copies,) = [each for each in examine(run.write()).findings if each.check == "duplicates"]
     assert copies.severity == "high" and "raise the temperature" in copies.recommendation
@@ -218,7 +218,7 @@ def test_a_tiny_length_penalty_does_not_make_the_reward_follow_length() -> None:
 def test_zero_variance_is_advised_on_for_each_kind_of_group() -> None:
     run = made("zero-variance", 0.9, 0)
     (both,) = examine(run.write()).findings
-    assert "all samples are right" in both.recommendation and "all samples are wrong" in both.recommendation
+    assert "Solved groups" in both.recommendation and "Unsolved groups" in both.recommendation
 
 
 @pytest.mark.parametrize(("first", "last", "falls"), [(0.5, 0.2, True), (0.5, 0.48, False), (0.2, 0.5, False)])
@@ -236,7 +236,7 @@ def test_a_fall_of_the_held_out_reward_is_found(first: float, last: float, falls
     assert names(diagnosis) == ({"evaluation-falls"} if falls else set())
     if falls:
         (finding,) = diagnosis.findings
-        assert finding.title == "The reward of held-out prompts fell from 0.5 to 0.2" and finding.severity == "high"
+        assert finding.title == "The held-out reward dropped from 0.5 to 0.2" and finding.severity == "high"
         assert finding.steps == (0, 12) and all(uid.startswith("eval-12/") for uid in finding.uids)
     assert {each.check: each.status for each in diagnosis.checks}["evaluation-falls"] in ("found", "ok")
 
@@ -286,12 +286,12 @@ def test_the_newest_groups_may_lack_runs() -> None:
     assert examine(run.write()).healthy
 
 
-def test_tokens_centred_is_centred() -> None:
+def test_tokens_centred_is_centered() -> None:
     run = Run(0)
     long = run.lengths > np.median(run.lengths)
     # Long samples are pushed down and short ones up, so that the mean over tokens is 0.
     run.advantages = (
-        np.where(long, -0.5, 0.5 * run.lengths[long].sum() / run.lengths[~long].sum()) + 0.3 * run.centred()
+        np.where(long, -0.5, 0.5 * run.lengths[long].sum() / run.lengths[~long].sum()) + 0.3 * run.centered()
     )
     assert examine(run.write()).healthy
 

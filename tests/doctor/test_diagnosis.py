@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from rollbook.inspect.doctor import Thresholds, examine, triage
-from rollbook.inspect.doctor.diagnosis import diagnose, span_of
-from rollbook.inspect.doctor.samples import Samples
+from rollbook.inspect.doctor.checks import diagnose, span_of
+from rollbook.inspect.doctor.findings import Samples
 from rollbook.inspect.index import Index
 from rollbook.inspect.sources import load, open_source
 from tests.doctor.books import PLANTS, Run

@@ -10,8 +10,8 @@ import pytest
 import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect.doctor import CHECKS, Thresholds, examine
-from rollbook.inspect.doctor.diagnosis import diagnose
-from rollbook.inspect.doctor.samples import Samples
+from rollbook.inspect.doctor.checks import diagnose
+from rollbook.inspect.doctor.findings import Samples
 from tests.doctor.books import Run
 
 KINDS = ("binary", "signs", "continuous", "parts", "none")
@@ -40,7 +40,7 @@ def columns(run: Run) -> dict[str, Any]:
         "length": run.lengths + 4,
         "response_tokens": run.lengths,
         "trained_tokens": run.lengths,
-        "advantage": run.centred(),
+        "advantage": run.centered(),
         "entropy": run.entropy,
         "mismatch": run.mismatch,
         "kl": run.kl,
@@ -113,7 +113,7 @@ def test_no_log_probs() -> None:
     diagnosis = examine(run.write())
     assert diagnosis.healthy
     said = {each.check: each.status for each in diagnosis.checks}
-    for check in ("entropy-collapse", "logprob-mismatch", "kl-blowup", "advantage-mean", "stale-data"):
+    for check in ("entropy-collapse", "train-inference-mismatch", "kl-blowup", "advantage-mean", "stale-data"):
         assert said[check] == "not judged"
 
 

@@ -30,9 +30,9 @@ def finding(severity: str, **changes: object) -> Finding:
 def diagnosis(*severities: str) -> Diagnosis:
     examined = (
         CheckStatus("duplicates", "found", "titled"),
-        CheckStatus("nans", "ok", "0 records have NaNs"),
-        CheckStatus("zero-variance", "explained", f"follows from duplicates: {HOSTILE}"),
-        CheckStatus("stale-data", "not judged", "no record says which policy version made it"),
+        CheckStatus("nans", "ok", "0 records have NaN/Inf values"),
+        CheckStatus("zero-variance", "explained", f"explained by duplicates: {HOSTILE}"),
+        CheckStatus("stale-data", "not judged", "no policy versions recorded"),
     )
     return Diagnosis(f"run {HOSTILE}", tuple(finding(each) for each in severities), examined, 5000, (0, 9))
 
@@ -47,22 +47,22 @@ def test_nothing_from_the_records_reaches_the_terminal_raw() -> None:
 
 def test_what_is_printed() -> None:
     text = format_report(diagnosis("high", "low"), width=60)
-    assert text[0].endswith("5,000 records, steps 0 to 9; 3 of 4 checks could run")
+    assert text[0].endswith("5,000 records, steps 0 to 9; 3 of 4 checks ran")
     first = [line for line in text if line.startswith(("high ", "low "))]
     assert len(first) == 2
     assert first[0].endswith("[duplicates]")
     assert any("filter: duplicate and step >= 3" in line for line in text)
     assert any("and 3 more" in line for line in text)
-    assert "Could not be judged:" in text
-    assert "  stale-data: no record says which policy version made it" in text
+    assert "Not judged:" in text
+    assert "  stale-data: no policy versions recorded" in text
     assert "Passed:" not in text
-    assert all(len(line) <= 60 for line in text if line.startswith("  What") or "do something" in line)
+    assert all(len(line) <= 60 for line in text if line.startswith("  Recommendation") or "do something" in line)
 
 
 def test_a_healthy_run_says_so() -> None:
     text = format_report(diagnosis(), verbose=True)
-    assert "No problem found by 3 of 4 checks." in text
-    assert "  nans: 0 records have NaNs" in text
+    assert "No findings (3 of 4 checks ran)." in text
+    assert "  nans: 0 records have NaN/Inf values" in text
 
 
 def test_strict_json() -> None:
@@ -72,7 +72,7 @@ def test_strict_json() -> None:
     assert found["checks"][3] == {
         "check": "stale-data",
         "status": "not judged",
-        "why": "no record says which policy version made it",
+        "why": "no policy versions recorded",
     }
     assert diagnosis().as_dict()["healthy"] is True
 

@@ -12,9 +12,8 @@ import pytest
 
 from rollbook.inspect import filters
 from rollbook.inspect.doctor import Thresholds, format_report
-from rollbook.inspect.doctor.diagnosis import diagnose
-from rollbook.inspect.doctor.findings import TRIAGE
-from rollbook.inspect.doctor.samples import NUMBERS, Samples
+from rollbook.inspect.doctor.checks import diagnose
+from rollbook.inspect.doctor.findings import NUMBERS, TRIAGE, Samples
 
 EAGER = Thresholds(samples=1, groups=2, certainty=0.0, trend=0.0, trend_steps=3)
 ODD = [0.0, 1.0, 1e300, -1e300, math.inf, -math.inf, 1e-300]

@@ -143,7 +143,7 @@ def test_steps_between_checkpoints_are_replayed_through(make: Make) -> None:
     untouched(found)
     assert found.checkpoint == "step-000000"
     assert "loss of steps 1 to 2" in by_name(found)
-    assert any("steps 1 to 2 replayed first" in note for note in found.notes)
+    assert any("replayed steps 1 to 2 first" in note for note in found.notes)
     assert "new weights" in by_name(found)  # three steps from the first weights are those of step-000003
 
 
@@ -288,7 +288,7 @@ def test_another_estimator_is_computed_beside_what_was_trained(make: Make) -> No
         if uid in moved:
             assert moved[uid].advantage[1] == pytest.approx(value, abs=1e-6)
             assert moved[uid].prompt.endswith(">")
-    assert changed.numbers["mean size of advantages"][1] == pytest.approx(np.abs(expected).mean(), abs=1e-6)
+    assert changed.numbers["mean |advantage|"][1] == pytest.approx(np.abs(expected).mean(), abs=1e-6)
     assert (changed.rows, changed.signs) == (9, 0)
     assert changed.correlation is not None and changed.correlation > 0.5
     assert changed.cosine is not None and 0.5 < changed.cosine < 0.9999
@@ -315,7 +315,7 @@ def test_the_same_choice_from_the_same_beginning_is_the_same_update(make: Make) 
     assert clip is not None
     assert clip.numbers["policy/pg_clipfrac"] == (0.0, 0.0)
     assert clip.cosine == pytest.approx(1.0)
-    assert clip.numbers["length of the update"][0] == clip.numbers["length of the update"][1]
+    assert clip.numbers["norm of the update"][0] == clip.numbers["norm of the update"][1]
 
 
 def test_choices_that_cannot_be_replayed_are_refused(make: Make) -> None:
@@ -491,7 +491,7 @@ def test_a_strangers_checkpoint_runs_nothing(
 def test_the_command_says_it_and_ends_with_its_status(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "--trust", str(copy), "--step", "4", "algorithm.estimator=rloo"]) == 0
     text = capsys.readouterr().out
-    assert "All of it agrees." in text and "differs" not in text.split("rounding is")[0]
+    assert "All values match." in text and "differs" not in text.split("- tolerance")[0]
     assert 'with algorithm.estimator: "rloo", was "grpo"' in text and "cosine" in text
     assert main(["replay", "--trust", str(copy), "--step", "9"]) == 2
     assert "the run has steps 1 to 4" in capsys.readouterr().err

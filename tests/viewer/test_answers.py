@@ -114,7 +114,7 @@ def test_every_answer_about_the_story_is_strict_json(told: Answers) -> None:
     assert len(rows) == 48 and set(rows[0]) == set(SHOWN)
     strict(told.list("groups"))
     group = strict(told.group(rows[0]["gid"]))
-    strict(told.neighbours(rows[0]["uid"]))
+    strict(told.neighbors(rows[0]["uid"]))
     strict(told.prompt(group["prompt"]))
     strict(told.search("let me"))
     items = strict(told.look())["items"]
@@ -229,7 +229,7 @@ def test_old_snapshots_are_made_anew(run: Run) -> None:
     assert run.answers.list("groups", snapshot=page["snapshot"])["total"] == 6  # of another view: not that one
 
 
-def test_a_group_and_its_neighbours(run: Run) -> None:
+def test_a_group_and_its_neighbors(run: Run) -> None:
     run.book.append([sample(2, 7, 0, info={"label": "a", "reference": [4]}, tokens=[1, 5, 9])])
     run.look()
     group = run.answers.group("2/6")
@@ -241,14 +241,14 @@ def test_a_group_and_its_neighbours(run: Run) -> None:
     assert (last["label"], last["reference"], last["next"]) == ("a", [4], None)
     assert "incomplete" in last["flags"]
     assert [each["gid"] for each in last["timeline"]] == ["1/5", "2/5", "2/7", "3/5"]  # its prompt is task 5's
-    beside = run.answers.neighbours("2/6/0/0/s")
+    beside = run.answers.neighbors("2/6/0/0/s")
     assert (beside["previous"], beside["next"]) == (None, "2/6/1/0/s")
     assert (beside["previous_group"], beside["next_group"]) == ("2/5/0/0/s", "2/7/0/0/s")
     assert (beside["same_prompt"], beside["row"]["uid"]) == ([1, 2, 3], "2/6/0/0/s")
     with pytest.raises(KeyError, match="9/9"):
         run.answers.group("9/9")
     with pytest.raises(KeyError, match="nobody"):
-        run.answers.neighbours("nobody")
+        run.answers.neighbors("nobody")
 
 
 def test_a_prompt_over_time(run: Run) -> None:
@@ -271,7 +271,7 @@ def test_deleted_records_leave_every_answer_and_infinities_are_null(run: Run) ->
         run.answers.group("1/5")
     assert run.answers.list(step=1)["total"] == 2
     assert run.answers.run()["records"] == 12
-    assert run.answers.neighbours("1/5/0/0/s")["row"]["removed_reason"] == "deleted"  # a kept link says why
+    assert run.answers.neighbors("1/5/0/0/s")["row"]["removed_reason"] == "deleted"  # a kept link says why
 
 
 def test_a_run_that_is_empty_has_answers(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rollbook.inspect.asgi import AsgiViewer, asgi_app
 from rollbook.inspect.serialization import decode
+from rollbook.inspect.server import AsgiViewer, asgi_app
 from tests.viewer import story
 from tests.viewer.asking import SECONDS, Got
 
@@ -74,7 +74,7 @@ def test_it_answers_as_the_server_does(app: AsgiViewer) -> None:
     rows = get(app, "/api/list", "view=samples&limit=2").json["rows"]
     frame = get(app, "/api/frame", "&".join(f"uid={row['uid'].replace('/', '%2F')}" for row in rows))
     assert [one["uid"] for one in decode(frame.body)] == [row["uid"] for row in rows]
-    assert get(app, "/static/../asgi.py").status == 404
+    assert get(app, "/static/../server.py").status == 404
     assert get(app, "/api/run", method="HEAD").body == b""
     assert get(app, "/api/run", "%ff=1").status == 400
 

@@ -33,7 +33,7 @@ from rollbook.inspect.files import (
     UnknownFormatError,
     adapters,
     open_file_source,
-    recognise,
+    recognize,
     stores,
 )
 from rollbook.inspect.files.source import step_in
@@ -84,7 +84,7 @@ def check(one: Trajectory) -> None:
 def test_it_opens(name: str, tmp_path: Path) -> None:
     family, make = MAKERS[name]
     path = make(tmp_path)
-    assert recognise(path) == family
+    assert recognize(path) == family
     with opened(path) as (source, index):
         assert source.kind == family and source.damaged == 0, source.problems
         found = documents(source, index)
@@ -815,7 +815,7 @@ def test_what_is_unknown_is_refused_with_what_was_found(name: str, content: byte
         if path.suffix == ".txt" and each is tmp_path:
             continue
         with pytest.raises(UnknownFormatError) as error:
-            recognise(each)
+            recognize(each)
         assert words in str(error.value) and all(family in str(error.value) for family in FAMILIES)
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.inspect import http
-from rollbook.inspect.http import Guard, Request, authorities, checked_token, new_token
+from rollbook.inspect import api
+from rollbook.inspect.api import Guard, Request, authorities, checked_token, new_token
 
 TOKEN = "a-token-for-the-tests"
 HOSTS = authorities(8420, "127.0.0.1", ["viewer.example", "tunnel.example:9000"])
@@ -238,7 +238,7 @@ def test_point_4_tokens_have_128_bits_and_are_compared_in_constant_time() -> Non
     for bad in ("", "short", "x" * 15, "x" * 257, "with space in the token", "slash/in/the/token/", "nül" * 8):
         with pytest.raises(ValueError, match="token: got"):
             checked_token(bad)
-    assert "compare_digest" in inspect.getsource(http._same)
+    assert "compare_digest" in inspect.getsource(api._same)
     assert TOKEN not in repr(GUARD)
 
 

@@ -130,7 +130,7 @@ def test_what_the_pages_of_it_ask_is_in_it_and_speaks_of_nothing_else(run: Run, 
     held = payload(export_html(*run, gid=gid).content)["responses"]
     uids = [row["uid"] for row in held[response_key("/api/group", gid=gid)]["rows"]]
     for uid in uids:
-        near = held[response_key("/api/neighbours", uid=uid)]
+        near = held[response_key("/api/neighbors", uid=uid)]
         assert near["row"]["uid"] == uid
         assert {near[name] for name in ("previous", "next", "previous_group", "next_group")} <= {*uids, None}
         assert held[response_key("/api/record", uid=uid)]["uid"] == uid

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rollbook.inspect.index import COLUMNS, SHOWN, Index
-from rollbook.inspect.measures import summarise
+from rollbook.inspect.measures import summarize
 from rollbook.inspect.trajectory import Trajectory
 
 
@@ -169,7 +169,7 @@ def test_only_what_changed_is_summed_up_and_the_cursor_says_it() -> None:
         assert before[2] < after[2] <= index.cursor
         for step in (1, 2):
             with index.reading() as read:
-                assert summarise(read, step, 0, 2) == summary(index, step)
+                assert summarize(read, step, 0, 2) == summary(index, step)
 
 
 def test_an_id_that_is_taken_again_leaves_the_old_row_under_another() -> None:

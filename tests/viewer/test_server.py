@@ -30,8 +30,8 @@ import pytest
 import rollbook
 from rollbook.inspect import api as apis
 from rollbook.inspect import html_export, server
-from rollbook.inspect.api import ROUTES, Annotations
-from rollbook.inspect.http import Request, image_type
+from rollbook.inspect.api import ROUTES, Annotations, Request
+from rollbook.inspect.images import image_type
 from rollbook.inspect.serialization import decode
 from rollbook.inspect.server import Server
 from rollbook.inspect.workers import Workers
@@ -90,7 +90,7 @@ def test_every_question_of_the_pages_is_answered(viewer: Server, rows: list[dict
         "/api/step": "?step=3&evaluation=0",
         "/api/list": "?view=groups&step=3&sort=-mean&offset=0&limit=5",
         "/api/group": f"?gid={quoted(gid)}",
-        "/api/neighbours": f"?uid={quoted(uid)}",
+        "/api/neighbors": f"?uid={quoted(uid)}",
         "/api/record": f"?uid={quoted(uid)}",
         "/api/history": f"?uid={quoted(uid)}",
         "/api/prompt": f"?prompt={rows[0]['prompt']}",
@@ -172,7 +172,7 @@ def packed_json(got: Got) -> Any:
         ("/api/step?step=1&step=2", 400, "parameter step stands twice"),
         ("/api/step?step=1&evaluation=yes", 400, "evaluation: got 'yes', expected 0 or 1"),
         ("/api/group?gid=nobody", 404, "nobody"),
-        ("/api/neighbours?uid=nobody", 404, "nobody"),
+        ("/api/neighbors?uid=nobody", 404, "nobody"),
         ("/api/record?uid=nobody", 404, "nobody"),
         ("/api/history?uid=nobody", 404, "nobody"),
         ("/api/prompt?prompt=0000000000000000", 404, "0000000000000000"),
@@ -302,7 +302,7 @@ def test_point_1_types_are_exact_and_no_text_of_a_record_is_a_page(viewer: Serve
     for address, kind in [
         (f"/api/frame?uid={uid}", "application/octet-stream"),
         (f"/api/record?uid={uid}", "application/json"),
-        (f"/api/neighbours?uid={uid}", "application/json"),
+        (f"/api/neighbors?uid={uid}", "application/json"),
         (f"/api/group?gid={quoted(hostile['gid'])}", "application/json"),
         ("/api/search?q=window.__pwn&mode=substring", "application/json"),
         ("/api/record?uid=%3Cscript%3Ealert(1)%3C/script%3E", "application/json"),
@@ -660,7 +660,7 @@ def test_point_7_nothing_outside_the_manifest_has_an_address(viewer: Server, pat
     "uid", ["../../etc/passwd", "/etc/passwd", "..\\..\\secret", "file:///etc/passwd", "a\0b", "CON"]
 )
 def test_point_7_ids_are_looked_up_and_never_opened(viewer: Server, uid: str, tmp_path: Path) -> None:
-    for path in ("record", "history", "neighbours", "frame"):
+    for path in ("record", "history", "neighbors", "frame"):
         assert ask(viewer, f"/api/{path}?uid={quoted(uid)}").status in (400, 404)
     assert ask(viewer, f"/api/group?gid={quoted(uid)}").status == 404
     assert post(viewer, "/api/export", {"uids": [uid]}).status in (400, 404)

@@ -1,4 +1,4 @@
-"""The colours of the viewer's pages: text can be read on all of them, scales rise evenly, the safe palette is safe."""
+"""The colors of the viewer's pages: text can be read on all of them, scales rise evenly, the safe palette is safe."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BLIND = {
 }
 
 
-def colours(selectors: list[str]) -> dict[str, str]:
+def colors(selectors: list[str]) -> dict[str, str]:
     """The variables that hold where these selectors fit, the later ones first."""
     made: dict[str, str] = {}
     for each in selectors:
@@ -42,14 +42,14 @@ def colours(selectors: list[str]) -> dict[str, str]:
     return made
 
 
-def linear(colour: str) -> tuple[float, float, float]:
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+def linear(color: str) -> tuple[float, float, float]:
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return red, green, blue
 
 
-def luminance(colour: str) -> float:
-    red, green, blue = linear(colour)
+def luminance(color: str) -> float:
+    red, green, blue = linear(color)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -60,14 +60,14 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize(("theme", "palette"), sorted(SELECTORS))
 def test_text_can_be_read_on_every_bucket(theme: str, palette: str) -> None:
-    found = colours(SELECTORS[theme, palette])
+    found = colors(SELECTORS[theme, palette])
     for scale, i in itertools.product(("seq", "div"), range(16)):
         assert contrast(found["--text"], found[f"--{scale}-{i}"]) >= 4.5, (scale, i)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_words_and_signs_can_be_read_on_every_ground(theme: str) -> None:
-    found = colours(SELECTORS[theme, "default"])
+    found = colors(SELECTORS[theme, "default"])
     for ink, ground in itertools.product(("text", "muted", "accent", "good", "bad", "warn"), ("bg", "panel", "raised")):
         assert contrast(found[f"--{ink}"], found[f"--{ground}"]) >= 4.5, (ink, ground)
     assert contrast(found["--on-accent"], found["--accent"]) >= 4.5
@@ -77,12 +77,12 @@ def test_words_and_signs_can_be_read_on_every_ground(theme: str) -> None:
 
 def test_a_dark_system_looks_as_the_dark_theme() -> None:
     for palette, selectors in SYSTEM.items():
-        assert colours(selectors) == colours(SELECTORS["dark", palette])
+        assert colors(selectors) == colors(SELECTORS["dark", palette])
 
 
 @pytest.mark.parametrize(("theme", "palette"), sorted(SELECTORS))
 def test_scales_are_told_apart_by_brightness_alone(theme: str, palette: str) -> None:
-    found = colours(SELECTORS[theme, palette])
+    found = colors(SELECTORS[theme, palette])
     rising = [contrast(found["--panel"], found[f"--seq-{i}"]) for i in range(16)]
     assert rising == sorted(rising)
     assert rising[0] == 1
@@ -95,11 +95,11 @@ def test_scales_are_told_apart_by_brightness_alone(theme: str, palette: str) -> 
 
 @pytest.mark.parametrize("kind", sorted(BLIND))
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_both_ends_of_the_safe_scale_differ_for_colour_blind_readers(theme: str, kind: str) -> None:
-    def seen(colour: str) -> list[float]:
-        light = linear(colour)
+def test_both_ends_of_the_safe_scale_differ_for_color_blind_readers(theme: str, kind: str) -> None:
+    def seen(color: str) -> list[float]:
+        light = linear(color)
         return [max(0.0, sum(a * b for a, b in zip(row, light, strict=True))) ** (1 / 2.2) for row in BLIND[kind]]
 
-    found = colours(SELECTORS[theme, "safe"])
+    found = colors(SELECTORS[theme, "safe"])
     apart = sum((a - b) ** 2 for a, b in zip(seen(found["--div-0"]), seen(found["--div-15"]), strict=True)) ** 0.5
     assert apart > 0.4

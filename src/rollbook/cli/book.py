@@ -1,7 +1,6 @@
 """`check`, `export`, `import` and `compact`: check a book, and move records in and out.
 
-Invariant: nothing is changed that the command does not name: `check` only reads, `export` overwrites no file unless
-asked to.
+Invariant: `check` without `--repair` only reads, and `export` overwrites a file only with `--overwrite`.
 """
 
 from __future__ import annotations
@@ -10,13 +9,17 @@ import argparse
 import os
 import shutil
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollbook.cli.run import LEDGER, book_at
 from rollbook.core.terminal import FOUND, OK, print_json, printable, size, wrapped
 
+if TYPE_CHECKING:
+    from rollbook.book.check import Report
+
 
 def check(options: argparse.Namespace) -> int:
+    """Check a book, and repair it if asked to."""
     if options.repair and options.quick:
         raise ValueError("check: got --repair and --quick, expected one of them: a repair reads every byte")
     if options.offer and not options.repair:
@@ -37,7 +40,7 @@ def check(options: argparse.Namespace) -> int:
     return OK if report.ok and not report.repairs else FOUND
 
 
-def _print_report(report: Any) -> None:
+def _print_report(report: Report) -> None:
     for finding in report.repaired:
         print(wrapped(f"repaired  {finding.kind}: {printable(finding.where)}: {printable(finding.description)}", 10))
     remedies: dict[str, str] = {}
@@ -59,13 +62,13 @@ def _print_report(report: Any) -> None:
     for kind, remedy in remedies.items():
         print(wrapped(f"help for {kind}: {remedy}", 2))
     if report.aside is not None:
-        print(f"copy of what was there before: {report.aside}")
+        print(f"copy of the previous files: {report.aside}")
     looked = f"{report.records} records, {report.media} media, {report.segments} segments, {size(report.bytes)}"
     print(f"{'ok' if report.ok else 'problems found'}: {looked}")
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write records to a file, or some of them as a page."""
+    """Export records to a file, or a selection as an HTML page."""
     if not options.overwrite and os.path.lexists(options.out):
         raise FileExistsError(f"{options.out}: already exists; --overwrite replaces it")
     folder = os.path.dirname(os.path.abspath(options.out))
@@ -124,12 +127,13 @@ def _page(options: argparse.Namespace) -> int:
     else:
         print(
             f"wrote {options.out}: {done.trajectories} trajectories, {done.images} images, {size(done.size)}"
-            + (f", {done.redactions} blacked out" if options.redact else "")
+            + (f", {done.redactions} redactions" if options.redact else "")
         )
     return OK
 
 
 def import_(options: argparse.Namespace) -> int:
+    """Import records into a book."""
     if not os.path.lexists(options.source):
         raise FileNotFoundError(f"{options.source}: no such file")
     path = book_at(options.path)
@@ -143,12 +147,12 @@ def import_(options: argparse.Namespace) -> int:
     if options.json:
         print_json({name: getattr(done, name) for name in done.__slots__})
     else:
-        print(f"imported {done.admitted} records; {done.existing} were known, {done.revised} of them got new fields")
+        print(f"imported {done.admitted} records; {done.existing} already present, {done.revised} of them updated")
     return OK
 
 
 def _import_as(folder: str, options: argparse.Namespace) -> Any:
-    """Import into a new book, which appears when all of it is there."""
+    """Import into a new book, which is moved to its place when it is complete."""
     above = os.path.dirname(folder)
     while not os.path.isdir(above):
         above = os.path.dirname(above)
@@ -185,6 +189,7 @@ def _import_into(path: str, options: argparse.Namespace) -> Any:
 
 
 def compact(options: argparse.Namespace) -> int:
+    """Compact a book."""
     from rollbook.book import open as open_book
 
     with open_book(book_at(options.path), "r+") as book:
@@ -192,10 +197,10 @@ def compact(options: argparse.Namespace) -> int:
     if options.json:
         print_json({name: getattr(done, name) for name in done.__slots__})
     else:
-        freed = f"{size(done.before)} became {size(done.after)}"
+        freed = f"{size(done.before)} -> {size(done.after)}"
         print(f"{freed}: {done.removed} segments removed, {done.records} records moved, {done.purged} records purged")
         for name, damage in done.damaged.items():
             print(f"damaged: {name}: {printable(damage)}", file=sys.stderr)
         for name, reason in done.pending.items():
-            print(wrapped(f"pending: {name} holds deleted or redacted bytes; {reason}", 2), file=sys.stderr)
+            print(wrapped(f"pending: {name} has deleted or redacted data; {reason}", 2), file=sys.stderr)
     return FOUND if done.damaged or done.pending else OK

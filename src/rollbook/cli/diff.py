@@ -1,6 +1,6 @@
-"""`diff`: two spans of steps, two runs, or two trajectories, side by side.
+"""`diff`: compare two step ranges, two runs, or two trajectories.
 
-Invariant: the first side is the baseline; a change is the second less the first.
+Invariant: A is the baseline; a change is B minus A.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollbook.core.terminal import (
 
 
 def diff(options: argparse.Namespace) -> int:
-    """Compare two spans of steps, two runs, or two trajectories."""
+    """Compare two step ranges, two runs, or two trajectories."""
     from rollbook.inspect.comparison import Side, compare
 
     if options.words is not None:
@@ -69,9 +69,7 @@ def _spans(options: argparse.Namespace, steps: Sequence[int] = ()) -> list[tuple
     others: list[tuple[int | None, int | None]] = [(None, None), (None, None)]
     if options.other is None and None in named:
         if len(steps) < 2:
-            raise ValueError(
-                f"diff: the run has {len(steps)} steps, expected two or more, or another run to compare with"
-            )
+            raise ValueError(f"diff: the run has {len(steps)} steps, expected two or more, or a second run")
         size = max(1, len(steps) // 4)
         others = [(steps[0], steps[size - 1]), (steps[-size], steps[-1])]
     return [chosen or default for chosen, default in zip(named, others, strict=True)]
@@ -136,13 +134,13 @@ def _print(comparison: dict[str, Any]) -> None:
             [printable(entry["phrase"]), percent(entry["share_a"]), percent(entry["share_b"]), figure(entry["reward"])]
             for entry in comparison["phrases"]
         ]
-        for line in table(("phrase", "in A", "in B", "goes with reward"), rows, right=(1, 2, 3)):
+        for line in table(("phrase", "in A", "in B", "reward corr."), rows, right=(1, 2, 3)):
             print(line)
     prompts = comparison["prompts"]
-    better, worse = f"{prompts['solved_count']:,} more solved", f"{prompts['broken_count']:,} less solved"
+    better, worse = f"{prompts['solved_count']:,} more solved", f"{prompts['broken_count']:,} fewer solved"
     text = (
-        f"{prompts['common']:,} prompts are in both; a sample is solved from a reward of "
-        f"{figure(prompts['solved_from'])}: {styled(better, 'green')}, {styled(worse, 'red')}"
+        f"{prompts['common']:,} prompts in both (solved: reward >= {figure(prompts['solved_from'])}): "
+        f"{styled(better, 'green')}, {styled(worse, 'red')}"
     )
     print(f"\n{wrapped(text)}")
     for sign, rows in (("+", prompts["newly_solved"]), ("-", prompts["newly_broken"])):
@@ -153,7 +151,7 @@ def _print(comparison: dict[str, Any]) -> None:
 
 
 def _interval(side: dict[str, float] | None) -> str:
-    """Format the mean of a side and half the width of its interval."""
+    """Format the mean of a side and the half-width of its confidence interval."""
     if side is None:
         return ""
     has_interval = side["low"] is not None and side["high"] is not None
@@ -203,9 +201,9 @@ def _words(options: argparse.Namespace) -> int:
         if change["kind"] == "equal":
             pieces_shown.append(block(change["a"]))
             continue
-        for side, sign, colour in (("a", "-", "red"), ("b", "+", "green")):
+        for side, sign, color in (("a", "-", "red"), ("b", "+", "green")):
             if change[side]:
                 text = block(change[side])
-                pieces_shown.append(styled(text, colour) if coloured() else f"[{sign}{text}{sign}]")
+                pieces_shown.append(styled(text, color) if coloured() else f"[{sign}{text}{sign}]")
     print("\n".join(map(wrapped, "".join(pieces_shown).split("\n"))))
     return OK

@@ -15,7 +15,7 @@ import sqlite3
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from rollbook.core import __version__
 from rollbook.core.errors import explain_missing
@@ -23,11 +23,17 @@ from rollbook.core.terminal import OK, UNREADABLE, WHEN, print_json, printable, 
 
 BOOK = "a book: its folder or postgresql://..."
 RUN = "a book, the folder of a run, or saved rollouts of this or another tool"
-_TOKENIZER = "folder of a tokenizer, for books that have none"
+_TOKENIZER = "folder of a tokenizer, for books without one"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 for success, 1 for findings, 2 for an error.
+    """Run a command.
+
+    Args:
+        arguments: Command line without the program name; by default `sys.argv[1:]`.
+
+    Returns:
+        The exit status: 0 for success, 1 for findings, 2 for an error.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +113,7 @@ def _one_line(text: str) -> str:
 class _Parser(argparse.ArgumentParser):
     """A parser that suggests the closest name for an unknown command or option."""
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         words = message.split("'")
         if message.startswith("argument COMMAND: invalid choice") and len(words) > 1:
             import difflib
@@ -127,7 +133,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, rest = super().parse_known_args(args, namespace)
         if hasattr(options, "changes"):
-            # argparse takes only those before an option.
+            # argparse collects only those before an option.
             options.changes += [word for word in rest if "=" in word and not word.startswith("-")]
             rest = [word for word in rest if word not in options.changes]
         if rest and self.prog != "rollbook" and any(word.startswith("--") for word in rest):
@@ -155,17 +161,17 @@ COMMANDS: dict[str, str] = {
     "train": "Train a model with reinforcement learning or on reference answers; without CONFIG, run a demo.",
     "eval": "Evaluate a model on the held-out prompts of a configuration, or of a run and its last checkpoint.",
     "replay": "Recompute a step of a run from its book and checkpoints, and compare; exit status 1 if it differs.",
-    "ls": "List the contents of a run or a book, or the runs in a folder.",
-    "show": "Show a run, a step, a group or one trajectory with colored tokens.",
+    "ls": "List the contents of a run or book, or the runs in a folder.",
+    "show": "Show a run, a step, a group or a trajectory with colored tokens.",
     "view": "Open the web viewer on a run.",
-    "doctor": "Check a run for common RL failure modes; exit status 0: none, 1: findings, 2: unreadable.",
-    "diff": "Compare two spans of steps, or two runs: distributions, phrases, solved prompts.",
+    "doctor": "Check a run for common RL failure modes; exit status 0: no findings, 1: findings, 2: unreadable.",
+    "diff": "Compare two step ranges, two runs or two trajectories: distributions, phrases, solved prompts.",
     "sql": "Run a SQL query over training, evaluations, metrics, events, work, leases ...",
-    "history": "Show the history of one record.",
-    "export": "Export records to a file or folder, or as one HTML page.",
-    "import": "Import the records of a file or folder into a book, which is created if it does not exist.",
+    "history": "Show the history of a record.",
+    "export": "Export records to a file or folder, or as an HTML page.",
+    "import": "Import records from a file or folder into a book; create the book if needed.",
     "check": "Check the integrity of a book; exit status 0: ok, 1: problems, 2: unreadable.",
-    "compact": "Delete unused bytes of a book and merge small segments.",
+    "compact": "Remove unused data of a book and merge small segments.",
     "completion": "Print a shell completion script.",
 }
 
@@ -222,8 +228,8 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("id", metavar="ID", nargs="?", help="a uid or its prefix (42/1089/6), or a group (42/1089)")
     show.add_argument("--step", metavar="N", type=_int_between(0), help="show a step: its groups and their rewards")
     show.add_argument("--lens", "-l", metavar="NAME", help="color tokens by entropy, logprob, kl, ... or off")
-    show.add_argument("--raw", action="store_true", help="print all tokens as one text, as the trainer saw them")
-    show.add_argument("--tokens", metavar="A:B", help="list these tokens, one per line, with all their numbers")
+    show.add_argument("--raw", action="store_true", help="print all tokens as one text")
+    show.add_argument("--tokens", metavar="A:B", help="list these tokens, one per line, with their values")
     show.add_argument("--tokenizer", metavar="PATH", help=_TOKENIZER)
 
     view = command("view", "view:view", path=RUN)
@@ -236,7 +242,7 @@ def build_parser() -> argparse.ArgumentParser:
     view.add_argument("--open", action="store_true", help="open a browser")
     view.add_argument("--tokenizer", metavar="PATH", help=_TOKENIZER)
     view.add_argument("--trusted-host", metavar="HOST", action="append", default=[], help="also accept this host name")
-    view.add_argument("--annotate", action="store_true", help="allow stars and notes to be written into the book")
+    view.add_argument("--annotate", action="store_true", help="save stars and notes next to the data")
     view.add_argument(
         "--unsafe-allow-unauthenticated", action="store_true", help="serve without a token, to anyone who can connect"
     )
@@ -251,19 +257,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--fail-on",
         choices=("low", "medium", "high", "never"),
         default="medium",
-        help="exit with status 1 from this severity on (default: medium)",
+        help="lowest severity for exit status 1 (default: medium)",
     )
 
     diff = command("diff", "diff:diff", path=RUN)
     diff.add_argument("other", metavar="OTHER", nargs="?", help="another run (default: compare --a and --b of one run)")
-    diff.add_argument("--a", metavar="STEPS", help="steps of the first side: 7 or 3-9 (default: the first quarter)")
-    diff.add_argument("--b", metavar="STEPS", help="steps of the second side (default: the last quarter)")
+    diff.add_argument("--a", metavar="STEPS", help="steps of A: 7 or 3-9 (default: the first quarter)")
+    diff.add_argument("--b", metavar="STEPS", help="steps of B (default: the last quarter)")
     diff.add_argument(
-        "--texts", metavar="N", type=_int_between(0), default=400, help="responses per side to count phrases in (400)"
+        "--texts", metavar="N", type=_int_between(0), default=400, help="responses per side for phrase counts (400)"
     )
-    diff.add_argument("--solved", type=float, help="reward from which on a sample counts as solved")
+    diff.add_argument("--solved", type=float, help="minimum reward of a solved sample")
     diff.add_argument("--limit", metavar="N", type=_int_between(0), default=15, help="phrases and prompts to list (15)")
-    diff.add_argument("--words", metavar="ID", nargs=2, help="compare two trajectories word by word instead")
+    diff.add_argument("--words", metavar="ID", nargs=2, help="compare two trajectories word by word")
 
     sql = command("sql", "query:sql")
     sql.add_argument("query", metavar="QUERY", help='e.g. "select train_step, avg(reward) from training group by 1"')
@@ -285,7 +291,7 @@ def build_parser() -> argparse.ArgumentParser:
     page.add_argument("--where", metavar="FILTER", help="samples that match a filter")
     page.add_argument("--redact", metavar="REGEX", action="append", default=[], help="black out matches; repeatable")
     page.add_argument("--no-images", action="store_true", help="leave images out")
-    page.add_argument("--max-mb", type=float, help="fail if the file would be larger")
+    page.add_argument("--max-mb", type=float, help="maximum file size; larger exports fail")
     page.add_argument("--title", help="title of the page")
     page.add_argument("--theme", choices=("auto", "light", "dark"), default="auto", help="colors of the page")
     page.add_argument("--tokenizer", metavar="PATH", help=_TOKENIZER)
@@ -299,11 +305,11 @@ def build_parser() -> argparse.ArgumentParser:
     import_.add_argument("--tokenizer", metavar="PATH", help="for rollouts without token ids (verl, TRL, OpenRLHF)")
 
     check = command("check", "book:check")
-    check.add_argument("--repair", action="store_true", help="repair what can be repaired; keep a copy of what changes")
+    check.add_argument("--repair", action="store_true", help="repair the book; keep a copy of changed files")
     check.add_argument(
-        "--offer", action="store_true", help="with --repair: offer records for training whose history was lost"
+        "--offer", action="store_true", help="with --repair: make records without history available for training"
     )
-    check.add_argument("--quick", action="store_true", help="do not read every byte of the data")
+    check.add_argument("--quick", action="store_true", help="skip reading all data")
 
     command("compact", "book:compact")
 

@@ -1,4 +1,4 @@
-"""`ls`, `sql` and `history`: list what a book holds, query it, and show what happened to a record.
+"""`ls`, `sql` and `history`: list the contents of a book, query it, and show the history of a record.
 
 Invariant: `ls` reads only the ledger; it loads neither pyarrow, torch nor duckdb.
 """
@@ -9,12 +9,16 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollbook.cli.run import LEDGER, book_at
 from rollbook.core.addresses import POSTGRES
 from rollbook.core.ids import step_of
 from rollbook.core.terminal import OK, figure, print_json, print_table, printable, size, styled, when, wrapped
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+    from rollbook.book.ledger import Ledger, Transaction
 
 
 def ls(options: argparse.Namespace) -> int:
@@ -53,7 +57,7 @@ def ls(options: argparse.Namespace) -> int:
         try:
             return _rollouts(options)
         except (ValueError, OSError):
-            pass  # a folder of something else
+            pass  # not a folder of rollouts
     if options.json:
         print_json(runs)
     elif not runs:
@@ -90,7 +94,7 @@ def _runs(folder: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
             try:
                 yield from ((f"{name}/{below}", below_book) for below, below_book in _runs(path, depth - 1))
             except PermissionError:
-                yield name, path  # whose ledger cannot be opened either
+                yield name, path  # reported as unreadable
 
 
 def _rollouts(options: argparse.Namespace) -> int:
@@ -159,7 +163,7 @@ def _summarize(path: str) -> dict[str, Any]:
     return {**summary, "segments": len(sizes), "bytes": sum(sizes.values())}
 
 
-def _from_ledger(ledger: Any) -> dict[str, Any]:
+def _from_ledger(ledger: Ledger) -> dict[str, Any]:
     import sqlite3
 
     from rollbook.book.ledger import LAYOUT
@@ -208,7 +212,7 @@ def _from_ledger(ledger: Any) -> dict[str, Any]:
     }
 
 
-def _last(tx: Any, evaluation: int) -> tuple[int | None, float | None]:
+def _last(tx: Transaction, evaluation: int) -> tuple[int | None, float | None]:
     """Return the training step and the mean reward of the last records, for training or for evaluation."""
     present = f"evaluation = {evaluation} AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
     rows = tx.all(f"SELECT batch, version_min FROM records WHERE {present} ORDER BY seq DESC LIMIT 1")
@@ -219,6 +223,7 @@ def _last(tx: Any, evaluation: int) -> tuple[int | None, float | None]:
 
 
 def sql(options: argparse.Namespace) -> int:
+    """Run a SQL query on a book."""
     from rollbook.book import open as open_book
 
     with open_book(book_at(options.path), "r") as book:
@@ -231,6 +236,7 @@ def sql(options: argparse.Namespace) -> int:
 
 
 def history(options: argparse.Namespace) -> int:
+    """Print the history of a record."""
     from rollbook.book import open as open_book
 
     with open_book(book_at(options.path), "r") as book:
@@ -245,8 +251,8 @@ def history(options: argparse.Namespace) -> int:
     return OK
 
 
-def _resolve_uid(book: Any, uid: str) -> str:
-    """Return the only uid with this prefix; `3/12/0` is run 0 of a task before it is another prefix."""
+def _resolve_uid(book: Book, uid: str) -> str:
+    """Return the only uid with this prefix; `3/12/0` means run 0 of a task before it means a longer run number."""
     with book.ledger.read() as tx:
         for beginning in (uid, f"{uid}/", uid):
             last = beginning + "\U0010ffff"

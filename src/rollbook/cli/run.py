@@ -1,4 +1,4 @@
-"""A run opened for a command: its source, its index and its answers; and the table of samples that commands print.
+"""Opening a run for a command, resolving ids, and the table of samples.
 
 Invariant: a command reports the run as it was when it was opened, and writes nothing to it.
 """
@@ -54,10 +54,10 @@ def open_run(
     """Open a run and index it.
 
     Args:
-        path: What `open_source` opens.
-        tokenizer: The path of a tokenizer, for records without text.
-        ids: Index only the groups of these records or groups, where the run is a book.
-        spans: Index only the training steps that it returns, where the run is a book.
+        path: Path or URL for `open_source`.
+        tokenizer: Path of a tokenizer, for records without text.
+        ids: For a book: index only the groups of these records or groups.
+        spans: For a book: index only the training steps that it returns.
     """
     from rollbook.inspect.answers import Answers
     from rollbook.inspect.index import Index
@@ -77,7 +77,7 @@ def resolve_uid(index: Index, prefix: str) -> str:
     """Return the uid that equals `prefix`, or the only one that begins with it."""
     if index.query("SELECT 1 FROM samples WHERE uid = ?", [prefix]):
         return prefix
-    # `42/1089/6` is run 6 of a task before it is a prefix of run 60.
+    # `42/1089/6` means run 6 of a task before it means a prefix of run 60.
     for beginning in (f"{prefix}/", prefix):
         matches = index.query(
             "SELECT uid FROM samples WHERE substr(uid, 1, ?) = ? ORDER BY n LIMIT 9", [len(beginning), beginning]
@@ -99,18 +99,18 @@ _FIRST_TO_GO = ("kl", "entropy", "advantage", "state", "tokens")
 def sample_table(rows: Sequence[dict[str, Any]], more: Sequence[str] = ()) -> Iterator[str]:
     """Yield the lines of a table of samples.
 
-    On a terminal that is too narrow, ids are without their last part, which `rollbook show` does not need.
+    On a narrow terminal, ids are printed without their last part, which `rollbook show` does not need.
 
     Args:
-        rows: The samples, as `Answers` lists them.
-        more: Further columns of numbers, which come first.
+        rows: Samples, as `Answers.list` returns them.
+        more: Additional numeric columns, placed first.
     """
     numbers = (*more, *_NUMBERS)
-    names = ("uid", *numbers, "status", "state", "how it ends")
+    names = ("uid", *numbers, "status", "state", "ends with")
     lines = []
     for row in rows:
         values = {**row, "tokens": row["response_tokens"]}
-        # The steps of a run are names, not amounts.
+        # Steps are labels, without thousands separators.
         cells = [str(values[name]) if name == "step" else figure(values[name]) for name in numbers]
         lines.append(
             [printable(row["uid"]), *cells, row["status"], row["state"], tail(printable(row["closing"] or ""))]

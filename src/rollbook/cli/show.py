@@ -39,7 +39,7 @@ from rollbook.train.display import UPDATE_COLUMNS
 
 SEQUENTIAL = ((253, 231, 37), (122, 209, 81), (34, 168, 132), (42, 120, 142), (65, 68, 135), (68, 1, 84))
 DIVERGING = ((178, 88, 9), (241, 163, 64), (254, 224, 182), (216, 218, 235), (94, 130, 180), (33, 70, 140))
-"""From low to high; the lowest of the first, and the middle of the second, are not painted."""
+"""RGB from low to high; the lowest of the first and the middle of the second are not painted."""
 CELLS = "□■"
 
 
@@ -80,7 +80,7 @@ def _run(run: OpenRun, options: argparse.Namespace) -> int:
     if options.json:
         print_json({"run": run_info, "steps": steps, "metrics": [{"step": step, **values} for step, values in logged]})
         return OK
-    kind = ", all for evaluation" if only else ""
+    kind = ", evaluation only" if only else ""
     counts = f"{run_info['records']:,} trajectories, {run_info['groups']:,} groups{kind}"
     print(styled(printable(run_info["name"]), "bold"), f"· {counts}")
     if not steps:
@@ -138,7 +138,7 @@ def _cell(name: str, value: float | int | None) -> str:
 
 
 def _hint(options: argparse.Namespace, arguments: str, text: str) -> None:
-    """Print a command that shows more."""
+    """Print a follow-up command."""
     path = shlex.quote(redacted(options.path))
     print(styled(wrapped(f"\nrollbook show {printable(path)} {printable(arguments)} {text}"), "dim"))
 
@@ -180,7 +180,7 @@ def _step(run: OpenRun, options: argparse.Namespace) -> int:
 def _group(run: OpenRun, options: argparse.Namespace) -> int:
     group = run.answers.group(options.id)
     if options.json:
-        # The other entries are for the viewer.
+        # The remaining entries are for the viewer.
         print_json({name: entry for name, entry in group.items() if name not in ("previous", "next", "timeline")})
         return OK
     print(styled(printable(group["gid"]), "bold"), f"· step {group['step']} · {len(group['rows'])} samples")
@@ -251,7 +251,7 @@ def _header(trajectory: Trajectory, names: Sequence[str]) -> Iterator[str]:
         if value is not None and value != "":
             yield wrapped(f"{name:12}{printable(value)}", 12)
     notes = [printable(note) for note in trajectory.notes]
-    notes += ["no tokenizer, these are ids; --tokenizer PATH sets one"] * (trajectory.tokenized == "ids")
+    notes += ["no tokenizer: token ids are shown; set one with --tokenizer PATH"] * (trajectory.tokenized == "ids")
     for note in notes:
         yield styled(wrapped(f"note        {note}", 12), "yellow")
 
@@ -269,11 +269,11 @@ def _span(versions: NDArray[np.int64] | None) -> str | None:
 
 
 def _lens(trajectory: Trajectory, lens: str | None) -> tuple[str | None, str]:
-    """Return the lens to show, or why there is none."""
+    """Return the lens to show, or `None` and the reason."""
     if lens == "off":
         return None, ""
     if lens is not None:
-        return (lens, "") if lens in trajectory.arrays else (None, f"{lens} was not recorded for this trajectory")
+        return (lens, "") if lens in trajectory.arrays else (None, f"{lens} is not recorded for this trajectory")
     return next((name for name in LENSES if name in trajectory.arrays), None), ""
 
 
@@ -290,13 +290,13 @@ def _buckets(values: NDArray[np.float32], name: str, scale: dict[str, Any]) -> N
 
 def _legend(scale: dict[str, Any], name: str) -> str:
     palette = DIVERGING if scale["kind"] == "diverging" else SEQUENTIAL
-    bar = "".join(painted("  ", colour, colour) for colour in palette) if coloured() else "low to high"
+    bar = "".join(painted("  ", color, color) for color in palette) if coloured() else "low to high"
     ends = (figure(scale["low"]), figure(scale["high"]))
     return f"{ends[0]} {bar} {ends[1]}" + (" (negated)" if name == "logprob" else "")
 
 
 def _painted(trajectory: Trajectory, start: int, stop: int, buckets: NDArray[np.int64] | None, kind: str) -> str:
-    """Return the text of some tokens, each on the color of its bucket; runs of one bucket are one piece."""
+    """Return the text of tokens [start, stop), painted by bucket; runs of one bucket are one piece."""
     begin = int(trajectory.ends[start - 1]) if start else 0
     if stop <= start:
         return ""
@@ -322,7 +322,7 @@ def _painted(trajectory: Trajectory, start: int, stop: int, buckets: NDArray[np.
 
 
 def _listed(trajectory: Trajectory, span: str) -> Iterator[str]:
-    """Yield a table of tokens, one per line, with all their numbers."""
+    """Yield a table of tokens, one per line, with their values."""
     try:
         low, _, high = span.partition(":")
         start = int(low) if low else 0

@@ -1,7 +1,7 @@
 """`rollbook train`, `rollbook eval` and `rollbook replay`.
 
-Invariant: an error in a configuration is one line that names the key, before a model is loaded. Output for programs
-(`--json`) goes to standard output alone, output for people to standard error.
+Invariant: a configuration error is one line that names the key, reported before a model is loaded. With
+`--json`, standard output has only JSON.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollbook.core.terminal import FOUND, OK, columns, cut, figure, print_json, printable, styled, table
+
+if TYPE_CHECKING:
+    from rollbook.train.step_replay import Changed
 
 
 def train(options: argparse.Namespace) -> int:
@@ -86,7 +89,7 @@ _STYLES = {"same": ("green",), "differs by rounding": ("yellow",), "differs": ("
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Recompute a step of a run, and compare."""
+    """Recompute a step of a run and compare it with what was recorded."""
     import warnings
 
     from rollbook.models.loading import transformers_module
@@ -116,21 +119,21 @@ def replay(options: argparse.Namespace) -> int:
     print()
     for text in notes:
         print(f"- {printable(text)}")
-    print(f"- rounding is: up to {outcome.tolerance}")
+    print(f"- tolerance: {outcome.tolerance}")
     if outcome.agrees:
-        print(styled(f"All of it agrees{more}.", "bold", "green"))
+        print(styled(f"All values match{more}.", "bold", "green"))
     else:
-        print(styled(f"{count['differs']} of {len(rows)} differ{more}.", "bold", "red"))
+        print(styled(f"{count['differs']} of {len(rows)} values differ{more}.", "bold", "red"))
     if outcome.changed is not None:
         _print_changed(outcome.changed)
     return OK if outcome.agrees else FOUND
 
 
-def _shown(value: Any) -> str:
+def _shown(value: float | str | None) -> str:
     return printable(value) if isinstance(value, str) else figure(value, 6)
 
 
-def _print_changed(changed: Any) -> None:
+def _print_changed(changed: Changed) -> None:
     print()
     for text in changed.changes:
         print(styled(f"with {printable(text)}", "bold"))
@@ -142,15 +145,15 @@ def _print_changed(changed: Any) -> None:
         print(line)
     print()
     if changed.rows:
-        like = "" if changed.correlation is None else f", their correlation {figure(changed.correlation)}"
-        print(f"{changed.signs} of {changed.rows} advantages have another sign{like}")
-    way = "-" if changed.cosine is None else figure(changed.cosine, 4)
-    print(f"cosine between the two updates of the weights: {way}")
+        correlation = "" if changed.correlation is None else f"; correlation {figure(changed.correlation)}"
+        print(f"{changed.signs} of {changed.rows} advantages change sign{correlation}")
+    cosine = "-" if changed.cosine is None else figure(changed.cosine, 4)
+    print(f"cosine similarity of the weight updates: {cosine}")
     for text in changed.notes:
         print(f"- {printable(text)}")
     if not changed.moved:
         return
-    print(styled("\nadvantages that change most", "bold"))
+    print(styled("\nlargest changes of advantages", "bold"))
     names = ("", "advantage", "changed", "reward", "changed", "prompt")
     rows = [
         [
@@ -164,5 +167,5 @@ def _print_changed(changed: Any) -> None:
         print(line)
 
 
-def _less(old: Any, new: Any) -> str:
+def _less(old: float | None, new: float | None) -> str:
     return "-" if old is None or new is None else figure(new - old, 6)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rollbook.core.terminal import OK, columns, print_json, printable, styled, table, wrapped
+
+if TYPE_CHECKING:
+    from rollbook.inspect.doctor import Thresholds
 
 _STYLES = {"high": "red", "medium": "yellow", "low": "blue"}
 
 
 def view(options: argparse.Namespace) -> int:
-    """Serve the viewer until it is interrupted."""
+    """Serve the viewer until interrupted."""
     from rollbook.inspect.server import PORT, serve
 
     serve(
@@ -23,7 +26,7 @@ def view(options: argparse.Namespace) -> int:
         host=options.host,
         port=PORT if options.port is None else options.port,
         socket=options.socket,
-        # A variable, since other users of the machine can list commands with what stands behind them.
+        # An environment variable, since other users of the machine can read command lines.
         token=options.token or os.environ.get("ROLLBOOK_TOKEN") or None,
         open_browser=options.open,
         tokenizer=options.tokenizer,
@@ -36,7 +39,7 @@ def view(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Check a run for common failure modes."""
+    """Check a run for common RL failure modes."""
     from rollbook.inspect.doctor import Thresholds, examine, format_report
 
     thresholds = Thresholds.of(*options.set)
@@ -56,11 +59,11 @@ def doctor(options: argparse.Namespace) -> int:
             text = wrapped(line, len(line) - len(line.lstrip(" ")) + 2)
             print(styled(text, "bold", _STYLES[first]) if first in _STYLES else text)
         if not diagnosis.records and not options.evaluation:
-            print(wrapped("\nThere are no training records; --evaluation checks the evaluation records."))
+            print(wrapped("\nThere are no training records; use --evaluation to check evaluation records."))
     return diagnosis.status(options.fail_on)
 
 
-def _thresholds(thresholds: Any, options: argparse.Namespace) -> int:
+def _thresholds(thresholds: Thresholds, options: argparse.Namespace) -> int:
     from rollbook.inspect.doctor.checks import threshold_docs
 
     rows = [(name, getattr(thresholds, name), meaning) for name, meaning in threshold_docs().items()]

@@ -1,7 +1,7 @@
-"""`Answers`: the data behind each page of the viewer, as dicts of strict JSON.
+"""`Answers`: the data of each page of the viewer, as dicts of strict JSON.
 
-Invariant: every number is finite or `None`. An answer reads one state of the index, and reads the source only for what
-the index does not hold (the label of a group, a text to search in). The pages of a list hold each row of its snapshot
+Invariant: every number is finite or `None`. An answer reads one state of the index, and reads the source only for data
+that the index lacks (the label of a group, a text to search). The pages of a list contain each row of its snapshot
 once, whatever is added meanwhile; a row shows its current state.
 """
 
@@ -28,7 +28,7 @@ from rollbook.core import __version__
 from rollbook.core.checks import check_choice, check_int
 from rollbook.inspect import filters
 from rollbook.inspect.index import COUNTS, SHOWN, named
-from rollbook.inspect.measures import MISMATCH, newest_steps, reward_parts, summarise
+from rollbook.inspect.measures import MISMATCH, newest_steps, reward_parts, summarize
 from rollbook.inspect.search import Search
 from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.statistics import edges, group_means, group_test
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 
 VIEWS = ("samples", "groups")
 KEPT = 32
-"""Snapshots that are kept; an older one is made anew when it is asked for."""
+"""Number of snapshots kept; older ones are recomputed on request."""
 MOST = 10_000
-"""Rows of one page, at most."""
+"""Maximum number of rows of a page."""
 SECONDS = 20.0
 _COLUMNS = ", ".join(SHOWN)
 _IN_ONE = 500
 
 
 class Snapshots:
-    """Lists that were asked for, as the numbers of their rows in order."""
+    """Cached lists, as the ordered numbers of their rows."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -75,7 +75,7 @@ class Snapshots:
         evaluation: bool | None,
         parts: Sequence[str],
     ) -> dict[str, Any]:
-        """See `Answers.list`."""
+        """Return a page of a list; see `Answers.list`."""
         check_choice("view", view, VIEWS)
         check_int("offset", offset)
         limit = min(check_int("limit", limit, 1), MOST)
@@ -121,7 +121,7 @@ def _numbers(
     evaluation: bool | None,
     parts: Sequence[str],
 ) -> array[int]:
-    """The rows of a list in order, by their numbers: `n` of samples, `g` of groups."""
+    """Return the ordered row numbers of a list: `n` of samples, `g` of groups."""
     where: list[str] = []
     values: list[Any] = []
     for name, number in (("step", step), ("gid", gid), ("prompt", prompt)):
@@ -129,7 +129,7 @@ def _numbers(
             where.append(f"{name} = ?")
             values.append(number)
     if evaluation is None and step is not None:
-        evaluation = False  # A step is one of training, unless somebody asks for evaluation.
+        evaluation = False  # a step means training samples by default
     if evaluation is not None:
         where.append("evaluation = ?")
         values.append(int(evaluation))
@@ -148,7 +148,7 @@ def _numbers(
 
 
 def tidy(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as strict JSON can say it: parts as a dict, numbers that are not finite as `None`."""
+    """Convert a row to strict JSON: parts as a dict, non-finite numbers as `None`."""
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             row[name] = None
@@ -158,7 +158,7 @@ def tidy(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def samples(read: sqlite3.Connection, ns: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows of samples by number, in this order."""
+    """Return rows of samples by number, in this order."""
     rows_by_number: dict[int, dict[str, Any]] = {}
     for start in range(0, len(ns), _IN_ONE):
         part = ns[start : start + _IN_ONE]
@@ -169,7 +169,7 @@ def samples(read: sqlite3.Connection, ns: Sequence[int]) -> list[dict[str, Any]]
 
 
 def groups(read: sqlite3.Connection, gs: Sequence[int]) -> list[dict[str, Any]]:
-    """Rows of groups by number, in this order: {gid, step, ..., rewards, uids, flags}."""
+    """Return rows of groups by number, in this order: {gid, step, ..., rewards, uids, flags}."""
     newest = newest_steps(read)
     bars = dict(read.execute("SELECT evaluation, bar FROM tops WHERE solves").fetchall())
     rows_by_number: dict[int, dict[str, Any]] = {}
@@ -225,11 +225,11 @@ def _group(row: dict[str, Any], newest: int | None, bar: float | None) -> dict[s
 # --- answers --------------------------------------------------------------------------------------------------------
 
 SCATTER = 2000
-"""Points of a scatter plot, at most."""
+"""Maximum number of points of a scatter plot."""
 COMPARED = {"reward": "reward", "length": "response_tokens", "entropy": "entropy", "advantage": "advantage"}
-"""What a step page draws, and the column of it."""
+"""Metrics of a step page, and their columns."""
 LIVE_SECONDS = 300.0
-"""How long after the last change a run still counts as live."""
+"""Seconds after the last change for which a run counts as live."""
 _PATIENCE = 1.0
 _LOOK_SECONDS = 3.0
 _MOST_OF_A_PROMPT = 20_000
@@ -237,7 +237,7 @@ _MOST_COMPARED = 16
 
 
 class Answers:
-    """Answers about one source, through its index.
+    """Answers about a source, from its index.
 
     >>> import rollbook
     >>> from rollbook.inspect.index import Index
@@ -272,7 +272,7 @@ class Answers:
     # --- the whole ----------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """What is known of the whole run, and what can be asked of it: the answer of `/api/run`."""
+        """Return the summary of the run and the available features, for `/api/run`."""
         self.index.settle(_PATIENCE)
         cursor = self.index.cursor
         with self.index.reading() as read:
@@ -324,7 +324,7 @@ class Answers:
         }
 
     def _numbers(self, read: sqlite3.Connection) -> tuple[list[str], list[str]]:
-        """The names of the reward's parts, and of the other numbers; looked for again when the index changed."""
+        """Return the names of reward parts and of other numbers; recomputed when the index changes."""
         cursor = self.index.cursor
         if self._known_numbers[0] != cursor:
             rows = read.execute(
@@ -354,7 +354,7 @@ class Answers:
         ]
 
     def change(self, since: int) -> dict[str, Any]:
-        """What a listening page is told: {cursor, records, measured, steps that changed since}."""
+        """Return the event for listening pages: {cursor, records, measured, steps changed since}."""
         self.index.settle(_PATIENCE)
         cursor = self.index.cursor
         with self.index.reading() as read:
@@ -368,7 +368,7 @@ class Answers:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def steps(self, since: int = 0, evaluation: bool = False) -> dict[str, Any]:
-        """The summaries of the steps that changed after a cursor, oldest step first."""
+        """Return the summaries of steps that changed after a cursor, oldest step first."""
         check_int("since", since)
         self.index.settle(_PATIENCE)
         cursor = self.index.cursor
@@ -378,7 +378,7 @@ class Answers:
         return {"cursor": cursor, "steps": [json.loads(row[0]) for row in rows]}
 
     def step(self, step: int, evaluation: bool = False) -> dict[str, Any]:
-        """One step: its summary, that of the step before, how far they are apart, and what a page draws of it."""
+        """Return a step: its summary, the previous summary, their distance, and the data of its charts."""
         check_int("step", step)
         self.index.settle(_PATIENCE)
         flag = int(evaluation)
@@ -437,10 +437,11 @@ class Answers:
         snapshot: str | None = None,
         evaluation: bool | None = None,
     ) -> dict[str, Any]:
-        """A page of samples, or of groups that hold a sample the filter is true of.
+        """Return a page of samples, or of groups with a sample that matches the filter.
 
-        The order is fixed when it is first asked for; with its `snapshot` later pages follow on, whatever came in
-        since. A step's samples are those for training unless `evaluation` says otherwise; without a step, all.
+        The order is fixed by the first request. Later pages are requested with its `snapshot` and are consistent with
+        it, whatever was added since. With `step`, only training samples are listed unless `evaluation` is set; without
+        it, all.
         """
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
@@ -462,16 +463,13 @@ class Answers:
         )
 
     def group(self, gid: str) -> dict[str, Any]:
-        """One group: its samples, best reward first, its neighbours in the step, and its prompt at other steps."""
+        """Return a group: its samples, best reward first, adjacent groups, and its prompt at other steps."""
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
-            match = read.execute(
-                "SELECT g, evaluation FROM groups WHERE gid = ? ORDER BY evaluation", (gid,)
-            ).fetchone()
-            if match is None:
-                raise KeyError(f"group: got {gid!r}, which is not here")
-            (summary,) = groups(read, [match[0]])
-            evaluation = match[1]
+            number, evaluation = _find(
+                read, "group", gid, "SELECT g, evaluation FROM groups WHERE gid = ? ORDER BY evaluation"
+            )
+            (summary,) = groups(read, [number])
             ns = [
                 row[0]
                 for row in read.execute(
@@ -481,7 +479,7 @@ class Answers:
                 )
             ]
             rows = samples(read, ns)
-            previous, following = _beside(read, match[0])
+            previous, following = _beside(read, number)
             timeline = [
                 {"step": row[0], "gid": row[1], "n": row[2], "mean": json_safe(row[3])}
                 for row in read.execute(
@@ -505,7 +503,7 @@ class Answers:
         }
 
     def _expected(self, rows: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
-        """The label and the reference answer of a group, which its samples share."""
+        """Return the label and reference answer that the samples of a group share."""
         for row in rows:
             if row["removed_reason"] is None:
                 try:
@@ -515,16 +513,13 @@ class Answers:
                 return json_safe(document.label), json_safe(document.reference)
         return None, None
 
-    def neighbours(self, uid: str) -> dict[str, Any]:
-        """One sample's row, and those beside it: in its group, in its step, and of its prompt."""
+    def neighbors(self, uid: str) -> dict[str, Any]:
+        """Return the row of a sample and the adjacent samples in its group, its step and its prompt."""
         self.index.settle(_PATIENCE)
         with self.index.reading() as read:
-            match = read.execute(
-                "SELECT n, gid, evaluation, step, prompt FROM samples WHERE uid = ?", (uid,)
-            ).fetchone()
-            if match is None:
-                raise KeyError(f"uid: got {uid!r}, which is not here")
-            n, gid, evaluation, step, prompt = match
+            n, gid, evaluation, step, prompt = _find(
+                read, "uid", uid, "SELECT n, gid, evaluation, step, prompt FROM samples WHERE uid = ?"
+            )
             members = [row[0] for row in read.execute(_MEMBERS, (gid, evaluation))]
             at = members.index(uid) if uid in members else None
             group = read.execute("SELECT g FROM groups WHERE gid = ? AND evaluation = ?", (gid, evaluation)).fetchone()
@@ -553,7 +548,7 @@ class Answers:
         }
 
     def prompt(self, prompt: str) -> dict[str, Any]:
-        """Every sample of one prompt, by step."""
+        """Return all samples of a prompt, by step."""
         with self.index.reading() as read:
             rows = [
                 tidy(row)
@@ -566,22 +561,22 @@ class Answers:
                 )
             ]
         if not prompt or not rows:
-            raise KeyError(f"prompt: got {prompt!r}, which is not here")
+            raise KeyError(f"unknown prompt {prompt!r}")
         openings = [row.pop("opening") for row in rows]
         return {"prompt": prompt, "opening": next(filter(None, openings), ""), "rows": rows}
 
     # --- what others work out -----------------------------------------------------------------------------------
 
     def search(self, q: str, mode: str = "phrase", limit: int = 50, step: int | None = None) -> dict[str, Any]:
-        """Samples whose texts have something in them; see `Search.search`."""
+        """Search texts; see `Search.search`."""
         return json_answer(self.searching.search(q, mode, limit, step))
 
     def compare(self, a: tuple[int, int], b: tuple[int, int]) -> dict[str, Any]:
-        """Steps from first to last against others; see `rollbook.inspect.comparison`."""
+        """Compare two step ranges; see `rollbook.inspect.comparison`."""
         from rollbook.inspect.comparison import Side, compare
 
         self.index.settle(_PATIENCE)
-        # Phrases of many texts take a second: what was worked out stands until the run changes.
+        # Phrases of many texts take a second, so the result is cached until the run changes.
         key = (self.index.cursor, a, b)
         with self._comparing:
             comparison = self._compared.get(key)
@@ -593,7 +588,7 @@ class Answers:
         return comparison
 
     def look(self, evaluation: bool = False) -> dict[str, Any]:
-        """What is worth a look, as the doctor ranks it; worked out again when something changed, now and then."""
+        """Return the doctor's findings and near misses; recomputed at intervals when the run changes."""
         from rollbook.inspect.doctor import examine, triage
 
         with self._looking:
@@ -602,16 +597,16 @@ class Answers:
             if cached is None or (cached[0] != cursor and now > cached[1]):
                 findings = examine(self.index, evaluation=True).findings if evaluation else triage(self.index)
                 items = [{"id": entry["check"], **entry} for entry in (finding.as_dict() for finding in findings)]
-                # Of a large run it takes seconds: it is not to be all that the viewer does.
+                # It takes seconds on a large run, so it is recomputed at intervals.
                 after = time.monotonic() + max(_LOOK_SECONDS, 10 * (time.monotonic() - now))
                 cached = self._looked[evaluation] = (cursor, after, json_safe(items))
             return {"items": cached[2]}
 
     def metrics(self, since: int = 0) -> dict[str, Any]:
-        """The numbers that the trainer logged: {steps: [[step, {name: number}]]}, from step `since` on.
+        """Return the logged metrics from step `since` on: {steps: [[step, {name: number}]]}.
 
-        A number that is not finite is the text `NaN`, `Infinity` or `-Infinity`. `count` is that of all steps: a page
-        that then has more of them asks for all, since the run was rewound.
+        Non-finite numbers are the texts `NaN`, `Infinity` and `-Infinity`. `count` is the total number of steps; a page
+        that has more of them was rewound and reloads.
         """
         check_int("since", since)
         cursor = self.index.cursor
@@ -622,12 +617,12 @@ class Answers:
         return {"cursor": cursor, "count": len(rows), "steps": steps}
 
     def close(self) -> None:
-        """End the background work of searching."""
+        """Stop the background search."""
         self.searching.close()
 
 
 def _counts(read: sqlite3.Connection) -> tuple[int, int, int]:
-    """How many records count, how many of them are for evaluation, and how many were measured."""
+    """Return the number of records, of evaluation records among them, and of measured ones."""
     totals = dict(read.execute("SELECT evaluation, SUM(n) FROM steps GROUP BY evaluation").fetchall())
     waiting = read.execute("SELECT COUNT(*) FROM samples WHERE measured = 0").fetchone()[0]
     total = sum(totals.values())
@@ -638,13 +633,21 @@ _MEMBERS = f"SELECT uid FROM samples WHERE gid = ? AND evaluation = ? AND {COUNT
 
 
 def json_answer(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer with texts that came from records, as strict JSON can say it."""
+    """Convert an answer with texts from records to strict JSON."""
     safe: dict[str, Any] = json_safe(answer)
     return safe
 
 
+def _find(read: sqlite3.Connection, name: str, key: str, sql: str) -> tuple[Any, ...]:
+    """Return the first row for a key, or raise `KeyError`."""
+    row: tuple[Any, ...] | None = read.execute(sql, (key,)).fetchone()
+    if row is None:
+        raise KeyError(f"unknown {name} {key!r}")
+    return row
+
+
 def _beside(read: sqlite3.Connection, g: int) -> tuple[Any, ...]:
-    """The groups (number, gid) before and after one in its step."""
+    """Return the groups (number, gid) before and after a group in its step."""
     return tuple(
         read.execute(
             "SELECT other.g, other.gid FROM groups AS one JOIN groups AS other ON other.step = one.step "
@@ -661,7 +664,7 @@ def _summary(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, 
     if row is not None:
         summary: dict[str, Any] = json.loads(row[0])
         return summary
-    return summarise(read, step, evaluation, newest_steps(read).get(evaluation))
+    return summarize(read, step, evaluation, newest_steps(read).get(evaluation))
 
 
 _Grouped = tuple[NDArray[np.float64], NDArray[Any]]
@@ -669,7 +672,7 @@ _Grouped = tuple[NDArray[np.float64], NDArray[Any]]
 
 
 def _values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, _Grouped]:
-    """The finite numbers of each metric in a step."""
+    """Return the finite numbers of each metric in a step."""
     rows = read.execute(
         f"SELECT gid, {', '.join(COMPARED.values())} FROM samples WHERE step = ? AND evaluation = ? AND {COUNTS} "
         "AND (removed_reason IS NULL OR length > 0)",

@@ -1,56 +1,369 @@
-"""`Api`: requests in, responses out, independent of the server that carries them; and the notes of readers.
+"""The viewer's HTTP API, independent of the server: requests and responses, access control, annotations, routes.
 
-Invariant: every response has the headers that keep a page from running what it shows. Only a POST changes anything. A
-bad request gets a one-line error, never a traceback. What the records hold is served as text, JSON, a frame or an image
-whose first bytes confirm its type, never as HTML. The annotations file is append-only, and each line is on disk before
-it is acknowledged.
+Invariant: every response has the headers that stop a page from running record content. JSON is strict, and an unknown
+parameter or field is an error. Only a POST changes anything. A bad request gets a one-line error, never a traceback.
+Record content is served as text, JSON, a frame or an image whose first bytes confirm its type, never as HTML.
+
+The host of a request is checked first. Nothing under /api is answered without the token (if there is one) or to a page
+of another origin. Secrets are compared in constant time. The annotations file is append-only, and each line is on disk
+before it is acknowledged.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import hmac
+import ipaddress
 import json
 import os
 import re
+import secrets
 import sqlite3
 import stat
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from rollbook.core.addresses import redacted
 from rollbook.core.files import private_opener
 from rollbook.inspect import html_export
-from rollbook.inspect.http import (
-    MEDIA_POLICY,
-    PAGE_POLICY,
-    Guard,
-    Reader,
-    Request,
-    Response,
-    arguments,
-    as_json,
-    attachment,
-    failure,
-    fields,
-    flag,
-    image_type,
-    respond,
-    step_range,
-    whole,
-    word,
-)
+from rollbook.inspect.images import image_type
+from rollbook.inspect.serialization import as_json, encode, text
 from rollbook.inspect.workers import QueryTimeoutError, ServerBusyError, Workers, as_csv
 
 if TYPE_CHECKING:
     from rollbook.inspect.answers import Answers
+    from rollbook.inspect.records import TokenizerLike
     from rollbook.inspect.sources import Source, Watcher
+
+
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+MEDIA_POLICY = "default-src 'none'; frame-ancestors 'none'; sandbox"
+_ALWAYS = (
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Opener-Policy", "same-origin"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+)
+
+
+@dataclass
+class Request:
+    """An HTTP request.
+
+    `headers` are in order, with lower-case names and duplicates. `path` is raw, without parameters. `local` is the
+    address the connection came in on, as host:port.
+    """
+
+    method: str
+    path: str
+    query: list[tuple[str, str]] = field(default_factory=list)
+    headers: list[tuple[str, str]] = field(default_factory=list)
+    body: bytes = b""
+    peer: str = ""
+    local: str = ""
+    scheme: str = "http"
+
+    def all(self, name: str) -> list[str]:
+        """Return all values of a header; `name` in lower case."""
+        return [value for key, value in self.headers if key == name]
+
+
+@dataclass
+class Response:
+    """An HTTP response: bytes, or a stream that the server closes."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes | Stream
+
+
+def respond(
+    status: int, body: bytes | Stream, kind: str, *more: tuple[str, str], policy: str = PAGE_POLICY
+) -> Response:
+    """Create a response with the common headers; not cached unless `more` sets Cache-Control."""
+    headers = [("Content-Type", kind), ("Content-Security-Policy", policy), *_ALWAYS, *more]
+    if not any(name == "Cache-Control" for name, _ in more):
+        headers.append(("Cache-Control", "no-store"))
+    return Response(status, headers, body)
+
+
+def failure(status: int, error: str) -> Response:
+    """Create an error response: {"error": "one sentence"}."""
+    return respond(status, orjson.dumps({"error": text(error)}), "application/json")
+
+
+# --- parameters --------------------------------------------------------------------------------------------------
+
+
+def whole(name: str, text: str) -> int:
+    """Parse an integer."""
+    if re.fullmatch(r"-?[0-9]{1,18}", text) is None:
+        raise ValueError(f"{name}: got {text[:40]!r}, expected a whole number")
+    return int(text)
+
+
+def flag(name: str, text: str) -> bool:
+    """Parse 0 or 1."""
+    if text not in ("0", "1"):
+        raise ValueError(f"{name}: got {text[:40]!r}, expected 0 or 1")
+    return text == "1"
+
+
+def word(name: str, text: str) -> str:
+    """Parse a text of limited length."""
+    if len(text) > 4096:
+        raise ValueError(f"{name}: got {len(text)} characters, expected at most 4096")
+    return text
+
+
+def step_range(name: str, text: str) -> tuple[int, int]:
+    """Parse FIRST-LAST, or a single step."""
+    match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
+    if match is None:
+        raise ValueError(f"{name}: got {text[:40]!r}, expected steps as FIRST-LAST")
+    return int(match[1]), int(match[2] or match[1])
+
+
+Reader = Callable[[str, str], Any]
+
+
+def arguments(
+    query: list[tuple[str, str]], readers: Mapping[str, Reader], needed: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Parse the parameters of a request; unknown, repeated and missing ones raise `ValueError`.
+
+    >>> arguments([("step", "137"), ("evaluation", "0")], {"step": whole, "evaluation": flag})
+    {'step': 137, 'evaluation': False}
+    """
+    parsed: dict[str, Any] = {}
+    for name, value in query:
+        if name not in readers:
+            expected = ", ".join(readers) or "none"
+            raise ValueError(f"parameter {name[:40]!r} is not known here; expected {expected}")
+        if name in parsed:
+            raise ValueError(f"parameter {name} stands twice")
+        if value:
+            parsed[name] = readers[name](name, value)
+    for name in needed:
+        if name not in parsed:
+            raise ValueError(f"parameter {name} is missing")
+    return parsed
+
+
+def attachment(name: str) -> tuple[str, str]:
+    """Return the header for a download under this name."""
+    return "Content-Disposition", f'attachment; filename="{name}"'
+
+
+def fields(request: Request, allowed: Mapping[str, Any], needed: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of a posted JSON object, checked by name and type."""
+    try:
+        body = orjson.loads(request.body)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ValueError("the body is expected to be a JSON object")
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, value in body.items():
+        if name not in allowed:
+            raise ValueError(f"field {name[:40]!r} is not known here; expected {', '.join(allowed)}")
+        kinds = allowed[name] if isinstance(allowed[name], tuple) else (allowed[name],)
+        if type(value) not in kinds:
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"{name}: got {type(value).__name__}, expected {expected}")
+    for name in needed:
+        if name not in body:
+            raise ValueError(f"field {name} is missing")
+    return body
+
+
+# --- access ----------------------------------------------------------------------------------------------------------
+
+HEADER = "x-rollbook"
+"""A header that forms and images of other sites cannot send, nor their scripts without CORS."""
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_AUTHORITY = re.compile(r"(?P<name>[a-z0-9_](?:[a-z0-9_.-]*[a-z0-9_])?|\[[0-9a-f:.]+\])(?::(?P<port>\d{1,5}))?")
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{16,256}")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Reason to reject a request, with the HTTP status."""
+
+    status: int
+    error: str
+
+
+def new_token() -> str:
+    """Return 128 random bits as URL-safe text.
+
+    >>> len(new_token()), new_token() == new_token()
+    (22, False)
+    """
+    return secrets.token_urlsafe(16)
+
+
+def checked_token(token: str) -> str:
+    """Validate a token chosen by the user.
+
+    >>> checked_token("secret")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: token: got 6 characters, expected 16 to 256 letters, digits, '-' and '_' ...
+    """
+    if not isinstance(token, str) or _TOKEN.fullmatch(token) is None:
+        raise ValueError(
+            f"token: got {len(token)} characters, expected 16 to 256 letters, digits, '-' and '_' "
+            "(python -c 'import secrets; print(secrets.token_urlsafe(16))' makes one)"
+        )
+    return token
+
+
+def authorities(port: int, bound: str, trusted: Iterable[str] = ()) -> frozenset[str]:
+    """Return the accepted Host headers: loopback names, the bound name and trusted names, each with its port.
+
+    A trusted name without a port is accepted as it is (a proxy at the default port) and with `port`.
+
+    >>> sorted(authorities(8420, "127.0.0.1", ["viewer.example", "localhost:9000"]))
+    ['127.0.0.1:8420', '[::1]:8420', 'localhost:8420', 'localhost:9000', 'viewer.example', 'viewer.example:8420']
+    """
+    names = {*LOOPBACK, f"[{bound}]" if ":" in bound else bound.lower()} - {""}
+    accepted = {f"{name}:{port}" for name in names}
+    for host in trusted:
+        parts = _AUTHORITY.fullmatch(host.lower())
+        if parts is None:
+            raise ValueError(f"trusted_hosts: got {host!r}, expected a name or an address, as 'name' or 'name:port'")
+        accepted |= {host.lower()} if parts["port"] else {host.lower(), f"{host.lower()}:{port}"}
+    if port == 80:
+        accepted |= names
+    return frozenset(accepted)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Access rules of a viewer; `token` is `None` if the user disabled it.
+
+    >>> guard = Guard(authorities(8420, "127.0.0.1"), "a-token-of-16-or-more")
+    >>> guard.check(Request("GET", "/", headers=[("host", "evil.example:8420")])).status
+    421
+    >>> guard.check(Request("GET", "/", headers=[("host", "localhost:8420")]))
+    >>> guard.check(Request("GET", "/api/run", headers=[("host", "localhost:8420")])).status
+    401
+    """
+
+    hosts: frozenset[str]
+    token: str | None = field(repr=False)
+    wildcard: bool = False
+    """Whether the server is bound to all addresses. Then the address of the connection is accepted as a host: unlike a
+    name, a numeric address cannot be rebound by an attacker.
+    """
+
+    def check(self, request: Request) -> Refusal | None:
+        """Return the reason to reject a request, or `None`. The host is checked first."""
+        return (
+            self._host(request)
+            or self._origin(request)
+            or self._site(request)
+            or self._change(request)
+            or self._credentials(request)
+        )
+
+    def cookie_name(self, request: Request) -> str:
+        """Return the name of the session cookie. It contains the port that the browser sees, because browsers share
+        cookies between the ports of a host.
+        """
+        return "rollbook-" + (request.all("host")[0].rpartition("]")[2].partition(":")[2] or "0")
+
+    def session(self, request: Request) -> str:
+        """Return the Set-Cookie header for a client that presented the token."""
+        secure = "; Secure" if request.scheme == "https" else ""
+        return f"{self.cookie_name(request)}={self._session_value()}; Path=/; HttpOnly; SameSite=Strict{secure}"
+
+    def _session_value(self) -> str:
+        # Not the token itself, so that a copied cookie cannot be used as a token.
+        return hmac.new((self.token or "").encode(), b"rollbook viewer session", hashlib.sha256).hexdigest()
+
+    # --- the rules, in their order -------------------------------------------------------------------------------
+
+    def _host(self, request: Request) -> Refusal | None:
+        hosts = request.all("host")
+        if len(hosts) != 1:
+            return Refusal(421, f"the request has {len(hosts)} Host headers, expected one")
+        host = hosts[0].lower()
+        if host in self.hosts or (self.wildcard and request.local and host == request.local and _is_address(host)):
+            return None
+        shown = host if _AUTHORITY.fullmatch(host) else "this host"
+        return Refusal(
+            421, f"{shown} is not a name of this viewer; start it with --trusted-host {shown} if it should be"
+        )
+
+    def _origin(self, request: Request) -> Refusal | None:
+        origins = request.all("origin")
+        host = request.all("host")[0].lower()
+        if not origins or (len(origins) == 1 and origins[0].lower() in (f"http://{host}", f"https://{host}")):
+            return None
+        return Refusal(403, "the request comes from a page of another origin")
+
+    def _site(self, request: Request) -> Refusal | None:
+        if not _guarded(request.path):
+            return None
+        sites = request.all("sec-fetch-site")
+        if not sites or (len(sites) == 1 and sites[0].lower() in ("same-origin", "none")):
+            return None
+        return Refusal(403, "the request comes from a page of another site")
+
+    def _change(self, request: Request) -> Refusal | None:
+        if request.method != "POST":
+            return None
+        kinds = request.all("content-type")
+        if len(kinds) != 1 or kinds[0].partition(";")[0].strip().lower() != "application/json":
+            return Refusal(415, "a POST is expected to have the content type application/json")
+        if request.all(HEADER) != ["1"]:
+            return Refusal(403, "a POST is expected to have the header X-Rollbook: 1")
+        return None
+
+    def _credentials(self, request: Request) -> Refusal | None:
+        if self.token is None or not _guarded(request.path):
+            return None
+        for value in request.all("authorization"):
+            kind, _, secret = value.partition(" ")
+            if kind.lower() == "bearer" and _same(secret.strip(), self.token):
+                return None
+        name, expected = self.cookie_name(request), self._session_value()
+        # A page of another port may have set a cookie of the same name for another path: any match counts.
+        cookies = [part.strip().partition("=") for line in request.all("cookie") for part in line.split(";")]
+        if any(key == name and _same(secret, expected) for key, _, secret in cookies):
+            return None
+        return Refusal(401, "open the address that the server printed, with its #token=; this one is not known here")
+
+
+def _guarded(path: str) -> bool:
+    return path == "/api" or path.startswith("/api/")
+
+
+def _same(secret: str, expected: str) -> bool:
+    return hmac.compare_digest(secret.encode("utf-8", "replace"), expected.encode())
+
+
+def _is_address(host: str) -> bool:
+    name = host.rpartition(":")[0].strip("[]")
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 # --- annotations ----------------------------------------------------------------------------------------------------
@@ -60,7 +373,7 @@ _LONGEST_LINE = 1 << 20
 
 
 class Annotations:
-    """What `path` has been annotated with: in a folder `annotations.jsonl`, beside a file `NAME.annotations.jsonl`.
+    """Stars and notes of `path`, in `annotations.jsonl` in a folder or `NAME.annotations.jsonl` next to a file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +401,7 @@ class Annotations:
                     self._read(line)
 
     def _read(self, line: bytes) -> None:
-        # The file may be a stranger's, as the run is.
+        # The file is as untrusted as the run.
         try:
             entry = json.loads(line)
             uid, note = str(entry["uid"]), str(entry["note"])[:LONGEST_NOTE]
@@ -97,14 +410,14 @@ class Annotations:
             return
 
     def all(self) -> dict[str, dict[str, Any]]:
-        """{uid: {"star", "note", "time"}} of the samples that have either."""
+        """Return {uid: {"star", "note", "time"}} of annotated samples."""
         with self._lock:
             return {
                 uid: annotation for uid, annotation in self._kept.items() if annotation["star"] or annotation["note"]
             }
 
     def set(self, uid: str, *, star: bool | None = None, note: str | None = None) -> dict[str, Any]:
-        """Star a sample or take the star away, write a note or, with an empty one, remove it; how it is then."""
+        """Set or remove a star or a note (an empty note removes it), and return the new state."""
         if note is not None and len(note) > LONGEST_NOTE:
             raise ValueError(f"note: got {len(note)} characters, expected at most {LONGEST_NOTE}")
         with self._lock:
@@ -115,7 +428,7 @@ class Annotations:
                 "time": time.time(),
             }
             line = json.dumps({"uid": uid, **annotation}).encode()
-            # A newline on either side: what a crash cut before it stays a line of its own.
+            # A newline on both sides keeps a line truncated by a crash separate.
             with open(self.path, "ab", opener=_private) as file:
                 file.write(b"\n" + line + b"\n")
                 file.flush()
@@ -137,13 +450,13 @@ _OVERDUE = 8
 _SECONDS = 30.0
 _HEARTBEAT = 15.0
 _LOOK = 0.5
-"""How often a stream that has nothing to say looks whether anybody still listens."""
+"""Seconds between checks whether a client of an idle stream is still connected."""
 _GZIP_FROM = 4 << 10
 
 
 @dataclass(frozen=True)
 class _Route:
-    """A question that is answered with JSON: its parameters, which of them it needs, and what answers it."""
+    """A route that answers with JSON: its parameters, the required ones, and the function that answers."""
 
     readers: Mapping[str, Reader]
     needed: tuple[str, ...]
@@ -174,7 +487,7 @@ ROUTES: dict[str, _Route] = {
         lambda api, query: api.answers.list(**query),
     ),
     "/api/group": _Route({"gid": word}, ("gid",), lambda api, query: api.answers.group(**query)),
-    "/api/neighbours": _Route(_UID, ("uid",), lambda api, query: api.answers.neighbours(**query)),
+    "/api/neighbors": _Route(_UID, ("uid",), lambda api, query: api.answers.neighbors(**query)),
     "/api/record": _Route(_UID, ("uid",), lambda api, query: api.source.record(query["uid"])),
     "/api/history": _Route(_UID, ("uid",), lambda api, query: api.history(query["uid"])),
     "/api/prompt": _Route({"prompt": word}, ("prompt",), lambda api, query: api.answers.prompt(**query)),
@@ -188,14 +501,20 @@ ROUTES: dict[str, _Route] = {
     ),
     "/api/annotations": _Route({}, (), lambda api, query: api.notes()),
 }
-"""GET routes whose answer is JSON; a single file holds recorded answers of some of them."""
+"""GET routes that answer with JSON; an exported file contains recorded answers of some of them."""
 
 
 class Api:
-    """The viewer of one source, for any server.
+    """The viewer's API of one source, for any server.
 
-    `guard` decides who is answered; `workers` run SQL and regular expressions; `annotations` is where stars and notes
-    go, None for a viewer that changes nothing. `seconds`: how long one question may take. `closing` ends the streams.
+    Args:
+        source: The source to show.
+        answers: Answers about it.
+        watcher: Follows the source; `None` if it does not change.
+        guard: Access rules.
+        workers: Child processes for SQL and regular expressions.
+        annotations: Stars and notes; `None` for a read-only viewer.
+        seconds: Time limit of a request.
     """
 
     source: Source
@@ -225,7 +544,7 @@ class Api:
         self._overdue = threading.BoundedSemaphore(_OVERDUE)
 
     def close(self) -> None:
-        """End the streams, the children and the background, close the source, and remove the index."""
+        """End streams, child processes and background work, close the source, and remove the index."""
         self.closing.set()
         self.workers.close()
         self.answers.close()
@@ -236,14 +555,14 @@ class Api:
     # --- questions ----------------------------------------------------------------------------------------------
 
     def refuse(self, request: Request) -> Response | None:
-        """The answer to who may not ask; None: they may. A server calls it before it reads a body."""
+        """Return the response to a client without access, or `None`. Servers call it before reading a body."""
         refusal = self.guard.check(request)
         if refusal is None:
             return None
         return failure(refusal.status, refusal.error)
 
     def handle(self, request: Request) -> Response:
-        """The answer to any request whatever."""
+        """Return the response to a request."""
         refused = self.refuse(request)
         if refused is not None:
             return refused
@@ -252,7 +571,7 @@ class Api:
         except ServerBusyError as error:
             return failure(429, str(error))
         except (QueryTimeoutError, TimeoutError) as error:
-            # Not 408, which says that the request was slow to come: browsers ask again then, many times over.
+            # Not 408, after which browsers retry repeatedly.
             return failure(504, str(error))
         except KeyError as error:
             return failure(404, str(error.args[0]) if error.args else "there is no such thing here")
@@ -270,7 +589,7 @@ class Api:
         return failure(500, "an internal error; the server's terminal says more")
 
     def report_error(self) -> None:
-        """Tell the terminal of an error; what the error says may be a record's text, so nothing in it is obeyed."""
+        """Print a traceback with control characters replaced, since it may contain text of records."""
         report = "".join(
             letter if letter.isprintable() or letter in "\n\t" else "�" for letter in traceback.format_exc()
         )
@@ -306,7 +625,7 @@ class Api:
         return wrong
 
     def _within(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives, if it does so in time. What is late goes on alone, in few threads: more are refused."""
+        """Return the result of `work`, or raise if it is late. Late work continues in one of few threads."""
         if not self._overdue.acquire(blocking=False):
             raise ServerBusyError("earlier questions are still being worked on; ask again in a while")
         self._overdue.release()
@@ -350,7 +669,7 @@ class Api:
     def _cached(
         self, request: Request, body: bytes, kind: str, tag: str, keep: str = "no-cache", policy: str = PAGE_POLICY
     ) -> Response:
-        """An answer that a browser may keep and ask about: `tag` says which it is."""
+        """Create a response that a browser may cache and revalidate by `tag`."""
         more = (("ETag", f'"{tag}"'), ("Cache-Control", keep))
         tags = {entry.strip().removeprefix("W/") for line in request.all("if-none-match") for entry in line.split(",")}
         if f'"{tag}"' in tags:
@@ -369,20 +688,15 @@ class Api:
         if len(set(uids)) != len(uids):
             raise ValueError("uid: got one of them twice")
 
-        def make() -> bytes:
-            from rollbook.inspect.serialization import encode
-
-            return encode(self.source.documents(uids))
-
-        frame = self._within(make)
-        # The content is the tag: whatever changes a record, a revision or a late reward, changes it.
+        frame = self._within(lambda: encode(self.source.documents(uids)))
+        # The tag is a hash of the content, so any change of a record changes it.
         tag = hashlib.blake2b(frame, digest_size=16).hexdigest()
         return self._cached(request, frame, "application/octet-stream", tag, "private, no-cache")
 
     def _media(self, request: Request, sha256: str) -> Response:
         image = self._within(lambda: self.source.media(sha256))
         if image is None:
-            raise KeyError("there is no such image here")
+            raise KeyError("unknown image")
         content, _ = image
         kind = image_type(content)
         keep = "private, max-age=86400, immutable"
@@ -402,20 +716,20 @@ class Api:
     # --- answers that are not the index's -----------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """What is known of the whole, and what this server does."""
+        """Return the run's summary with the features of this server."""
         summary = dict(self.answers.run())
         summary["features"] = {**summary["features"], "export": True, "annotate": self.annotations is not None}
         return summary
 
     def history(self, uid: str) -> dict[str, Any]:
-        """The ledger's entries of one record."""
+        """Return the ledger's entries of a record."""
         entries = self.source.history(uid)
         if entries is None:
             raise ValueError("what is open here has no ledger")
         return {"entries": entries}
 
     def notes(self) -> dict[str, Any]:
-        """Stars and notes by uid."""
+        """Return stars and notes by uid."""
         return {} if self.annotations is None else self.annotations.all()
 
     # --- what is posted -----------------------------------------------------------------------------------------
@@ -439,8 +753,6 @@ class Api:
         return self._json(request, {**answer, "milliseconds": round((time.perf_counter() - begun) * 1000, 1)})
 
     def _export(self, request: Request) -> Response:
-        from rollbook.inspect.html_export import export_html
-
         kinds = {
             "uids": list,
             "gid": str,
@@ -451,7 +763,7 @@ class Api:
             "theme": str,
         }
         body = fields(request, kinds, ())
-        page = self._within(lambda: export_html(self.source, self.answers, workers=self.workers, **body))
+        page = self._within(lambda: html_export.export_html(self.source, self.answers, workers=self.workers, **body))
         kind = "text/html; charset=utf-8"
         return respond(200, page.content, kind, attachment(page.name), policy=MEDIA_POLICY)
 
@@ -459,13 +771,16 @@ class Api:
         if self.annotations is None:
             return failure(403, "this viewer only reads; start it with --annotate to keep stars and notes")
         body = fields(request, {"uid": str, "star": bool, "note": str}, ("uid",))
-        self.answers.neighbours(body["uid"])  # KeyError: there is no such record
+        self.answers.neighbors(body["uid"])  # raises KeyError for an unknown record
         return self._json(request, self.annotations.set(**body))
 
 
 class Stream:
-    """What changes, as server-sent events, from a cursor on: an iterator whose empty pieces are moments in which to see
-    whether anybody listens. It holds a place among the streams until it is closed, begun or not."""
+    """Server-sent events of changes after a cursor, as an iterator.
+
+    An empty piece lets the server check whether the client is still connected. A stream occupies one of the available
+    slots until it is closed.
+    """
 
     def __init__(self, api: Api, cursor: int, release: Callable[[], None]) -> None:
         self.api = api
@@ -486,7 +801,7 @@ class Stream:
             self._told = now
             return b"retry: 3000\n\n"
         if now - self._told < _LOOK:
-            # Many small changes are one.
+            # Batch small changes.
             api.closing.wait(_LOOK - (now - self._told))
         if api.answers.index.wait(self.cursor, _LOOK, api.closing.is_set):
             change = api.answers.change(self.cursor)
@@ -499,7 +814,7 @@ class Stream:
         return b""
 
     def close(self) -> None:
-        """Give the place back."""
+        """Release the slot."""
         with self._lock:
             release, self._release = self._release, None
         if release is not None:
@@ -515,8 +830,10 @@ _POSTS: dict[str, Callable[[Api, Request], Response]] = {
 }
 
 
-def open_api(path: str | os.PathLike[str], guard: Guard, *, tokenizer: Any = None, annotate: bool = False) -> Api:
-    """The viewer of what lies at `path`, followed in the background from now on."""
+def open_api(
+    path: str | os.PathLike[str], guard: Guard, *, tokenizer: TokenizerLike | None = None, annotate: bool = False
+) -> Api:
+    """Open the run at `path`, follow it in the background, and return its API."""
     from rollbook.inspect.answers import Answers
     from rollbook.inspect.index import Index
     from rollbook.inspect.sources import Watcher, open_source

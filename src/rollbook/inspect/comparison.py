@@ -1,7 +1,7 @@
-"""Comparison of two spans of a run, or of two runs: metrics, phrases and prompts.
+"""Comparison of two step ranges of a run, or of two runs: metrics, phrases and prompts.
 
-Invariant: both sides are measured in the same way, on samples drawn with the same seed. A number that one side does not
-have is `None`, never 0. The result says how much of each side was read.
+Invariant: both sides are measured in the same way, on samples drawn with the same seed. A value that one side lacks is
+`None`, never 0. The result contains how much of each side was read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ METRICS = {
     "mismatch": "mismatch",
     "lag": "lag",
 }
-"""What is compared, and the index's column of it."""
+"""Compared metrics, and their index columns."""
 SHARES = {
     "truncated": "status = 'truncated'",
     "errors": "status = 'error'",
@@ -42,20 +42,20 @@ SHARES = {
     "dropped": "state = 'dropped'",
 }
 TEXTS = 400
-"""Of how many responses of a side the phrases are counted, drawn at random, unless more are asked for."""
+"""Default number of randomly drawn responses per side for phrase counts."""
 LONGEST = 4
-"""Words of a phrase, at most."""
+"""Maximum number of words of a phrase."""
 _CLEAR = 2.5
-"""From which z on a phrase counts as more or less common."""
+"""Minimum |z| for a phrase to be listed."""
 _BREAK = " . "
 _MARKUP = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:pad|eos|bos|unk|start_of_turn|end_of_turn)>")
-"""Special tokens in texts of which no tokens are known."""
+"""Special tokens in texts without token ids."""
 _WORD = re.compile(r"[^\W_]+(?:['\u2019][^\W_]+)*|[^\w\s]")
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What is compared: all steps of a run, or those from `first` to `last`."""
+    """A side of a comparison: all steps of a run, or those from `first` to `last`."""
 
     source: Source
     index: Index
@@ -65,7 +65,7 @@ class Side:
 
     @property
     def where(self) -> tuple[str, list[Any]]:
-        """The condition of its samples, and the condition's values."""
+        """Return the SQL condition of its samples, and the values."""
         conditions, values = ["evaluation = 0", COUNTS], []
         for bound, sign in ((self.first, ">="), (self.last, "<=")):
             if bound is not None:
@@ -75,7 +75,7 @@ class Side:
 
 
 def span(text: str) -> tuple[int, int]:
-    """`7` or `3-9` as the first and the last step.
+    """Parse `7` or `3-9` to the first and last step.
 
     >>> span("3-9"), span("7")
     ((3, 9), (7, 7))
@@ -91,10 +91,14 @@ def span(text: str) -> tuple[int, int]:
 
 
 def compare(a: Side, b: Side, *, texts: int = TEXTS, limit: int = 40, solved: float | None = None) -> dict[str, Any]:
-    """What is different in `b`: distributions, shares, parts of the reward, phrases, prompts solved and broken.
+    """Compare two sides: distributions, shares, reward parts, phrases, newly solved and newly broken prompts.
 
-    `texts`: of how many responses of each side phrases are counted (0: none). `solved`: the reward from which a sample
-    counts as solved; as the pages have it (see `summaries`) if it is not given.
+    Args:
+        a: The baseline.
+        b: The other side.
+        texts: Number of responses per side for phrase counts (0: no phrases).
+        limit: Maximum number of phrases and prompts.
+        solved: Minimum reward of a solved sample; by default the run's (see `solved_bar`).
     """
     comparison: dict[str, Any] = {"a": _told(a), "b": _told(b)}
     comparison["metrics"] = {name: _metric(a, b, column) for name, column in METRICS.items()}
@@ -114,7 +118,7 @@ def _told(side: Side) -> dict[str, Any]:
 
 
 def _column(side: Side, column: str) -> tuple[NDArray[np.float64], NDArray[Any]]:
-    """The finite values [N] of a column, and the groups [N] of their samples."""
+    """Return the finite values [N] of a column, and the groups [N] of their samples."""
     where, values = side.where
     rows = side.index.query(f"SELECT {column}, gid FROM samples WHERE {where} AND {column} IS NOT NULL", values)
     numbers = np.array([row[0] for row in rows], dtype=np.float64)
@@ -123,9 +127,9 @@ def _column(side: Side, column: str) -> tuple[NDArray[np.float64], NDArray[Any]]
 
 
 def _metric(a: Side, b: Side, column: str) -> dict[str, Any] | None:
-    """Quantiles, the mean and its 95 % interval (`low`, `high`) of each side, and the change of the mean.
+    """Return quantiles, mean and 95 % confidence interval (`low`, `high`) per side, and the change of the mean.
 
-    Samples of one group are not independent, so intervals and the test go by groups.
+    Intervals and the test are clustered by group, since samples of a group are not independent.
     """
     (first, groups), (other, other_groups) = _column(a, column), _column(b, column)
     if not len(first) and not len(other):
@@ -161,7 +165,7 @@ def _share(side: Side, test: str) -> float | None:
 
 
 def _numbers(a: Side, b: Side) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The means of each named number on both sides: of the reward's parts, and of what was logged beside it."""
+    """Return the means of each named number on both sides: of reward parts, and of other logged numbers."""
     means: dict[str, dict[str, float | None]] = {}
     for which, side in (("a", a), ("b", b)):
         where, values = side.where
@@ -181,7 +185,7 @@ def _numbers(a: Side, b: Side) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict[str, Any]:
-    """Prompts of both sides whose solved samples became more (none, some, all of them), or fewer."""
+    """Return prompts of both sides with more, or fewer, solved samples (none, some, all)."""
     if solved is None:
         bars = [bar for side in (a, b) if (bar := _bar(side)) is not None]
         solved = max(bars, default=None)
@@ -223,8 +227,7 @@ def _bar(side: Side) -> float | None:
 
 
 def _tagged(side: Side, column: str, solved: float | None) -> dict[str, dict[str, Any]]:
-    """The scored samples of each prompt or group (`gid`): their mean reward, and whether none, some or all are
-    solved."""
+    """Return each prompt's or group's (`gid`) mean reward, and whether none, some or all samples are solved."""
     where, values = side.where
     rows = side.index.query(
         f"SELECT {column}, AVG(reward), COUNT(*), MAX(gid), MAX(opening), TOTAL(reward >= ?) FROM samples "
@@ -238,7 +241,7 @@ def _tagged(side: Side, column: str, solved: float | None) -> dict[str, dict[str
 
 
 def _tags(side: Side, solved: float | None) -> dict[str, int]:
-    """How many groups have none, some or all of their samples solved."""
+    """Return how many groups have none, some or all samples solved."""
     counts = Counter(group["solved"] for group in _tagged(side, "gid", solved).values())
     return {tag: counts[tag] for tag in SOLVED}
 
@@ -247,7 +250,7 @@ def _tags(side: Side, solved: float | None) -> dict[str, int]:
 
 
 def phrases_of(text: str) -> Counter[str]:
-    """How often each phrase of one to four words is in a text; none goes over the end of a sentence.
+    """Count the phrases of one to four words in a text; phrases do not cross sentence ends.
 
     >>> phrases_of("Wait, wait. No")["wait"], "wait no" in phrases_of("Wait, wait. No")
     (2, False)
@@ -285,7 +288,7 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
         if abs(score) >= _CLEAR:
             errors = [_share_error(side, phrases, phrase) for side, phrases in zip(sides, counted, strict=True)]
             gap = documents[1][phrase] / sizes[1] - documents[0][phrase] / sizes[0]
-            # A phrase of a few prompts is in all samples of their groups: those are not independent.
+            # Samples of a group are not independent: a phrase of a few prompts is in all of their samples.
             by_group = abs(gap) / math.hypot(*errors) if any(errors) else math.inf
             score = math.copysign(min(abs(score), by_group), score)
         if abs(score) >= _CLEAR:
@@ -298,7 +301,7 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
         if len(chosen) >= limit:
             break
         home = {i for i, entry in enumerate(every) if phrase in entry}
-        # What is found in the same texts as a phrase that stands already, or in it, says nothing new.
+        # Skip phrases that are in the same texts as a listed phrase, or part of it.
         if not any(
             len(home & earlier) > 0.8 * len(home | earlier) or f" {phrase} " in f" {other} "
             for earlier, (_, other) in zip(homes, chosen, strict=True)
@@ -333,8 +336,9 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
 
 
 def _odds(hits: int, ones: int, other: int, others: int) -> float:
-    """How sure it is that the second share is another: the log of the odds' ratio over its standard error, with half a
-    text added to each cell."""
+    """Return the z of the difference of two shares: the log odds ratio over its standard error, with 0.5 added to each
+    cell.
+    """
     cells = [hits + 0.5, ones - hits + 0.5, other + 0.5, others - other + 0.5]
     return math.log(cells[2] * cells[1] / (cells[3] * cells[0])) / math.sqrt(sum(1 / cell for cell in cells))
 
@@ -355,7 +359,7 @@ class _Said(NamedTuple):
 
 
 def _share_error(side: Sequence[_Said], counted: Sequence[Counter[str]], phrase: str) -> float:
-    """The standard error of the share of texts that have a phrase, by the variation between groups."""
+    """Return the standard error of the share of texts that contain a phrase, clustered by group."""
     values = np.array([float(phrase in entry) for entry in counted])
     _, half = mean_interval(values, np.array([entry.gid for entry in side]))
     return half / 1.96 if math.isfinite(half) else 0.0
@@ -375,8 +379,7 @@ def _texts(side: Side, count: int) -> list[_Said]:
 
 
 def responses(source: Source, uids: Sequence[str], piece: int = 64, special: bool = True) -> Iterable[tuple[str, str]]:
-    """The text of each response, as pages show it; without `special`, special tokens are ends of sentences. A few at a
-    time are in memory."""
+    """Yield the text of each response; without `special`, special tokens end sentences. Loads a few at a time."""
     for at in range(0, len(uids), piece):
         for document in source.documents(uids[at : at + piece]):
             if document.tokenized == "ids":

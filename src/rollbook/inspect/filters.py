@@ -53,12 +53,12 @@ ALIASES = {
     "eval": "evaluation",
     "dropped_because": "reason",
 }
-"""Shorter and other names of columns."""
+"""Alternative names of columns."""
 _TEXT_TESTS = {
     "response": "IFNULL((SELECT holds(body, ?) FROM bodies WHERE bodies.n = samples.n), 0)",
     "prompt": "IFNULL(samples.prompt IN (SELECT prompt FROM prompt_bodies WHERE holds(body, ?)), 0)",
 }
-"""What looks in whole texts, which are read when somebody asks for them first (see `Condition.texts`)."""
+"""Tests on full texts, which are loaded on first use (see `Condition.texts`)."""
 
 _BAR = "(SELECT bar FROM tops WHERE tops.evaluation = samples.evaluation AND solves)"
 _GROUP_BAR = "(SELECT bar FROM tops WHERE tops.evaluation = groups.evaluation AND solves)"
@@ -68,7 +68,7 @@ _IN_GROUP = (
 
 
 class Flag(NamedTuple):
-    """A word that is true of a sample or not."""
+    """A word that is true or false for a sample."""
 
     sql: str
     label: str
@@ -119,7 +119,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "all_solved": Flag(_IN_GROUP.format(f"low >= {_GROUP_BAR}"), "All solved", "All samples of its group are solved."),
 }
-"""Words that can stand alone, and what they mean in SQL: never NULL."""
+"""Flags and their SQL conditions, which are never NULL."""
 
 _NAMED = ("part.", "parts.", "metric.", "metrics.")
 _NUMBERS = {name for name, column in COLUMNS.items() if column.type == "number"}
@@ -146,16 +146,16 @@ class _Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What a filter became: a condition on `samples`, and its values."""
+    """A parsed filter: a condition on `samples`, and its values."""
 
     sql: str
     values: tuple[Any, ...]
     texts: bool = field(default=False, repr=False)
-    """Whether it looks in the texts that `Search` keeps."""
+    """Whether it reads the texts that `Search` stores."""
 
 
 def parse(text: str, parts: Sequence[str] = ()) -> Condition:
-    """The condition of a filter; an empty one is true. `parts`: the names of reward parts and metrics there are.
+    """Parse a filter; an empty one is true. `parts`: names of reward parts and metrics.
 
     >>> parse("reward < .5 and not truncated")
     Condition(sql="(reward < ? AND NOT (status = 'truncated'))", values=(0.5,))
@@ -179,10 +179,10 @@ def parse(text: str, parts: Sequence[str] = ()) -> Condition:
 
 
 class _Node(NamedTuple):
-    """A part of a filter. Negation is pushed down to the tests, where alone a missing value matters."""
+    """A node of a filter. Negation is pushed down to the tests, where missing values matter."""
 
     word: str
-    """`AND`, `OR`, `NOT`, or nothing for a test."""
+    """`AND`, `OR`, `NOT`, or "" for a test."""
     inner: tuple[_Node, ...] = ()
     test: str = ""
     values: tuple[Any, ...] = ()
@@ -190,7 +190,7 @@ class _Node(NamedTuple):
     """Whether the test can be NULL."""
 
     def sql(self, values: list[Any], negated: bool) -> str:
-        """The condition; its values are put behind `values`."""
+        """Return the condition and append its values to `values`."""
         if self.word == "NOT":
             return self.inner[0].sql(values, not negated)
         if self.word:
@@ -203,7 +203,7 @@ class _Node(NamedTuple):
 
 
 class _Reader:
-    """Reads a filter from left to right."""
+    """A recursive-descent parser of filters."""
 
     def __init__(self, text: str, parts: Sequence[str]) -> None:
         self.text = text
@@ -225,17 +225,17 @@ class _Reader:
         return ValueError(f"filter, letter {at + 1}: got {shown}, expected {expected}{hint}")
 
     def wrong(self, token: _Token | None, expected: str, hint: str = "") -> ValueError:
-        """The error that something else stands where `expected` should."""
+        """Return the error for an unexpected token."""
         if token is None:
             return self._error(len(self.text), None, expected, hint)
         return self._error(token.at, token.text, expected, hint)
 
     def peek(self) -> _Token | None:
-        """What comes next, if anything."""
+        """Return the next token, or `None`."""
         return self.tokens[self.at] if self.at < len(self.tokens) else None
 
     def take(self, expected: str) -> _Token:
-        """What comes next."""
+        """Consume and return the next token."""
         token = self.peek()
         if token is None:
             raise self.wrong(None, expected)
@@ -243,7 +243,7 @@ class _Reader:
         return token
 
     def met(self, *words: str) -> bool:
-        """Whether the next is one of these words or signs; it is then passed."""
+        """Consume the next token if it is one of these; return whether it was."""
         token = self.peek()
         if token is None or token.kind not in ("word", "sign") or token.text.lower() not in words:
             return False
@@ -253,7 +253,7 @@ class _Reader:
     # --- the grammar --------------------------------------------------------------------------------------------
 
     def either(self, depth: int) -> _Node:
-        """Terms joined by and, those joined by or."""
+        """Parse terms joined by "and", joined by "or"."""
         sides = [self._both(depth)]
         while self.met("or", "|", "||"):
             sides.append(self._both(depth))
@@ -293,7 +293,7 @@ class _Reader:
             return self._flag(name)
         if name.startswith(_NAMED):
             part = self._part(token)
-            # A name that SQLite's own paths could not hold is no danger as one side of a comparison.
+            # As one side of a comparison, a name is safe even if it is not a valid SQLite path.
             column = "(SELECT value FROM json_each(samples.parts) WHERE key = ?)"
             return self._number(column, (part,))
         if name in _NUMBERS:
@@ -350,7 +350,7 @@ class _Reader:
         return _Node("NOT", (test,)) if negated else test
 
     def _listed(self) -> tuple[bool, list[_Token]] | None:
-        """Whether `not in`, and the values; `None` if neither in nor not in comes next."""
+        """Parse `in` or `not in` and its values; `None` if neither comes next."""
         negated = False
         token = self.peek()
         if token is not None and token.text.lower() == "not" and self.at + 1 < len(self.tokens):
@@ -438,7 +438,7 @@ GROUP_COLUMNS = (
     *("gid", "step", "task", "prompt", "n", "expected", "images", "mean", "std", "low", "high", "length", "entropy"),
     *("kl_max", "mismatch_max", "zero_variance", "truncated", "loops", "duplicates", "nans", "stale"),
 )
-"""What groups are sorted by. Names of samples' columns that say the same of a group are taken for these."""
+"""Columns that groups can be sorted by; sample columns map to the corresponding one."""
 _GROUP_ALIASES = {
     "reward": "mean",
     "response_tokens": "length",
@@ -455,7 +455,8 @@ _GROUP_ALIASES = {
 
 
 def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[str, tuple[Any, ...]]:
-    """The SQL that sorts by `-reward,length`: columns by name, `-` for falling, what is missing last; and its values.
+    """Convert `-reward,length` to SQL: column names, `-` for descending, missing values last; return it with its
+    values.
 
     >>> order("-reward,length")
     ('reward IS NULL, reward DESC, response_tokens, n', ())
@@ -490,7 +491,7 @@ _SHOWN_AS = {"length": "tokens", "response_tokens": "length"}
 
 
 def described(parts: Sequence[str], metrics: Sequence[str] = ()) -> list[dict[str, str]]:
-    """What filters and sorting take, as `/api/run` says it: {name, label, type, help}."""
+    """Return the columns for filters and sorting, for `/api/run`: {name, label, type, help}."""
     columns = [
         {"name": _SHOWN_AS.get(name, name), "label": column.label, "type": column.type, "help": column.help}
         for name, column in COLUMNS.items()

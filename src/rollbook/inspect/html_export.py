@@ -1,8 +1,8 @@
 """Export of samples, a group or a query as one self-contained HTML file.
 
 Invariant: the data is base64, so no text of a record can end the page's script. The content security policy, first in
-the head, allows the page's own script and style, by hash, and no fetches. The file holds what was requested and what
-its pages need: no path, host or setting of this machine. Nothing that a `redact` pattern matches is in it.
+the head, allows only the page's script and style, by hash, and no fetches. The file contains what was requested and
+what its pages need: no path, host or setting of this machine. Nothing that matches a `redact` pattern is in it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from urllib.parse import quote, quote_plus
 from rollbook.core.checks import check_choice
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import check_regular
-from rollbook.inspect.http import as_json, image_type
+from rollbook.inspect.images import image_type
 from rollbook.inspect.measures import closing_of, opening_of
-from rollbook.inspect.serialization import encode
-from rollbook.inspect.trajectory import KINDS, LENSES, ROLES, STATUSES, Trajectory
+from rollbook.inspect.serialization import as_json, encode
+from rollbook.inspect.trajectory import KINDS, LENSES, ROLES, STATUSES, Json, Trajectory
 from rollbook.inspect.workers import Workers
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Asset:
-    """One file of the page. `sha256` in hexadecimal digits."""
+    """A static file; `sha256` in hexadecimal digits."""
 
     content: bytes
     type: str
@@ -61,7 +61,7 @@ class Asset:
 
 @cache
 def manifest() -> dict[str, Asset]:
-    """Every file under static/ by its name relative to it, with slashes.
+    """Return all files under static/ by relative name.
 
     >>> manifest()["index.html"].type
     'text/html; charset=utf-8'
@@ -99,7 +99,7 @@ _NAME = re.compile(r"[A-Za-z_$][\w$]*")
 _WORD = re.compile(r"[\w$]")
 _CLOSED = {")": "(", "]": "[", "}": "{"}
 _COMMENT = re.compile(r"//[^\n]*|/\*(?s:.*?)\*/|/\*")
-# After one of these a slash begins a pattern, after a value it divides.
+# After one of these a slash starts a regular expression, after a value it divides.
 _BEFORE_PATTERN = re.compile(
     r"(?:^|[(,=:\[!&|?{};+*%<>~^-]|\b(?:return|typeof|case|in|of|delete|void|throw|await|yield))$"
 )
@@ -111,14 +111,14 @@ class BundleError(RollbookError, ValueError):
 
 @cache
 def page_script() -> str:
-    """The modules of a page that stands alone, as one: main.js, but for the pages that ask of a whole run."""
+    """Return the modules of an exported page as one script: main.js without the pages that need a server."""
     files = {name: asset.content.decode() for name, asset in manifest().items() if name.endswith(".js")}
     files["main.js"] = without_pages(files["main.js"], RUN_PAGES)
     return join_modules(files, "main.js")
 
 
 def without_pages(main: str, pages: Collection[str]) -> str:
-    """main.js without the lines that import and register these pages.
+    """Return main.js without the lines that import and register these pages.
 
     >>> print(without_pages('''import { a } from "./pages/a.js";
     ... import { b } from "./pages/b.js";
@@ -139,13 +139,13 @@ def without_pages(main: str, pages: Collection[str]) -> str:
 
 @cache
 def page_style() -> str:
-    """The sheets that index.html names, in its order, as one."""
+    """Return the style sheets of index.html, in order, as one."""
     names = re.findall(r'href="/?static/([^"]+\.css)"', manifest()["index.html"].content.decode())
     return join_styles({name: manifest()[name].content.decode() for name in names})
 
 
 def join_styles(files: Mapping[str, str]) -> str:
-    """Sheets one after the other; one that would fetch something, or that ends the element it stands in, is refused.
+    """Join style sheets; reject one that would fetch something or close its element.
 
     >>> join_styles({"a.css": "p { color: red }", "b.css": "@import 'c.css';"})
     Traceback (most recent call last):
@@ -163,7 +163,7 @@ def join_styles(files: Mapping[str, str]) -> str:
 
 
 def join_modules(files: Mapping[str, str], entry: str) -> str:
-    """One script out of `files` (name -> source): `entry` and all it needs, each after what it imports.
+    """Join JavaScript modules (name -> source) into one script: `entry` and its imports, in dependency order.
 
     >>> print(join_modules({
     ...     "main.js": 'import { twice } from "./pages/a.js";\\nconsole.log(twice(2));\\n',
@@ -203,7 +203,7 @@ def join_modules(files: Mapping[str, str], entry: str) -> str:
 
 
 class _Module:
-    """One file: what it imports, exports and declares, and its text without the words of modules."""
+    """A JavaScript module: its imports, exports and declarations, and its text without module keywords."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
@@ -262,15 +262,15 @@ Spans = list[tuple[int, int]]
 
 
 def _squeezed(text: str, cuts: Spans, fixed: Spans) -> str:
-    """The text without what is cut, without indentation and without empty lines; what is fixed stays as it is."""
+    """Remove the `cut` ranges, indentation and empty lines; keep the `fixed` ranges."""
     kind = bytearray(len(text))  # 1: cut, 2: fixed
     for value, spans in ((1, cuts), (2, fixed)):
         for start, stop in spans:
             kind[start:stop] = bytes([value]) * (stop - start)
     out: list[str] = []
-    fresh = True  # nothing but blanks in this line so far
+    fresh = True  # only blanks in this line so far
     for letter, mode in zip(text, kind, strict=True):
-        # A comment over several lines ends a line, as it did.
+        # A multi-line comment still ends a line.
         if mode == 2 or (not fresh and letter == "\n") or (mode == 0 and not (fresh and letter.isspace())):
             out.append(letter)
             fresh = letter == "\n" and mode != 2
@@ -278,10 +278,11 @@ def _squeezed(text: str, cuts: Spans, fixed: Spans) -> str:
 
 
 def _skeleton(name: str, text: str) -> tuple[str, str, list[int], Spans, Spans]:
-    """The source with comments, strings, templates and patterns blanked; the same with what stands in brackets blanked
-    too; where its top-level statements begin; where comments stand, and where the texts of templates do.
+    """Blank out text in a JavaScript source.
 
-    No parser: it tells code from text, and counts brackets, which is all that joining needs.
+    Returns the source with comments, strings, templates and patterns blanked; the same with bracket contents blanked
+    too; the start of its top-level statements; the ranges of comments and of template texts. It is not a parser: it
+    separates code from text and counts brackets.
     """
     out = list(text)
     inside: list[int] = []  # places within brackets
@@ -343,7 +344,7 @@ def _skeleton(name: str, text: str) -> tuple[str, str, list[int], Spans, Spans]:
             if open_brackets:
                 inside.append(place)
             place += 1
-            # Words are kept apart, so that `return` is seen as a word and `of` is not seen in `roof`.
+            # Words are kept separate, so that `return` is found and `of` is not found in `roof`.
             glued = bool(_WORD.match(letter)) and start > 0 and bool(_WORD.match(text[start - 1]))
             before = (before + letter if glued or not _WORD.match(letter) else " " + letter)[-12:]
             if letter == ";" and not open_brackets:
@@ -391,9 +392,9 @@ def _past_pattern(name: str, text: str, place: int) -> int:
 
 
 MOST = 200
-"""Trajectories in one file."""
+"""Maximum number of trajectories in a file."""
 _LONG = 256
-"""Lists of numbers in a record's JSON that are longer are left out: the frame has them."""
+"""Longer lists of numbers are omitted from a record's JSON, since the frame has them."""
 _SECONDS = 60.0
 _LONGEST_PATTERN = 1000
 _MOST_PATTERNS = 100
@@ -404,12 +405,12 @@ _OURS = frozenset(
     | {"image/png", "image/jpeg", "image/gif", "image/webp", "book", "number", "text", "flag"}
     | {"waiting", "leased", "trained", "dropped", "evaluation", ""}
 )
-"""Words of ours that are left as they are, where they stand under such a name; everything else is somebody's text."""
+"""Values under these names that are constants of the viewer and are not redacted."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file, and what is in it. `name`: what to call it; `redactions`: how many texts had something covered."""
+    """An exported file with its suggested name and counts; `redactions` is the number of texts with redacted parts."""
 
     content: bytes
     name: str
@@ -419,7 +420,7 @@ class Exported:
 
     @property
     def size(self) -> int:
-        """Of the file, in bytes."""
+        """Size of the file in bytes."""
         return len(self.content)
 
 
@@ -438,11 +439,24 @@ def export_html(
     theme: str = "auto",
     workers: Workers | None = None,
 ) -> Exported:
-    """One HTML file of these samples, of a group, or of the samples that a filter finds: exactly one of the three.
+    """Export samples, a group or the samples of a filter (exactly one of the three) as one HTML file.
 
-    `redact`: regular expressions; a █ stands for each character they match, wherever it is, and token ids, which would
-    tell, are left out. `fields`: the lenses to keep ("entropy", "logprob" ...; None: all). `max_mb`: refuse to make a
-    larger file. `theme`: "auto" (as the reader's system), "light" or "dark".
+    Args:
+        source: Source of the samples.
+        answers: Answers about it.
+        uids: Samples to export.
+        gid: Group to export.
+        filter: Filter whose samples are exported.
+        title: Title of the page.
+        redact: Regular expressions; matched characters are replaced by █ everywhere, and token ids are omitted.
+        images: Whether to include images.
+        fields: Lenses to include ("entropy", "logprob" ...); `None`: all.
+        max_mb: Maximum size in megabytes.
+        theme: "auto" (the reader's system), "light" or "dark".
+        workers: Child processes for redaction.
+
+    Raises:
+        ValueError: For bad arguments, no samples, too many samples, or a file above `max_mb`.
     """
     if sum(selector is not None for selector in (uids, gid, filter)) != 1:
         raise ValueError("export: expected one of uids, gid and filter")
@@ -493,7 +507,7 @@ def export_html(
 
 
 def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, **options: Any) -> Exported:
-    """As `export_html`, written to `path`: all of it, or nothing changes there."""
+    """Write `export_html` to `path` atomically."""
     check_regular(path)
     exported = export_html(source, answers, **options)
     folder = os.path.dirname(os.path.abspath(os.fspath(path)))
@@ -510,7 +524,7 @@ def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, *
 
 
 def as_iframe(content: bytes, *, height: int = 640) -> str:
-    """A made file for a notebook's `_repr_html_`: in a frame of its own that can run its script and nothing else.
+    """Return an exported file as an iframe for a notebook's `_repr_html_`; it can run its script and nothing else.
 
     >>> as_iframe(b'<p class="x">', height=200)  # doctest: +ELLIPSIS
     '<iframe sandbox="allow-scripts" srcdoc="&lt;p class=&quot;x&quot;&gt;" ... height="200"></iframe>'
@@ -522,7 +536,7 @@ def as_iframe(content: bytes, *, height: int = 640) -> str:
 
 
 def page(payload: bytes, *, title: str, theme: str) -> bytes:
-    """The HTML around a payload of JSON."""
+    """Return the HTML page around a JSON payload."""
     script, style = page_script(), page_style()
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data: blob:; "
@@ -530,7 +544,7 @@ def page(payload: bytes, *, title: str, theme: str) -> bytes:
     )
     packed = base64.b64encode(gzip.compress(payload, 9, mtime=0)).decode()
     chosen = "" if theme == "auto" else f' data-theme="{theme}" data-given="{theme}"'
-    # The policy stands before anything it could miss. The script is last: it finds the page there.
+    # The policy precedes everything it applies to. The script is last, after the page exists.
     return (
         f'<!doctype html>\n<html lang="en"{chosen}>\n<head>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -549,12 +563,12 @@ def _hash(text: str) -> str:
 
 
 def _segment(text: str) -> str:
-    """As encodeURIComponent writes it."""
+    """Encode text as encodeURIComponent does."""
     return quote(text, safe="-_.!~*'()")
 
 
 def response_key(path: str, **parameters: str) -> str:
-    """Under which a page looks for an answer: the path and the parameters by name, as URLSearchParams writes them.
+    """Return the key of a recorded answer: path and sorted parameters, encoded as URLSearchParams does.
 
     >>> response_key("/api/group", gid="4/geo~3 k*")
     '/api/group?gid=4%2Fgeo%7E3+k*'
@@ -564,7 +578,7 @@ def response_key(path: str, **parameters: str) -> str:
 
 
 def _patterns(redact: Sequence[str]) -> list[str]:
-    # They are compiled in a child alone: that too can take as long as it likes.
+    # Patterns are compiled only in a child, since that too can take arbitrarily long.
     for pattern in redact:
         if not isinstance(pattern, str) or not 0 < len(pattern) <= _LONGEST_PATTERN:
             raise ValueError(
@@ -576,7 +590,7 @@ def _patterns(redact: Sequence[str]) -> list[str]:
 
 
 def _file_name(start: str, count: int) -> str:
-    """Made of letters and digits that we choose: a record's id is nobody's file name."""
+    """Return a file name from our own letters and digits, since record ids are not safe file names."""
     content = {"#/t/": "sample", "#/gr": "group"}.get(start[:4], f"{count}-samples")
     return f"rollbook-{content}-{hashlib.blake2b(start.encode(), digest_size=4).hexdigest()}.html"
 
@@ -592,7 +606,7 @@ def _kept_lenses(document: Trajectory, fields: Sequence[str] | None) -> Trajecto
 # --- what the pages will ask --------------------------------------------------------------------------------------
 
 Answer = tuple[str, dict[str, str], Any]
-"""Path, parameters, and what the server would say."""
+"""Path, parameters, and the server's answer."""
 
 
 def _documents(source: Source, uids: Sequence[str]) -> list[Trajectory]:
@@ -600,24 +614,24 @@ def _documents(source: Source, uids: Sequence[str]) -> list[Trajectory]:
 
 
 def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory]) -> list[Answer]:
-    """What pages of these samples ask a server, answered for a run that has these samples and no others."""
+    """Yield the answers to the requests of the exported pages, for a run that has only these samples."""
     inside = {document.uid for document in documents}
     gids = dict.fromkeys(document.gid for document in documents)
     run = dict(answers.run())
     run["name"] = os.path.basename(str(run["name"]).rstrip("/\\"))
     run["live"], run["idle"] = False, None
-    run["problems"] = []  # they name files of this machine
+    run["problems"] = []  # they contain file names of this machine
     run["features"] = dict.fromkeys(run["features"], False)
     recorded: list[Answer] = []
     rows: list[dict[str, Any]] = []
     for document in documents:
-        near = dict(answers.neighbours(document.uid))
+        near = dict(answers.neighbors(document.uid))
         rows.append(near["row"])
         for name in ("previous", "next", "previous_group", "next_group"):
             near[name] = near[name] if near[name] in inside else None
         near["same_prompt"] = []
-        recorded.append(("/api/neighbours", {"uid": document.uid}, near))
-        # Not the ledger: it says who trained on it, and where.
+        recorded.append(("/api/neighbors", {"uid": document.uid}, near))
+        # Without the ledger, which names consumers and machines.
         recorded.append(("/api/record", {"uid": document.uid}, _short(source.record(document.uid))))
     groups: list[dict[str, Any]] = []
     for gid in gids:
@@ -629,14 +643,14 @@ def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory])
             group[name] = group[name] if group[name] in gids else None
         recorded.append(("/api/group", {"gid": gid}, group))
     recorded.append(("/api/run", {}, run))
-    # Whole: the page sorts and pages them itself.
+    # All rows: the page sorts and paginates them.
     recorded.append(("/api/list", {"view": "samples"}, {"rows": rows}))
     recorded.append(("/api/list", {"view": "groups"}, {"rows": groups}))
     return recorded
 
 
-def _short(value: Any) -> Any:
-    """A record's JSON without long lists of numbers and images: the file has them elsewhere."""
+def _short(value: Json) -> Any:
+    """Return a record's JSON without long lists of numbers and images, which the file has elsewhere."""
     if isinstance(value, Mapping):
         return {key: _short(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -665,9 +679,9 @@ def _media(source: Source, documents: Sequence[Trajectory]) -> dict[str, str]:
 # --- redaction ------------------------------------------------------------------------------------------------------
 
 _FREE = frozenset({"info", "metrics", "messages", "tools", "sampling", "label", "reference", "parts", "row"})
-"""Where names are somebody's too, not only values."""
+"""Entries whose keys are redacted too."""
 _NUMBERS = frozenset({"info", "messages", "tools", "sampling", "label", "reference", "row", "eid"})
-"""Where a number is what somebody wrote, as much as a text is: a telephone number, say."""
+"""Entries in which numbers are redacted like texts (a phone number, for example)."""
 _HASH = re.compile("[0-9a-f]{64}")
 Cover = Callable[[str], str]
 
@@ -689,7 +703,7 @@ def _redacted(
         _document(document, note)
     for path, parameters, answer in recorded:
         _mapped([parameters, answer], note, most=_most(path))
-    # In an id a slash stands as %2F: a pattern may find it as it was written, too.
+    # In an id a slash is encoded as %2F; a pattern may match the decoded form too.
     ids = {
         identifier: identifier.replace("%2F", "/").replace("%25", "%")
         for document in documents
@@ -720,8 +734,9 @@ def _redacted(
 
 
 def _unhashed(documents: Sequence[Trajectory]) -> Cover:
-    """Other letters for the hashes of texts that ids are made of. From a hash, and what is not covered of its text, one
-    can find out the rest by trying: there are few telephone numbers."""
+    """Replace hashes of texts in ids: with the hash and the visible part of a text, the redacted part could be found by
+    trying.
+    """
     hashes: dict[str, str] = {}
     for document in documents:
         for variant in (document, document.rejected):
@@ -740,12 +755,14 @@ _SHORT_HASH = re.compile("[0-9a-f]{16}")
 
 
 def _most(path: str) -> int:
-    """How many whole numbers in a row are shown: any in a record could be token ids, elsewhere a few are bounds."""
+    """Return how many consecutive integers are shown; in a record, any could be token ids."""
     return 0 if path == "/api/record" else 3
 
 
 def _document(document: Trajectory, cover: Cover) -> Trajectory:
-    """The sample with its texts covered, its ids left out. Each character has one in its place, so that ends hold."""
+    """Return the sample with redacted texts and without ids; the number of characters stays the same, so ends stay
+    valid.
+    """
     changed: dict[str, Any] = {"ids": None}
     for field in dataclasses.fields(document):
         value = getattr(document, field.name)
@@ -757,9 +774,12 @@ def _document(document: Trajectory, cover: Cover) -> Trajectory:
     return dataclasses.replace(document, **changed)
 
 
-def _mapped(value: Any, cover: Cover, *, most: int, free: bool = False, numbers: bool = False) -> Any:
-    """JSON with every text covered but the words that are ours. More than `most` whole numbers in a row are left out:
-    they could be token ids. `free`: names are covered too; `numbers`: so are numbers, where a pattern finds them."""
+def _mapped(value: Json, cover: Cover, *, most: int, free: bool = False, numbers: bool = False) -> Any:
+    """Redact all texts in JSON except our constants; omit more than `most` consecutive integers, which could be token
+    ids.
+
+    `free`: redact keys too; `numbers`: redact matching numbers too.
+    """
     if isinstance(value, str):
         return cover(value)
     if isinstance(value, Mapping):
@@ -784,8 +804,8 @@ def _mapped(value: Any, cover: Cover, *, most: int, free: bool = False, numbers:
     return value
 
 
-def _wholes(value: Any) -> int | None:
-    """How many whole numbers a list and the lists in it hold; `None` if they hold anything else."""
+def _wholes(value: Json) -> int | None:
+    """Return the number of integers in nested lists; `None` if they contain anything else."""
     if isinstance(value, (list, tuple)):
         counts = [_wholes(entry) for entry in value]
         return None if None in counts else sum(count or 0 for count in counts)
@@ -794,8 +814,8 @@ def _wholes(value: Any) -> int | None:
     return 1
 
 
-def _reopen(value: Any, covered: Sequence[Trajectory]) -> None:
-    """Openings and closings anew, from covered texts: those that were there may be cut inside of what is covered."""
+def _reopen(value: Json, covered: Sequence[Trajectory]) -> None:
+    """Recompute openings and closings from redacted texts, since the existing ones may cut a redacted part."""
     by_uid = {document.uid: document for document in covered}
     by_gid = {document.gid: document for document in reversed(covered)}
     waiting = [value]

@@ -1,7 +1,7 @@
-"""Images in records and in files: found, checked, described, and served by their hash.
+"""Images in records and in files: found, checked, described, and served by hash.
 
-Invariant: nothing is fetched from an address, and no file outside a row's folder is read. What is served is PNG, JPEG,
-GIF or WebP by its first bytes, of bounded size, whatever the record calls it.
+Invariant: nothing is fetched from a URL, and no file outside a row's folder is read. Only PNG, JPEG, GIF and WebP,
+recognized by their first bytes and of bounded size, are served as images.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from numpy.typing import NDArray
 
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect.files.stores import MAX_PICTURE, MAX_PIXELS, beside
-from rollbook.inspect.trajectory import Picture, Segment
+from rollbook.inspect.trajectory import Json, Picture, Segment
 
 # --- images of files ------------------------------------------------------------------------------------------------
 
 _DATA_URL = re.compile(r"data:([\w.+-]{1,40}/[\w.+-]{1,80})?((?:;[\w.+-]{1,40}(?:=[\w.+-]{0,80})?){0,4}),")
 
 Keep = Callable[[str, bytes, str], None]
-"""Told of every picture: its sha256, its bytes, its type."""
+"""Called for every picture with its sha256, bytes and type."""
 
 
 class Where(NamedTuple):
-    """What a row's place says of it."""
+    """The context of a row."""
 
     root: str
-    """The folder that files it names lie in."""
+    """Folder of the files that the row names."""
     evaluation: bool
-    """Whether the file's name says so."""
+    """Whether the file name indicates evaluation."""
     vocabulary: Vocabulary | None
     keep: Keep
     log: Mapping[str, Any]
-    """What the file says of all its rows."""
+    """Metadata of the file for all rows."""
 
 
-def pictured(value: Any, seen: Mapping[str, Picture]) -> Any:
-    """Messages with a picture's hash and size where its bytes stood."""
+def pictured(value: Json, seen: Mapping[str, Picture]) -> Any:
+    """Replace picture bytes in messages by hash and size."""
     if isinstance(value, str):
         picture_seen = seen.get(value) if seen else None
         return (
@@ -62,8 +62,8 @@ def pictured(value: Any, seen: Mapping[str, Picture]) -> Any:
     return {key: pictured(item, seen) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def picture(source: Any, where: Where, notes: list[str]) -> Picture | None:
-    """The picture that a data URL, base64 or a file beside holds; anything else is said in `notes`, and not fetched."""
+def picture(source: Json | bytes | bytearray, where: Where, notes: list[str]) -> Picture | None:
+    """Return the picture of a data URL, base64 text or a local file; anything else is noted and not fetched."""
     if isinstance(source, (bytes, bytearray)):
         return kept(bytes(source), where, notes)
     if not isinstance(source, str):
@@ -100,7 +100,7 @@ def _from_base64(text: str, where: Where, notes: list[str]) -> Picture | None:
 
 
 def kept(data: bytes, where: Where, notes: list[str]) -> Picture | None:
-    """A picture of these bytes, if they are one of a kind that browsers show safely."""
+    """Return a picture for these bytes, if they are an image that browsers show safely."""
     if len(data) > MAX_PICTURE:
         notes.append(f"A picture of more than {MAX_PICTURE} bytes is left out.")
         return None
@@ -118,7 +118,7 @@ def kept(data: bytes, where: Where, notes: list[str]) -> Picture | None:
 
 
 def sniff(data: bytes) -> tuple[str, int | None, int | None] | None:
-    """The type, width and height of a picture, by its first bytes.
+    """Return type, width and height of an image from its first bytes.
 
     >>> sniff(b"\\x89PNG\\r\\n\\x1a\\n\\0\\0\\0\\rIHDR\\0\\0\\0\\x02\\0\\0\\0\\x03")
     ('image/png', 2, 3)
@@ -133,6 +133,18 @@ def sniff(data: bytes) -> tuple[str, int | None, int | None] | None:
     if data.startswith(b"\xff\xd8\xff"):
         return "image/jpeg", *_jpeg(data)
     return None
+
+
+def image_type(content: bytes) -> str | None:
+    """Return the type of an image that a page may show (PNG, JPEG, GIF or WebP), from its first bytes.
+
+    SVG is rejected because it can run scripts, and images with too many pixels because browsers would unpack them.
+
+    >>> [image_type(content) for content in (b"GIF89a\\1\\0\\1\\0", b"GIF89a\\xff\\xff\\xff\\xff", b"<svg onload=...>")]
+    ['image/gif', None, None]
+    """
+    image = sniff(content)
+    return None if image is None or (image[1] or 0) * (image[2] or 0) > MAX_PIXELS else image[0]
 
 
 def _webp(data: bytes) -> tuple[int | None, int | None]:
@@ -160,16 +172,15 @@ def _jpeg(data: bytes) -> tuple[int | None, int | None]:
 
 # --- images of records ----------------------------------------------------------------------------------------------
 
-MOST_PIXELS = 100_000_000
 MOST_PICTURES = 256
-"""Of one record."""
+"""Maximum number of pictures of a record."""
 KEPT_BYTES = 64 << 20
 DEPTH = 64
 
 _KEYS = ("data", "b64_json", "image", "url", "bytes", "image_url")
-"""Where base64 stands without a `data:` before it."""
+"""Keys of base64 images without a `data:` prefix."""
 _BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-"""PNG, JPEG, GIF and RIFF in base64."""
+"""Base64 prefixes of PNG, JPEG, GIF and RIFF."""
 _TYPES = ("image", "image_url", "input_image")
 _REFERENCE = re.compile(r"sha256:([0-9a-f]{64})")
 _OPENERS = re.compile(r"<\|vision_start\|>|<start_of_image>|<img>")
@@ -177,13 +188,13 @@ _SINGLES = re.compile(r"<\|image(?:_[0-9]{1,3})?\|>|<image>|\[IMG\]")
 
 
 class Reference(str):
-    """`sha256:` and the hash under which bytes of a record lie elsewhere in the book."""
+    """A reference to bytes stored elsewhere in the book: `sha256:` and the hash."""
 
     __slots__ = ()
 
 
 class Album:
-    """The pictures of a source: small ones that stood in records themselves, and those that `fetch` finds by hash.
+    """The pictures of a source: a cache of inline ones, and those that `fetch` finds by hash.
 
     >>> album = Album()
     >>> found = album.kept(b"\\x89PNG\\r\\n\\x1a\\n\\0\\0\\0\\rIHDR\\0\\0\\0\\x02\\0\\0\\0\\x03")
@@ -201,7 +212,7 @@ class Album:
         self._known: dict[str, Picture | None] = {}
 
     def kept(self, data: bytes) -> Picture | None:
-        """A picture of these bytes, if they are one; they can be asked for until many others came."""
+        """Return a picture for these bytes, if they are an image, and cache the bytes."""
         described = _described(sha256(data).hexdigest(), data)
         if described is not None:
             with self._lock:
@@ -212,11 +223,11 @@ class Album:
         return described
 
     def referred(self, name: str) -> Picture | None:
-        """The picture under a hash, if there is one."""
+        """Return the picture of a hash, if there is one."""
         if name not in self._known:
             data = self._fetch(name)
             if data is None:
-                return None  # It may be there the next time.
+                return None  # it may be available later
             described = _described(name, data)
             with self._lock:
                 if len(self._known) >= 1 << 16:
@@ -225,7 +236,7 @@ class Album:
         return self._known.get(name)
 
     def media(self, name: str) -> tuple[bytes, str] | None:
-        """The bytes and type of a picture."""
+        """Return the bytes and type of a picture."""
         with self._lock:
             data = self._kept.get(name)
         data = self._fetch(name) if data is None else data
@@ -235,13 +246,13 @@ class Album:
 
 def _described(name: str, data: bytes) -> Picture | None:
     kind = sniff(data) if len(data) <= MAX_PICTURE else None
-    if kind is None or (kind[1] or 0) * (kind[2] or 0) > MOST_PIXELS:
+    if kind is None or (kind[1] or 0) * (kind[2] or 0) > MAX_PIXELS:
         return None
     return Picture(name, *kind)
 
 
 class Looked:
-    """A value with `{"picture": hash, ...}` in the place of each picture, and the pictures, in order."""
+    """A value with each picture replaced by `{"picture": hash, ...}`, and the list of pictures."""
 
     def __init__(self, album: Album, references: Collection[str] = ()) -> None:
         self.album = album
@@ -251,7 +262,7 @@ class Looked:
         """Pictures of which the record has an address alone."""
 
     def at(self, value: Any, key: str = "", depth: int = DEPTH) -> Any:
-        """What is to be shown of `value`."""
+        """Return the value to show for `value`."""
         image: Picture | None = None
         if isinstance(value, Reference):
             image = self.album.referred(value[7:])
@@ -291,7 +302,7 @@ class Looked:
         else:
             return None
         if match := _REFERENCE.fullmatch(body):
-            # Only what the book says is a reference is one: a record's own text can look like it.
+            # Only references of the book count: text of a record can look like one.
             return self.album.referred(match[1]) if match[1] in self.references else None
         if len(body) > MAX_PICTURE * 4 // 3 + 4:
             return None
@@ -302,7 +313,7 @@ class Looked:
 
 
 def place(pictures: Sequence[Picture], text: str, ends: NDArray[np.int64], segments: Sequence[Segment]) -> None:
-    """Say of each picture at which token it stands, where the text has as many places for pictures as there are.
+    """Set the token of each picture, if the text has as many placeholders as there are pictures.
 
     >>> pictures = [Picture("a" * 64, "image/png")]
     >>> ends = np.array([1, 8, 9])

@@ -1,7 +1,8 @@
-"""`Index`: what pages, the doctor and the command line ask of a run, in a SQLite file that is made anew each time.
+"""`Index`: samples, groups and steps of a run in a temporary SQLite file, for the viewer, the doctor and the command
+line.
 
-Invariant: everything in it follows from the source, which alone is kept; the file is removed when the index is closed
-and when the process ends. One thread writes at a time; readers see whole transactions and wait for nobody.
+Invariant: the index is derived from the source; the file is removed when the index is closed and when the process ends.
+One thread writes at a time; readers see complete transactions and never wait.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from rollbook.inspect import measures, search
 from rollbook.inspect.serialization import text as plain_text
-from rollbook.inspect.trajectory import LENSES
+from rollbook.inspect.trajectory import LENSES, Json
 
 if TYPE_CHECKING:
     from rollbook.inspect.trajectory import Trajectory
@@ -34,17 +35,17 @@ if TYPE_CHECKING:
 # --- scales of the lenses -------------------------------------------------------------------------------------------
 
 ENOUGH = 50_000
-"""How many tokens are enough to know a range for good."""
+"""Number of tokens after which the range of a lens is final."""
 AT_ONCE = 2048
-"""How many are taken of one piece of a run at most, so that a run's first pieces are not all that is seen."""
+"""Maximum number of tokens from one piece of a run, so that the first pieces do not dominate."""
 _LEAST = 8
 
 
 class Scales:
-    """The first and last percentile of each lens over a random sample of tokens that are trained on.
+    """The 1st and 99th percentile of each lens over a random sample of trained tokens.
 
-    Sequential ranges begin at 0 where the lens cannot be less (entropy, KL, weight); diverging ones reach as far to
-    both sides of their middle (of the ratio, whose middle is 1, in factors).
+    Sequential ranges start at 0 if the lens cannot be negative (entropy, KL, weight); diverging ones are symmetric
+    about their middle (for the ratio, whose middle is 1, in factors).
 
     >>> scales = Scales()
     >>> scales.offer({"entropy": np.linspace(0, 2, 101), "advantage": np.linspace(-1, 3, 101)}, np.ones(101, bool))
@@ -65,12 +66,11 @@ class Scales:
 
     @property
     def full(self) -> bool:
-        """Whether every lens that was met is known for good."""
+        """Whether the ranges of all lenses are final."""
         return bool(self._counts) and min(self._counts.values()) >= ENOUGH
 
     def offer(self, lenses: Mapping[str, NDArray[Any]], keep: NDArray[np.bool_]) -> bool:
-        """Take some of these tokens: arrays [T] by lens, of which those count where `keep` [T] is true; whether a range
-        changed."""
+        """Sample tokens from arrays [T] by lens where `keep` [T] is true; return whether a range changed."""
         with self._lock:
             names = [name for name in lenses if name in LENSES and self._counts.get(name, 0) < ENOUGH]
             if not names:
@@ -97,7 +97,7 @@ class Scales:
             return changed
 
     def as_dict(self) -> dict[str, Any]:
-        """Ranges and quantiles, as JSON can hold them."""
+        """Return ranges and quantiles as JSON."""
         with self._lock:
             return {
                 name: {"low": low, "high": high, "quantiles": self.quantiles[name]}
@@ -129,11 +129,11 @@ _IN_ONE = 500
 
 
 class Column(NamedTuple):
-    """A column of `samples`, as the schema, filters and pages know it."""
+    """A column of `samples`, for the schema, filters and pages."""
 
     name: str
     type: str
-    """`number`, `text` or `flag`; an empty one is not shown and cannot be filtered by."""
+    """`number`, `text` or `flag`; "" is internal and cannot be filtered."""
     sql: str
     label: str = ""
     help: str = ""
@@ -200,19 +200,19 @@ _ALL = (
     Column("moment", "", "INTEGER", "Moment", "The ledger's event at which its lag is judged."),
 )
 COLUMNS: dict[str, Column] = {column.name: column for column in _ALL}
-"""The columns of `samples`, one row a record; every page reads it.
+"""Columns of `samples`, which has one row per record.
 
 >>> COLUMNS["reward"].type
 'number'
 """
 INTERNAL = ("n", "admitted", "batch", "digest", "searchable", "moment")
-"""Columns that no answer shows."""
+"""Columns that no answer contains."""
 SHOWN = tuple(name for name in COLUMNS if name not in INTERNAL)
 
 VOID = ("deleted", "rewound")
-"""Values of `removed_reason` of records that count nowhere: they were taken out of the run."""
+"""Values of `removed_reason` for records that were taken out of the run and do not count."""
 COUNTS = "(removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
-"""The condition for a sample that summaries count."""
+"""Condition for samples that summaries count."""
 
 _SCANNED = (
     *("step", "gid", "evaluation", "removed_reason", "reward", "scored", "response_tokens"),
@@ -220,8 +220,9 @@ _SCANNED = (
     *("entropy", "kl", "kl_max", "mismatch", "mismatch_max", "lag", "status", "state", "repetition", "nans"),
     *("duplicate", "tool_calls", "images", "run", "turn"),
 )
-"""What most filters and orders ask for: an index that holds it all is read in the place of the table, whose rows have
-texts and are several times as long. One on the reward alone would only mislead SQLite to read rows in random order."""
+"""Columns that most filters and orders use. A covering index over them is read instead of the table, whose rows contain
+texts and are several times longer. An index on the reward alone would make SQLite read rows in random order.
+"""
 _SCHEMA = (
     f"CREATE TABLE samples ({', '.join(f'{column.name} {column.sql}' for column in _ALL)})",
     f"CREATE INDEX samples_step ON samples ({', '.join(_SCANNED)})",
@@ -236,7 +237,7 @@ _SCHEMA = (
 
 
 class Index:
-    """A run's samples, groups and steps as tables. `query` reads; `writing` and what is built on it write.
+    """Samples, groups and steps of a run as tables. `query` reads; `writing` and the methods built on it write.
 
     >>> index = Index()
     >>> before = index.cursor
@@ -260,7 +261,7 @@ class Index:
         self._changed = threading.Condition()
         self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
         self._closed = False
-        # A page that is still open when the viewer starts again must not take an old number for a newer one.
+        # A page that stays open while the viewer restarts must not take an old number for a newer one.
         self._cursor = int(time.time() * 1000)
         self._gids: set[str] = set()
         self._steps: set[tuple[int, int]] = set()
@@ -291,18 +292,19 @@ class Index:
 
     @property
     def cursor(self) -> int:
-        """A number that rises with every change."""
+        """Number that increases with every change."""
         return self._cursor
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the index is closed."""
         return self._closed
 
     @contextlib.contextmanager
     def reading(self, seconds: float | None = None) -> Iterator[sqlite3.Connection]:
-        """A connection that sees one state of the index, and cannot write; a statement that takes longer than
-        `seconds` is stopped with `sqlite3.OperationalError`."""
+        """Yield a read-only connection that sees one state of the index; statements longer than `seconds` raise
+        `sqlite3.OperationalError`.
+        """
         if self._closed:
             raise ValueError("index: it is closed")
         try:
@@ -327,17 +329,17 @@ class Index:
                 self._readers.put(connection)
 
     def query(self, sql: str, values: Values = ()) -> list[tuple[Any, ...]]:
-        """Every row of the answer to one statement that reads."""
+        """Return all rows of a read-only statement."""
         with self.reading() as read:
             return read.execute(sql, values).fetchall()
 
     def rows(self, sql: str, values: Values = ()) -> list[dict[str, Any]]:
-        """As `query`, each row by the names of its columns."""
+        """Return all rows of a read-only statement as dicts."""
         with self.reading() as read:
             return named(read.execute(sql, values))
 
-    def fact(self, key: str, default: Any = None) -> Any:
-        """What was kept under a key."""
+    def fact(self, key: str, default: Json = None) -> Any:
+        """Return the value stored under a key."""
         rows = self.query("SELECT value FROM facts WHERE key = ?", (key,))
         return json.loads(rows[0][0]) if rows else default
 
@@ -345,8 +347,9 @@ class Index:
 
     @contextlib.contextmanager
     def writing(self, quiet: bool = False) -> Iterator[sqlite3.Connection]:
-        """A connection whose changes become visible together, and raise the cursor (unless `quiet`); none of them if it
-        is left by error."""
+        """Yield a connection whose changes become visible together and raise the cursor (unless `quiet`); an error
+        rolls back.
+        """
         with self._lock:
             if self._closed:
                 raise ValueError("index: it is closed")
@@ -365,8 +368,8 @@ class Index:
                 self._cursor += 1
                 self._changed.notify_all()
 
-    def keep(self, key: str, value: Any) -> None:
-        """Keep a fact: a value that JSON can hold."""
+    def keep(self, key: str, value: Mapping[str, Any] | Sequence[Any] | float | None) -> None:
+        """Store a JSON value under a key."""
         with self.writing() as write:
             write.execute(
                 "INSERT INTO facts VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value "
@@ -375,17 +378,17 @@ class Index:
             )
 
     def declare(self, names: Iterable[str]) -> None:
-        """Add names to those that reward sources declared as parts of the reward."""
+        """Add names to the declared reward parts."""
         declared = self.fact("reward_parts", [])
         new = [name for name in dict.fromkeys(names) if name not in declared]
         if new:
             self.keep("reward_parts", [*declared, *new])
 
     def put(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rows of `samples` by column, new ones (with `uid`, `gid` and `step`) or parts of rows that are there.
+        """Insert rows of `samples` (with `uid`, `gid` and `step`), or update columns of existing rows.
 
-        Rows of one call that name the same columns are written together. An id that is taken again by another row, as
-        one that was rewound is, leaves the older row with its number behind it.
+        Rows of one call with the same columns are written together. If an id is reused, as after a rewind, the older
+        row keeps its number and gets another id.
         """
         alike: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
         for row in rows:
@@ -407,7 +410,7 @@ class Index:
                 try:
                     write.executemany(sql, part)
                 except UnicodeEncodeError:
-                    # Lone surrogates, which SQLite cannot keep.
+                    # Lone surrogates, which SQLite cannot store.
                     write.executemany(
                         sql,
                         [
@@ -429,19 +432,19 @@ class Index:
                     write.execute("UPDATE samples SET uid = ? WHERE n = ?", (f"{uid}~{n}", n))
 
     def remove(self, ns: Sequence[int]) -> None:
-        """Take rows out."""
+        """Remove rows."""
         with self.writing() as write:
             self._note(write, ns)
             search.forget(write, ns)
             write.executemany("DELETE FROM samples WHERE n = ?", [(n,) for n in ns])
 
     def forget(self, ns: Sequence[int]) -> None:
-        """Forget the texts of records that changed or went; what is there now becomes searchable again later."""
+        """Remove the texts of changed records; they are indexed again later."""
         with self.writing() as write:
             search.forget(write, ns)
 
     def _note(self, write: sqlite3.Connection, ns: Sequence[int]) -> None:
-        """Remember which groups and steps are to be summed up again."""
+        """Mark groups and steps to be summarized again."""
         for part in _pieces(ns):
             marks = ",".join("?" * len(part))
             for gid, step, evaluation in write.execute(
@@ -451,8 +454,8 @@ class Index:
                 self._steps.add((step, evaluation))
 
     def add(self, documents: Sequence[Trajectory]) -> None:
-        """Add, or measure anew, samples that a source has as `Trajectory`s, in the order of their coming."""
-        seen = {*self.fact("tokenized", ()), *(document.tokenized for document in documents)}
+        """Add, or measure again, `Trajectory`s in order of arrival."""
+        seen = {*self.fact("tokenized", []), *(document.tokenized for document in documents)}
         self.keep("tokenized", sorted(seen))
         self.declare(name for document in documents for name in document.declared)
         with self._lock:
@@ -475,10 +478,9 @@ class Index:
     # --- summing up ---------------------------------------------------------------------------------------------
 
     def settle(self, patience: float = 0.0) -> set[int]:
-        """Sum up the groups and steps that changed since the last time; the steps.
+        """Summarize the groups and steps that changed since the last call; return the steps.
 
-        With `patience`, nothing is done if that was less than so many seconds ago: readers ask for it while a large run
-        is being read.
+        With `patience`, do nothing if that was less than this many seconds ago.
         """
         if not self._steps or time.monotonic() - self._settled < patience:
             return set()
@@ -496,7 +498,7 @@ class Index:
         return {step for step, _ in changed}
 
     def wait(self, cursor: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until there was a change after `cursor`; whether there was one within `timeout` seconds."""
+        """Wait for a change after `cursor`; return whether there was one within `timeout` seconds."""
         end = time.monotonic() + timeout
         with self._changed:
             while self._cursor <= cursor and not self._closed and not stop():
@@ -507,7 +509,7 @@ class Index:
             return self._cursor > cursor
 
     def wake(self) -> None:
-        """Have everybody who waits look again."""
+        """Wake all waiting threads."""
         with self._changed:
             self._changed.notify_all()
 
@@ -536,7 +538,7 @@ class Index:
 
 
 def named(answer: sqlite3.Cursor) -> list[dict[str, Any]]:
-    """A statement's rows by the names of their columns."""
+    """Return the rows of a statement as dicts."""
     names = [column[0] for column in answer.description]
     return [dict(zip(names, row, strict=True)) for row in answer]
 
@@ -546,6 +548,6 @@ def _pieces(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
         yield values[start : start + _IN_ONE]
 
 
-def _contains(text: Any, part: Any) -> int | None:
-    """Whether a text holds another, whatever their case; nothing for no text."""
+def _contains(text: str | float | None, part: str | float) -> int | None:
+    """Return whether a text contains another, ignoring case; `None` without a text."""
     return None if text is None else int(str(part).casefold() in str(text).casefold())

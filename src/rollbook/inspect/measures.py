@@ -1,9 +1,9 @@
 """Columns of the index: measures of each sample, and summaries of groups and steps.
 
-Invariant: a row is the same whether it comes from a book's columns, many records at once, or from one `Trajectory`.
-Means and extremes are over tokens that are trained on and finite numbers; what was not recorded is `None`. A summary is
-a function of the samples that are present, the run's top reward and its newest step; only what changed is recomputed.
-Deleted or rewound samples count nowhere.
+Invariant: a row is the same whether it comes from a book's columns (many records at once) or from one `Trajectory`.
+Means and extremes are over trained tokens and finite numbers; missing values are `None`. A summary is a function of the
+present samples, the run's top reward and its newest step; only changes are recomputed. Deleted and rewound samples do
+not count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rollbook.inspect.doctor.findings import Thresholds
 from rollbook.inspect.statistics import fit_weights, quantiles
-from rollbook.inspect.trajectory import Trajectory
+from rollbook.inspect.trajectory import Json, Trajectory
 
 if TYPE_CHECKING:
     from rollbook.inspect.index import Index
@@ -40,12 +40,12 @@ _FACTORS = np.random.default_rng(8).integers(1, 2**63, GRAM, dtype=np.uint64) | 
 
 
 def repetition(ids: NDArray[Any]) -> tuple[float, int | None]:
-    """How much of a response [R] repeats itself, from 0 to 1, and the token where a loop at its end begins.
+    """Return the share of repetition in a response [R], from 0 to 1, and the token where a final loop starts.
 
-    A loop: the response ends in at least 4 repeats of up to 64 tokens, 16 tokens or more together; the last repeat may
-    be cut, and up to 4 other tokens (an end of text) may follow. Its share is that of its tokens, the first repeat
-    too. Where there is no loop, or its share is less: the share of the 8-grams that stand in the response earlier
-    already, which finds loops that ended, and blocks that were copied. Below 16 tokens the answer is 0.
+    A loop is at least 4 repeats of up to 64 tokens at the end of the response, at least 16 tokens together; the last
+    repeat may be incomplete, and up to 4 other tokens (such as end of text) may follow. Its share includes the first
+    repeat. Without a loop, or if it is larger, the result is the share of 8-grams that occur earlier in the response,
+    which finds loops that ended and copied blocks. Below 16 tokens the result is 0.
 
     >>> repetition(np.array([5, 6, 7, 8] + [1, 2, 3] * 20))
     (0.9375, 4)
@@ -69,7 +69,7 @@ def repetition(ids: NDArray[Any]) -> tuple[float, int | None]:
 
 
 def _grams(ids: NDArray[Any]) -> NDArray[np.uint64]:
-    """[R - 7] A hash of each 8 tokens in a row."""
+    """Return [R - 7] hashes of the 8-grams."""
     numbers = ids.astype(np.uint64)
     size = len(numbers) - GRAM + 1
     grams: NDArray[np.uint64] = numbers[:size] * _FACTORS[0]
@@ -79,12 +79,12 @@ def _grams(ids: NDArray[Any]) -> NDArray[np.uint64]:
 
 
 def _loop(ids: NDArray[Any], grams: NDArray[np.uint64]) -> tuple[int, int] | None:
-    """The tokens [start, stop) of a loop at the end."""
+    """Return the tokens [start, stop) of a final loop."""
     best = None
     for skipped in range(min(_END_TOKENS + 1, len(grams) - 1)):
         stop = len(ids) - skipped
         last = len(grams) - 1 - skipped
-        # The period is the distance to where the last 8 tokens stood before.
+        # The period is the distance to the previous occurrence of the last 8 tokens.
         near = grams[max(0, last - LONGEST_PERIOD) : last]
         before = np.flatnonzero(near == grams[last])
         if not len(before):
@@ -100,10 +100,9 @@ def _loop(ids: NDArray[Any], grams: NDArray[np.uint64]) -> tuple[int, int] | Non
 
 
 def own_tokens(response: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[float, int | None, int | None]:
-    """Measure repetition, the start of a final loop and the digest over the tokens that the model chose.
+    """Measure repetition, the start of a final loop and the digest over the tokens that the model sampled.
 
-    Tool output and other masked tokens repeat for reasons of their own. A response without any such token is measured
-    as it is.
+    Tool output and other masked tokens are excluded. A response without sampled tokens is measured as it is.
 
     >>> read_file = [7, 8, 9] * 20
     >>> own_tokens(np.array([1, 2, *read_file, 3]), np.array([True, True, *[False] * 60, True]))[:2]
@@ -119,7 +118,7 @@ def own_tokens(response: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[float, 
 
 
 def digest_of(ids: NDArray[Any]) -> int | None:
-    """63 bits that two equal responses share; `None` for an empty one."""
+    """Return a 63-bit hash of a response; `None` for an empty one."""
     if not len(ids):
         return None
     return int(xxhash.xxh3_64_intdigest(np.ascontiguousarray(ids, dtype="<i8").data) >> 1)
@@ -131,7 +130,7 @@ _USER = re.compile(
     r"<\|im_start\|>user\n|<\|start_header_id\|>user<\|end_header_id\|>\s*|<start_of_turn>user\n|\[INST\]|<\uff5cUser\uff5c>|"
     r"<\|user\|>|(?:^|\n)(?:User|Human|### Instruction): ?"
 )
-"""Where the user's words begin in prompts of the usual templates."""
+"""Start of the user's message in prompts of common chat templates."""
 _USER_ENDS = re.compile(
     r"<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|\[/INST\]|<\uff5cAssistant\uff5c>|<\|assistant\|>|<\|end\|>|"
     r"\n(?:Assistant|### Response):"
@@ -140,7 +139,8 @@ _READ_LETTERS = 20_000
 
 
 def opening_of(text: str) -> str:
-    """What the user asks in a prompt, its first 240 letters, spaces collapsed; of a text without roles, its beginning.
+    """Return the first 240 characters of the user's message in a prompt, with whitespace collapsed; of a text without
+    roles, its start.
 
     >>> opening_of("<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\nWhat is  2+2?<|im_end|>")
     'What is 2+2?'
@@ -160,7 +160,7 @@ def _short(text: str) -> str:
 
 
 def closing_of(text: str) -> str:
-    """The last 240 letters of a response, spaces collapsed.
+    """Return the last 240 characters of a response, with whitespace collapsed.
 
     >>> closing_of("So the\\n answer is 4.")
     'So the answer is 4.'
@@ -171,8 +171,8 @@ def closing_of(text: str) -> str:
 _IMAGES = ('"type":"image_url"', '"type":"image"', '"type":"input_image"')
 
 
-def asked_in(messages: Any) -> str:
-    """The first words of the user in a conversation; nothing if it has none."""
+def asked_in(messages: Json) -> str:
+    """Return the first user message of a conversation, or ""."""
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Mapping) and message.get("role") == "user":
             content = message.get("content")
@@ -184,9 +184,9 @@ def asked_in(messages: Any) -> str:
 
 
 def spoken_in(text: str) -> tuple[int, int, int]:
-    """How often the model speaks, calls of tools, and images, in a conversation as compact JSON.
+    """Return the number of assistant messages, tool calls and images in a conversation as compact JSON.
 
-    Inside a JSON text quotes are escaped, so that what somebody said is never counted.
+    Quotes are escaped inside JSON texts, so message contents are never counted.
 
     >>> spoken_in('[{"role":"user","content":"hi"},{"role":"assistant","tool_calls":[{},{}]},{"role":"tool"}]')
     (1, 2, 0)
@@ -203,7 +203,7 @@ def spoken_in(text: str) -> tuple[int, int, int]:
 
 
 def parts_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The named numbers of a sample: those that are finite, True and False as 1 and 0.
+    """Return the finite named numbers of a sample; True and False as 1 and 0.
 
     >>> parts_of({"accuracy": True, "length": -0.5, "note": "x", "bad": float("nan")})
     {'accuracy': 1.0, 'length': -0.5}
@@ -220,8 +220,8 @@ def parts_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return parts
 
 
-def declared_in(info: Any) -> tuple[str, ...]:
-    """The parts of the reward that a record's `info` names.
+def declared_in(info: Json) -> tuple[str, ...]:
+    """Return the reward parts that a record's `info` declares.
 
     >>> declared_in({"reward_parts": ["accuracy", "format"]}), declared_in({})
     (('accuracy', 'format'), ())
@@ -234,7 +234,7 @@ def declared_in(info: Any) -> tuple[str, ...]:
 
 
 def row_of(document: Trajectory) -> dict[str, Any]:
-    """The row of `samples` of one trajectory, without its number.
+    """Return the row of `samples` for a trajectory, without its number.
 
     >>> one = Trajectory(uid="3/1/0/0/a", gid="3/1", step=3, text="2+2=4", ends=np.arange(1, 6), prompt_tokens=4,
     ...                  reward=1.0, arrays={"entropy": np.array([np.nan] * 4 + [0.5], np.float32)})
@@ -262,7 +262,7 @@ def row_of(document: Trajectory) -> dict[str, Any]:
     turns = {segment.turn for segment in document.segments if segment.role == "assistant"}
     answered = sum(segment.kind == "tool_result" for segment in document.segments)
     called = sum(segment.kind == "tool_call" for segment in document.segments)
-    # LightRFT's files, which know words, have the highest entropies alone: no mean is made of them, and no NaNs.
+    # LightRFT's files have only the highest entropies, so neither a mean nor a NaN count is computed from them.
     entropies = document.arrays.get("entropy")
     some = document.tokenized == "words" and entropies is not None and not np.isfinite(entropies[trained]).all()
     lenses = {n: v for n, v in document.arrays.items() if n != "entropy" or not some}
@@ -323,9 +323,9 @@ TOKEN_METRICS = (
     ("mismatch", "mismatch", "mean"),
     ("mismatch_max", "mismatch", "max"),
 )
-"""Columns of the index that are a mean or the highest of a lens (of mismatch, of its distance from 0)."""
+"""Columns that are the mean or the maximum of a lens (of mismatch, its absolute value)."""
 _RECORDED = ("entropy", "logprob", "mismatch", "advantage", "value", "reward", "return", "weight", "teacher")
-"""The lenses whose numbers should be finite wherever a token is trained on."""
+"""Lenses that should be finite on trained tokens."""
 
 
 def _metrics(trained: Mapping[str, NDArray[Any]]) -> dict[str, float | None]:
@@ -348,8 +348,7 @@ _FAILED = frozenset(("error", "failed", "content_filter"))
 
 
 def status_of(finish_reason: str | None, truncate_status: str | None, response_tokens: int = 1) -> str:
-    """How a sample ended, one of `documents.STATUSES`; one that nothing is said of counts as finished, if it has a
-    response.
+    """Return how a sample ended, one of `STATUSES`; without information, finished if it has a response.
 
     >>> status_of("stop", None), status_of("length", None), status_of(None, "prompt_truncated"), status_of("abort", "")
     ('finished', 'truncated', 'truncated', 'aborted')
@@ -365,19 +364,19 @@ def status_of(finish_reason: str | None, truncate_status: str | None, response_t
 
 
 def scored_as(reward: float | None) -> tuple[float | None, int]:
-    """A reward as the index keeps it, and 0 for none, 1 for a number, 2 for NaN."""
+    """Return a reward as the index stores it, and 0 for none, 1 for a number, 2 for NaN."""
     if reward is None:
         return None, 0
     return (None, 2) if math.isnan(reward) else (float(reward), 1)
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """A finite number, or `None`."""
+    """Return a finite number, or `None`."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def sample_documents(index: Index, documents: Sequence[Trajectory]) -> None:
-    """Let the index's scales see the tokens of some trajectories."""
+    """Add the tokens of trajectories to the index's scales."""
     if index.scales.full:
         return
     changed = False
@@ -390,16 +389,16 @@ def sample_documents(index: Index, documents: Sequence[Trajectory]) -> None:
 # --- groups and steps ------------------------------------------------------------------------------------------------
 
 LOOP = 0.5
-"""From which share of repetition on a response counts as a loop."""
+"""Minimum share of repetition of a loop."""
 STALE = 1
-"""Beyond which lag a sample counts as stale."""
+"""Lag above which a sample counts as stale."""
 _NEAR_TOP = 0.2
 MISMATCH = 1.0
-"""From which distance of the trainer's log-prob to the engine's on, at any token, a group is marked."""
+"""Minimum train-inference mismatch at any token for a group to be flagged."""
 STEP_METRICS = ("reward", "length", "entropy", "kl", "mismatch", "lag", "advantage")
-"""What a step's summary has quantiles of; `length` is that of responses."""
+"""Metrics with quantiles in a step's summary; `length` is the response length."""
 DUPLICATE_TOKENS = Thresholds().duplicate_tokens
-"""A shorter response is not counted as a duplicate: right answers of a few tokens are the same."""
+"""Minimum number of tokens of a duplicate, since short correct answers are often identical."""
 SHARES = ("truncated", "duplicates", "stale", "loops", "masked", "errors", "nans")
 
 _COUNTS = "(removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
@@ -427,7 +426,7 @@ _GROUP = {
     "nans": ("INTEGER", "SUM(COALESCE(nans, 0) > 0 OR scored = 2)"),
     "stale": ("INTEGER", f"COALESCE(SUM(lag > {STALE}), 0)"),
 }
-"""The columns of `groups`: their types, and what each is of a group's samples."""
+"""Columns of `groups`: types, and expressions over a group's samples."""
 TABLES = (
     "CREATE TABLE groups (g INTEGER PRIMARY KEY, gid TEXT NOT NULL, evaluation INTEGER NOT NULL, "
     f"{', '.join(f'{name} {kind}' for name, (kind, _) in _GROUP.items())}, UNIQUE (gid, evaluation))",
@@ -439,9 +438,10 @@ TABLES = (
     "CREATE TABLE tops (evaluation INTEGER PRIMARY KEY, low REAL NOT NULL, top REAL NOT NULL, bar REAL NOT NULL, "
     "solves INTEGER NOT NULL, groups INTEGER NOT NULL)",
 )
-"""`groups`: one row a group, in the order of their `first` samples; `expected` runs it was to have, of which `runs` are
-there. `tops`: the lowest and highest reward, that from which on a sample counts as solved, and whether it tells solved
-ones from others."""
+"""`groups`: one row per group, ordered by their `first` samples; `expected` is the group size, of which `runs` are
+present. `tops`: lowest and highest reward, the minimum reward of a solved sample, and whether it separates solved
+samples from others.
+"""
 
 _GROUPS = (
     f"INSERT INTO groups (gid, evaluation, {', '.join(_GROUP)}) "
@@ -455,11 +455,11 @@ _DUPLICATES = f"""
         SELECT 1 FROM samples AS other WHERE other.gid = samples.gid AND other.digest = samples.digest
         AND other.run <> samples.run AND other.turn = samples.turn AND other.evaluation = samples.evaluation
         AND {_COUNTS.replace("removed_reason", "other.removed_reason")}))"""
-"""Parts of one run may be alike: a duplicate is another run's."""
+"""Parts of one run may be equal; a duplicate is of another run."""
 
 
 class _Spread:
-    """The standard deviation of a population, for SQL; nothing for no number that is finite."""
+    """Population standard deviation as a SQL aggregate; NULL without finite numbers."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -478,7 +478,7 @@ class _Spread:
 
 
 def prepare(connection: sqlite3.Connection) -> None:
-    """Have what `settle` needs on a connection."""
+    """Register the functions that `settle` needs on a connection."""
     connection.create_aggregate("spread", 1, _Spread)  # type: ignore[arg-type]
     connection.execute("CREATE TEMP TABLE dirty (gid TEXT PRIMARY KEY)")
 
@@ -486,7 +486,7 @@ def prepare(connection: sqlite3.Connection) -> None:
 def settle(
     write: sqlite3.Connection, gids: Iterable[str], steps: Iterable[tuple[int, int]], cursor: int
 ) -> set[tuple[int, int]]:
-    """Sum up these groups, and the steps that they or their samples are in; (step, evaluation) of each that changed."""
+    """Summarize these groups and the steps of their samples; return (step, evaluation) of each changed step."""
     touched = set(steps)
     write.execute("DELETE FROM dirty")
     write.executemany("INSERT INTO dirty VALUES (?)", [(gid,) for gid in gids])
@@ -504,7 +504,7 @@ def settle(
     for evaluation in (0, 1):
         if _top(write, evaluation):
             looked.update(write.execute("SELECT step, evaluation FROM steps WHERE evaluation = ?", (evaluation,)))
-        # What was the newest step may have groups that are now known to be incomplete.
+        # The previous newest step may have groups that are now known to be incomplete.
         before = write.execute("SELECT MAX(step) FROM steps WHERE evaluation = ? AND n > 0", (evaluation,)).fetchone()
         if before[0] is not None and before[0] != newest.get(evaluation):
             looked.add((before[0], evaluation))
@@ -514,9 +514,9 @@ def settle(
             summaries[step, evaluation] = text
     rows = []
     for step, evaluation in sorted(looked):
-        summary = summarise(write, step, evaluation, newest.get(evaluation))
+        summary = summarize(write, step, evaluation, newest.get(evaluation))
         text = json.dumps(summary, allow_nan=False)
-        # A sample's state is not in the summary, but a page that shows the step's samples has to know.
+        # A sample's state is not in the summary, but pages that list the step's samples need the change.
         if (step, evaluation) in touched or text != summaries.get((step, evaluation)):
             rows.append((step, evaluation, cursor, summary["n"], text))
     write.executemany("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)", rows)
@@ -524,16 +524,16 @@ def settle(
 
 
 def newest_steps(read: sqlite3.Connection) -> dict[int, int]:
-    """The newest step that has groups, for training (0) and evaluation (1)."""
+    """Return the newest step with groups, for training (0) and evaluation (1)."""
     return dict(read.execute("SELECT evaluation, MAX(step) FROM groups GROUP BY evaluation").fetchall())
 
 
 def _top(write: sqlite3.Connection, evaluation: int) -> bool:
-    """Look again from which reward on a sample counts as solved; whether that changed.
+    """Recompute the minimum reward of a solved sample; return whether it changed.
 
-    It is the highest of the run, less a fifth of what lies between it and the lowest tenth of all rewards: a bonus for
-    short answers must not leave one solved prompt. It is worked out when the highest changes and when the run has
-    doubled, so that it stays where it is.
+    It is the run's highest reward minus a fifth of the distance to the 10th percentile, so that a bonus for short
+    answers does not leave only one prompt solved. It is recomputed when the highest reward changes or the run has
+    doubled in size.
     """
     count, least, top = write.execute(
         "SELECT COUNT(*), MIN(low), MAX(high) FROM groups WHERE evaluation = ? AND low > -9e999 AND high < 9e999",
@@ -558,7 +558,7 @@ def _top(write: sqlite3.Connection, evaluation: int) -> bool:
 
 
 def solved_bar(read: sqlite3.Connection, evaluation: int = 0) -> float | None:
-    """The reward from which on a sample counts as solved; `None` where rewards do not tell solved ones from others."""
+    """Return the minimum reward of a solved sample; `None` if rewards do not separate solved samples."""
     row = read.execute("SELECT bar FROM tops WHERE evaluation = ? AND solves", (evaluation,)).fetchone()
     return None if row is None else float(row[0])
 
@@ -568,7 +568,7 @@ SOLVED = ("none", "some", "all")
 
 
 def solved_tag(solved: int, total: int) -> str:
-    """The one of `SOLVED` for so many solved samples.
+    """Return the entry of `SOLVED` for a count of solved samples.
 
     >>> solved_tag(0, 8), solved_tag(3, 8), solved_tag(8, 8)
     ('none', 'some', 'all')
@@ -577,12 +577,12 @@ def solved_tag(solved: int, total: int) -> str:
 
 
 def incomplete(newest: int | None) -> str:
-    """The condition for a group that has fewer runs than it was to have, and will get no more of them."""
+    """Return the condition for a group with fewer runs than expected that will get no more."""
     return f"(runs < expected AND step < {int(newest)})" if newest is not None else "0"
 
 
-def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int | None) -> dict[str, Any]:
-    """The summary of one step, as `/api/steps` gives it; every number is finite or `None`."""
+def summarize(read: sqlite3.Connection, step: int, evaluation: int, newest: int | None) -> dict[str, Any]:
+    """Return the summary of a step, for `/api/steps`; every number is finite or `None`."""
     rows = read.execute(
         "SELECT reward, response_tokens, entropy, kl, mismatch, lag, advantage, status, duplicate, repetition, "
         "trained_tokens, nans, scored, parts, version_min, version_max, removed_reason FROM samples "
@@ -609,7 +609,7 @@ def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
     tokens = sum(response)
     shares = {
         "truncated": status.count("truncated"),
-        # One of each set is no duplicate: this is the share that could be left out.
+        # One of each set is not a duplicate: this is the redundant share.
         "duplicates": sum(duplicate) - copied,
         "stale": sum(number is not None and number > STALE for number in lag),
         "loops": sum(number is not None and number >= LOOP for number in repetition),
@@ -635,7 +635,7 @@ def summarise(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
 
 
 def spread_of(values: Sequence[float | None]) -> dict[str, float | None] | None:
-    """Quantiles and mean of the finite numbers among some; `None` if there are none.
+    """Return quantiles and mean of the finite numbers; `None` if there are none.
 
     >>> spread_of([1.0, None, 3.0, float("inf")])
     {'p5': 1.1, 'p25': 1.5, 'p50': 2.0, 'p75': 2.5, 'p95': 2.9, 'mean': 2.0}
@@ -648,7 +648,7 @@ def spread_of(values: Sequence[float | None]) -> dict[str, float | None] | None:
 
 
 def means_of(parts: Sequence[str]) -> dict[str, float]:
-    """The mean of each named number over those samples that have it."""
+    """Return the mean of each named number over the samples that have it."""
     sums: dict[str, list[float]] = {}
     for text in parts:
         if text != "{}":
@@ -663,18 +663,18 @@ def means_of(parts: Sequence[str]) -> dict[str, float]:
 # --- parts of the reward ---------------------------------------------------------------------------------------------
 
 DECLARED = "reward_parts"
-"""The entry of a record's `info`, and the fact of the index, that names the parts a reward source declared."""
+"""The entry of a record's `info`, and the fact of the index, with declared reward parts."""
 FITTED = 2000
-"""Samples that the weights are fitted on, at most, spread evenly over the run."""
+"""Maximum number of samples for the fit of weights, spread evenly over the run."""
 _PRESENT = 0.9
 _ROWS_PER_COLUMN = 4
 
 
 def reward_parts(index: Index) -> list[str]:
-    """Names of the parts of the reward.
+    """Return the names of reward parts.
 
-    Parts are what the reward source declared. Where it declared nothing, they are the numbers whose weighted sum is
-    the reward: in every sample, up to rounding, with the same weights.
+    Parts are those that the reward declared. Without a declaration, they are the numbers whose weighted sum is the
+    reward in every sample, up to rounding, with the same weights.
 
     >>> from rollbook.inspect.index import Index
     >>> index = Index()
@@ -696,7 +696,7 @@ def reward_parts(index: Index) -> list[str]:
 
 
 def _summands(reward: NDArray[np.float64], numbers: list[dict[str, float]]) -> list[str]:
-    """Names of the columns whose weighted sum is `reward` [N]; none if no columns are."""
+    """Return the names of columns whose weighted sum is `reward` [N]; empty if there are none."""
     counts: dict[str, int] = {}
     for row in numbers:
         for name in row:

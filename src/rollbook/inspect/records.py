@@ -1,14 +1,15 @@
-"""From records, as columns, to what pages show: `Trajectory` and strict JSON, without torch.
+"""Records, as columns, to `Trajectory` and strict JSON, without torch.
 
-Invariant: slot j of a response-axis field is shown at token `prompt_length + j`; a field that has not an entry for each
-token of the response is left out, and the notes say so.
+Invariant: entry j of a response-axis field belongs to token `prompt_length + j`; a field without an entry for each
+response token is omitted, with a note.
 """
 
 from __future__ import annotations
 
 import binascii
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import orjson
@@ -39,17 +40,39 @@ _NUMBERS = (
     *("logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values"),
     *("advantages", "returns", "token_level_reward", "loss_weights"),
 )
-"""Response-axis fields that lenses show."""
+"""Response-axis fields shown by lenses."""
 _PLACED = ("segments", "label", "reference", "kept", "reward_parts")
-"""Entries of `info` that a trajectory has a place for."""
+"""Entries of `info` that are fields of a trajectory."""
 _NO_WORDS = Vocabulary(())
 
 
-class Reader:
-    """A book's records as pages show them.
+class Tokenizer(Protocol):
+    """A tokenizer of `transformers` or `tokenizers`."""
 
-    `vocabulary`: of the tokenizer that made the records; without one, the one that the book keeps; without that, texts
-    show the ids.
+    @property
+    def get_vocab(self) -> Callable[..., dict[str, int]]:
+        """Return the ids by token."""
+
+
+TokenizerLike: TypeAlias = "str | os.PathLike[str] | Vocabulary | Tokenizer"
+"""A tokenizer, a vocabulary, or the path of a tokenizer.json or its folder."""
+
+
+def vocabulary_of(tokenizer: TokenizerLike | None) -> Vocabulary | None:
+    """Return the vocabulary of a tokenizer argument; `None` for `None`."""
+    if tokenizer is None or isinstance(tokenizer, Vocabulary):
+        return tokenizer
+    if isinstance(tokenizer, (str, os.PathLike)):
+        return Vocabulary.from_path(tokenizer)
+    return Vocabulary.of(tokenizer)
+
+
+class Reader:
+    """Reads a book's records as trajectories.
+
+    Args:
+        book: The book.
+        vocabulary: Vocabulary of the tokenizer; by default the one in the book. Without one, texts are token ids.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -67,14 +90,15 @@ class Reader:
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """What ids mean; a book that is written for the first time may have it later."""
+        """Vocabulary, which a new book may get later."""
         if self._vocabulary is None:
             self._vocabulary = self.book.vocabulary
         return self._vocabulary
 
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:
-        """These records, in this order; `KeyError` names one that is not there. Of several, those that were deleted
-        meanwhile are left out; of one, `BookError` says so."""
+        """Return records by id, in this order. `KeyError` names an unknown one. Records deleted meanwhile are omitted;
+        for a single one, `BookError` is raised.
+        """
         numbers = seqs_of(self.book, list(uids))
         if len(numbers) > 1:
             numbers, records = fetch_present(self.book, numbers, media=False)
@@ -97,11 +121,11 @@ class Reader:
         return trajectories
 
     def record(self, uid: str) -> dict[str, Any]:
-        """The whole record as strict JSON can say it."""
+        """Return a record as strict JSON."""
         return record_json(fetch(self.book, seqs_of(self.book, [uid]), media=False))
 
     def media(self, name: str) -> tuple[bytes, str] | None:
-        """The bytes and type of a picture that a trajectory named."""
+        """Return the bytes and type of a picture of a trajectory."""
         return self.album.media(name)
 
     def _blob(self, name: str) -> bytes | None:
@@ -115,18 +139,18 @@ class Reader:
                 return None
             return bytes(blob.payload) if blob.kind == "bytes" else binascii.a2b_base64(blob.payload)
         except (MissingSegmentError, ValueError):
-            return None  # Moved just now, or damaged: it is not shown.
+            return None  # moved meanwhile, or damaged
 
 
 def documents_of(book: Book, uids: Sequence[str], vocabulary: Vocabulary | None = None) -> list[Trajectory]:
-    """A book's records as trajectories; see `Reader`, which also hands out their pictures."""
+    """Return a book's records as trajectories; see `Reader`, which also returns their pictures."""
     return Reader(book, vocabulary).documents(uids)
 
 
 def documents_from(
     records: Experiences, vocabulary: Vocabulary | None = None, album: Album | None = None
 ) -> list[Trajectory]:
-    """Records as trajectories; their pictures are then in `album`."""
+    """Return records as trajectories; their pictures are added to `album`."""
     table = _Table(records)
     return [_Maker(table, i, vocabulary, album or Album()).made() for i in range(len(records))]
 
@@ -141,7 +165,7 @@ class _Table:
         self._values: dict[str, list[Any]] = {}
 
     def value(self, name: str, index: int) -> Any:
-        """A record's text, number or id; of a free-form field, its JSON."""
+        """Return a text, number or id of a record; for a free-form field, its JSON."""
         if name not in self._values:
             if FIELDS[name].kind in ("json", "custom_fields"):
                 column = self.columns.get(name)
@@ -151,7 +175,7 @@ class _Table:
         return self._values[name][index]
 
     def free(self, name: str, index: int) -> Any:
-        """A record's free-form value, without torch: tensors are arrays, and heavy bytes references."""
+        """Return a free-form value without torch: tensors as arrays, large bytes as references."""
         text = self.value(name, index)
         if text is None:
             return None
@@ -162,7 +186,7 @@ class _Table:
         return untagged(content, self.references[index]) if '"$' in text or "\\u0024" in text else content
 
     def array(self, name: str, index: int) -> NDArray[Any] | int | None:
-        """A record's tensor as an array, or the one number that stands for all of it."""
+        """Return a tensor of a record as an array, or the single number that represents it."""
         main = self.columns.get(name)
         if isinstance(main, Ragged) and (main.valid is None or main.valid[index]):
             values = main.values[int(main.offsets[index]) : int(main.offsets[index + 1])]
@@ -176,14 +200,14 @@ class _Table:
 
 
 def _numbers(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The numbers of stored values: bfloat16 lies as uint16, bool as uint8."""
+    """Convert stored values to numbers: bfloat16 is stored as uint16, bool as uint8."""
     if dtype == "bfloat16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values != 0 if dtype == "bool" else values
 
 
-def _array(dtype: Any, shape: Any, data: Any, where: str) -> NDArray[Any] | None:
-    """A tensor's elements; `None` of types that numpy has not."""
+def _array(dtype: str, shape: Sequence[int], data: bytes, where: str) -> NDArray[Any] | None:
+    """Return the elements of a tensor; `None` for types that numpy lacks."""
     sizes = check_shape(dtype, shape, len(data), where)
     if DTYPES[dtype].code == 0:
         return None
@@ -191,7 +215,7 @@ def _array(dtype: Any, shape: Any, data: Any, where: str) -> NDArray[Any] | None
 
 
 def untagged(value: Any, references: Collection[str] = (), depth: int = freeform.MAX_DEPTH) -> Any:
-    """What `rollbook.core.freeform` keeps as tagged JSON, as plain values, arrays, bytes and references to bytes.
+    """Convert tagged JSON of `rollbook.core.freeform` to plain values, arrays, bytes and references to bytes.
 
     >>> untagged({"a": {"$float": "nan"}, "b": {"$bytes": "AAE="}, "c": {"$tuple": [1]}})
     {'a': nan, 'b': b'\\x00\\x01', 'c': [1]}
@@ -234,7 +258,7 @@ def untagged(value: Any, references: Collection[str] = (), depth: int = freeform
 
 
 class _Maker:
-    """One record on its way to a trajectory."""
+    """Converts one record to a trajectory."""
 
     def __init__(self, table: _Table, index: int, vocabulary: Vocabulary | None, album: Album) -> None:
         self.table = table
@@ -267,7 +291,7 @@ class _Maker:
         return self.trajectory(tokens, start, self.mask(len(tokens), start), "messages")
 
     def pair(self, tokens: NDArray[np.int64]) -> Trajectory:
-        """A preference pair: prompt and better answer, which has prompt and worse answer."""
+        """Return a preference pair: the chosen answer, with the rejected one in `rejected`."""
         both = []
         for name in ("chosen", "rejected"):
             ids = np.concatenate([tokens, self.ids(name)])
@@ -276,7 +300,7 @@ class _Maker:
         return both[0]
 
     def mask(self, length: int, start: int) -> NDArray[np.bool_]:
-        """[L] What is trained on; without a mask, all of the response."""
+        """Return [L] which tokens are trained on; without a mask, the whole response."""
         column = self.array("action_mask")
         mask = np.arange(length) >= start
         if isinstance(column, np.ndarray) and column.shape == (length - start,):
@@ -287,12 +311,12 @@ class _Maker:
             self.odd("action_mask", column, length - start)
         return mask
 
-    def odd(self, name: str, column: Any, expected: int) -> None:
+    def odd(self, name: str, column: NDArray[Any] | float, expected: int) -> None:
         shape = list(column.shape) if isinstance(column, np.ndarray) else type(column).__name__
         self.notes.append(f"{name}: got {shape}, expected {expected}, one for each token of the response; left out.")
 
     def response(self, name: str, length: int, start: int) -> NDArray[np.float64] | None:
-        """[L] A response-axis field at the tokens it speaks of, NaN on the prompt."""
+        """Return a response-axis field as [L], with NaN on the prompt."""
         column = self.array(name)
         if column is None:
             return None
@@ -307,7 +331,7 @@ class _Maker:
         return values
 
     def sampled(self, length: int, start: int, mask: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-        """[L] Which tokens the model wrote, as far as the record says so."""
+        """Return [L] which tokens the model sampled, if the record says so."""
         spans = self.info.get("segments")
         if isinstance(spans, list) and all(isinstance(span, dict) for span in spans):
             sampled = np.zeros(length, dtype=np.bool_)
@@ -337,11 +361,11 @@ class _Maker:
         self, length: int, start: int, mask: NDArray[np.bool_], sampled: NDArray[np.bool_] | None
     ) -> dict[str, NDArray[np.float32]]:
         fields = {name: self.response(name, length, start) for name in _NUMBERS}
-        behaviour = fields["logprobs"]
-        if behaviour is not None:
-            # What nobody sampled has no log-prob of an engine; engines' records fill it with zeros.
-            silent = ~mask & (behaviour == 0)
-            behaviour[silent if sampled is None else ~sampled & silent] = np.nan
+        behavior = fields["logprobs"]
+        if behavior is not None:
+            # Tokens that were not sampled have no engine log-prob; engines fill in zeros.
+            silent = ~mask & (behavior == 0)
+            behavior[silent if sampled is None else ~sampled & silent] = np.nan
         return derive(fields, mask)
 
     def trajectory(self, ids: NDArray[np.int64], start: int, mask: NDArray[np.bool_], messages: str) -> Trajectory:
@@ -415,7 +439,7 @@ class _Maker:
         )
 
     def said(self, pictures: Sequence[Any]) -> list[str]:
-        """What a reader should know of the whole."""
+        """Return notes on the record."""
         texts = []
         reward = self.fields["reward"]
         if reward is not None and reward != reward:
@@ -444,7 +468,7 @@ def _oldest(versions: NDArray[np.int64], mask: NDArray[np.bool_]) -> int | None:
 
 
 def record_json(records: Experiences, index: int = 0) -> dict[str, Any]:
-    """One record as values of strict JSON: tensors as lists, what is no number as `null`, media by type and shape.
+    """Return a record as strict JSON: tensors as lists, non-finite numbers as `null`, media as type and shape.
 
     >>> from rollbook import Experience
     >>> made = record_json(Experiences([Experience(eid={"suffix": "a"}, tokens=[1, 2, 3], reward=float("nan"))]))

@@ -1,10 +1,10 @@
 """A child process that searches an index's texts for a regular expression, and can be killed.
 
-Run as a file with the standard library alone. Standard input is one JSON object, {"path", "pattern", "also" (patterns
+Run as a file with only the standard library. Standard input is one JSON object, {"path", "pattern", "also" (patterns
 that must match too), "flags", "step", "limit", "context", "seconds"}; the output is one line of JSON per match, and a
 summary at the end.
 
-Invariant: texts are read from the index as they are and nothing is written; a match is the first one of its text.
+Invariant: texts are only read, and the first match of each text is reported.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _PROMPTS = (
 
 
 def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Each match, {n, field, before, match, after}, and at the end {total}: `None` if there was no time to count on.
-    {error} alone: a pattern is none."""
+    """Yield each match as {n, field, before, match, after}, then {total}, `None` if counting ran out of time; only
+    {error} for an invalid pattern.
+    """
     try:
-        # Here, where it can be stopped: a short pattern can take minutes to be understood.
+        # Compiled here, where it can be killed: a short pattern can take minutes to compile.
         pattern, *also = (re.compile(expression, job["flags"]) for expression in (job["pattern"], *job["also"]))
     except (re.error, OverflowError, RecursionError) as error:
         yield {"error": str(error)}
@@ -45,7 +46,7 @@ def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     end = time.monotonic() + job["seconds"]
     context, yielded, total = job["context"], 0, 0
     connection = sqlite3.connect(f"{job['path']}?mode=ro", uri=True)
-    last: tuple[bytes, Any] = (b"", None)  # groups of one prompt come one after the other
+    last: tuple[bytes, Any] = (b"", None)  # groups of one prompt are consecutive
     for sql in (_RESPONSES, _PROMPTS):
         for n, field, body in connection.execute(sql.format(where=where), values):
             if body == last[0]:
@@ -79,12 +80,12 @@ def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Answer what comes on standard input."""
+    """Answer the request on standard input."""
     job = json.loads(sys.stdin.readline())
     try:
         import resource
 
-        # Ends the process should the parent have died.
+        # Ends the process if the parent has died.
         resource.setrlimit(resource.RLIMIT_CPU, (int(job["seconds"]) + 5, int(job["seconds"]) + 6))
     except (ImportError, OSError, ValueError):
         pass

@@ -1,8 +1,8 @@
-"""Search in prompts and responses: by phrase (SQLite's FTS5), by part of a word, and by regular expression.
+"""Search in prompts and responses: by phrase (SQLite's FTS5), by substring, and by regular expression.
 
-Invariant: what somebody types is data: it never becomes syntax of FTS5 or SQL, and a regular expression runs in a child
-process that is killed when its time is up. Texts are kept packed, those of a prompt once, so that the index stays
-smaller than they are; nothing is kept before somebody searches.
+Invariant: user input is data and never becomes FTS5 or SQL syntax; a regular expression runs in a child process that is
+killed at a time limit. Texts are stored compressed, each prompt once, so the index stays smaller than the texts;
+nothing is stored before the first search.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 MODES = ("phrase", "substring", "regex")
 CONTEXT = 60
-"""Letters that are shown on each side of a match."""
+"""Characters shown on each side of a match."""
 SECONDS = 10.0
 LONGEST_QUERY = 1000
 MOST_TEXT = 2 << 30
-"""How many letters of text one index keeps; of a longer run, those of the newest steps."""
+"""Maximum number of characters in an index; of a larger run, the newest steps are kept."""
 MOST_OF_ONE = 1 << 20
 PIECE = 128
 _CHILDREN = 2
@@ -43,7 +43,7 @@ TABLES = (
     "CREATE TABLE bodies (n INTEGER PRIMARY KEY, body BLOB NOT NULL)",
     "CREATE TABLE prompt_bodies (p INTEGER PRIMARY KEY, prompt TEXT NOT NULL UNIQUE, body BLOB NOT NULL)",
 )
-"""The packed text of each response, and of each prompt by its hash."""
+"""Compressed text of each response, and of each prompt by its hash."""
 _FULL_TEXT = (
     "CREATE VIRTUAL TABLE texts USING fts5(response, content='', tokenize='unicode61 remove_diacritics 0')",
     "CREATE VIRTUAL TABLE prompt_texts USING fts5(prompt, content='', tokenize='unicode61 remove_diacritics 0')",
@@ -52,11 +52,11 @@ _COUNTS = "(samples.removed_reason IS NULL OR samples.removed_reason NOT IN ('de
 _WORD = re.compile(r"[^\W_]+")
 _QUOTED = re.compile(r'"([^"]*)"')
 _EAST = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
-"""Scripts that are written without spaces, in which FTS5 sees no words."""
+"""Scripts without spaces, in which FTS5 finds no words."""
 
 
 def prepare(write: sqlite3.Connection) -> bool:
-    """Make the tables; whether this SQLite has full text search."""
+    """Create the tables; return whether this SQLite has full-text search."""
     for sql in TABLES:
         write.execute(sql)
     try:
@@ -68,17 +68,17 @@ def prepare(write: sqlite3.Connection) -> bool:
 
 
 def packed(text: str) -> bytes:
-    """A text in few bytes."""
+    """Compress a text."""
     return zlib.compress(text[:MOST_OF_ONE].encode("utf-8", "surrogatepass"), 1)
 
 
 def unpacked(body: bytes) -> str:
-    """What `packed` made `body` of."""
+    """Decompress a text."""
     return zlib.decompress(body).decode("utf-8", "surrogatepass")
 
 
 def holds(body: bytes, part: str) -> int:
-    """Whether the text that was packed as `body` holds another, whatever their case.
+    """Return whether the compressed text `body` contains another, ignoring case.
 
     >>> holds(packed("Wait, no"), "wait")
     1
@@ -87,7 +87,7 @@ def holds(body: bytes, part: str) -> int:
 
 
 def forget(write: sqlite3.Connection, ns: Sequence[int]) -> None:
-    """Remove the texts of some records; they are read again when somebody searches."""
+    """Remove the texts of records; they are read again on the next search."""
     full_text = bool(write.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone())
     for n in ns:
         for table, key, sql in (
@@ -110,12 +110,13 @@ def forget(write: sqlite3.Connection, ns: Sequence[int]) -> None:
 
 
 def _indexed(text: str) -> str:
-    """A text as FTS5 takes it: without NUL, at which it ends, and lone surrogates, which SQLite cannot keep."""
+    """Return a text for FTS5: without NUL, which would end it, and lone surrogates, which SQLite cannot store."""
     return text.replace("\0", " ").encode("utf-8", "replace").decode()
 
 
 def phrases(text: str) -> list[str]:
-    """The phrases that must all be there: what stands in quotes, and each word beside them; without quotes, all of it.
+    """Split a query into phrases that must all match: quoted ones, and each unquoted word; without quotes, the whole
+    query.
 
     >>> phrases('wait, "let me" check'), phrases("let me check")
     (['let me', 'wait', 'check'], ['let me check'])
@@ -127,15 +128,15 @@ def phrases(text: str) -> list[str]:
 
 
 def _expression(phrase: str) -> str:
-    """The regular expression that finds a phrase where FTS5 does."""
+    """Return the regular expression that finds a phrase where FTS5 does."""
     words = r"[\W_]+".join(map(re.escape, _WORD.findall(phrase)))
     return rf"(?<![^\W_]){words}(?![^\W_])"
 
 
 class Search:
-    """Search over one source's texts; they are read in the background from the first question on, newest step first.
+    """Search over the texts of a source, which are read in the background from the first search on, newest step first.
 
-    `search` answers at once with what was read so far; `complete` says whether that is all.
+    `search` answers at once from the texts read so far; `complete` says whether that is all.
     """
 
     def __init__(self, source: Source, index: Index) -> None:
@@ -156,7 +157,7 @@ class Search:
     # --- filling ------------------------------------------------------------------------------------------------
 
     def start(self, step: int | None = None) -> None:
-        """Begin to read texts, those of `step` first."""
+        """Start to read texts, those of `step` first."""
         with self._lock:
             self._first = step
             if self._thread is None and not self._closing.is_set():
@@ -168,7 +169,7 @@ class Search:
             try:
                 filled = self.fill()
                 self.error = None
-            except Exception as error:  # Whatever a source raises must not end search for good.
+            except Exception as error:  # an error of a source must not end the search for good
                 self.error = f"{type(error).__name__}: {error}"
                 filled = 0
             if not filled:
@@ -176,7 +177,7 @@ class Search:
                 self.index.wait(self.index.cursor, 2.0, self._closing.is_set)
 
     def fill(self) -> int:
-        """Read the texts of one piece of the run; how many records."""
+        """Read the texts of one piece of the run; return the number of records."""
         if self._letters >= MOST_TEXT:
             return 0
         first_step = "samples.step = ? DESC, " if self._first is not None else ""
@@ -217,11 +218,11 @@ class Search:
         return len(pending)
 
     def complete(self) -> bool:
-        """Whether every text there is can be found."""
+        """Whether all texts are searchable."""
         return not self.index.query("SELECT 1 FROM samples WHERE searchable = 0 LIMIT 1")
 
     def finish(self) -> None:
-        """Wait until the texts of all measured records are there; `QueryTimeoutError` if `patience` ends before."""
+        """Wait until the texts of all measured records are read; raise `QueryTimeoutError` after `patience` seconds."""
         self.start(self._first)
         end = math.inf if self.patience is None else time.monotonic() + self.patience
         while not self.complete():
@@ -231,7 +232,7 @@ class Search:
                     f"filter: {done / total:.0%} of the texts are read so far; ask again in a while"
                 )
             if self._idle.wait(0.05):
-                break  # what is left is not measured yet, or beyond what is kept
+                break  # the rest is not measured yet, or beyond the limit
         if self.error is not None:
             raise ValueError(f"filter: the texts cannot be read: {self.error}")
 
@@ -240,12 +241,16 @@ class Search:
     def search(
         self, q: str, mode: str = "phrase", limit: int = 50, step: int | None = None, *, seconds: float = SECONDS
     ) -> dict[str, Any]:
-        """Records whose prompt or response has `q` in it, newest step first.
+        """Return records whose prompt or response matches, newest step first. A matching prompt is listed once per
+        group.
 
-        `phrase`: words in a row, whatever their case and what stands between them; several phrases in quotes must all
-        be there. `substring`: any part of the text, whatever its case. `regex`: a regular expression as Python has
-        them; one that takes longer than `seconds` is stopped with an error. A prompt that matches is shown once for
-        each of its groups.
+        Args:
+            q: The query.
+            mode: `phrase`: words in sequence, ignoring case and punctuation; all quoted phrases must match.
+                `substring`: any part of the text, ignoring case. `regex`: a Python regular expression.
+            step: Search only this step.
+            limit: Maximum number of matches.
+            seconds: Time limit of a regular expression.
         """
         check_choice("mode", mode, MODES)
         check_int("limit", limit, 1)
@@ -378,7 +383,7 @@ class Search:
         return lines[-1]["total"], lines[:-1]
 
     def close(self) -> None:
-        """End the background work."""
+        """Stop the background work."""
         self._closing.set()
         self.index.wake()
         with self._lock:
@@ -388,7 +393,7 @@ class Search:
 
 
 def texts_of(source: Source, uids: Sequence[str]) -> list[tuple[str, str]]:
-    """The prompt and the response of some records, as texts: from the columns of a book, else from documents."""
+    """Return prompt and response texts of records, from a book's columns or from documents."""
     from rollbook.inspect.sources import BookSource
 
     if isinstance(source, BookSource):

@@ -25,20 +25,20 @@ import orjson
 from numpy.typing import NDArray
 
 from rollbook.core.errors import WireError
-from rollbook.inspect.trajectory import KINDS, ROLES, Segment, Trajectory
+from rollbook.inspect.trajectory import KINDS, ROLES, Json, Segment, Trajectory
 
 DEPTH = 64
 MOST = 1 << 20
-"""Elements of an array that are written out."""
+"""Maximum number of array elements that are written out."""
 _EXACT = 2**53
-"""Beyond it a browser's numbers are not exact."""
+"""Largest integer that JavaScript represents exactly."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _LONG = 256
-"""Characters of a `data:` address that are written out: a record's images are shown, not spelled."""
+"""Maximum number of characters of a `data:` URL that are written out."""
 
 
 def text(value: str) -> str:
-    """The same text, with U+FFFD for lone surrogates, which UTF-8 cannot say.
+    """Replace lone surrogates, which UTF-8 cannot encode, with U+FFFD.
 
     >>> text("a" + chr(0xd800))
     'a\ufffd'
@@ -47,7 +47,7 @@ def text(value: str) -> str:
 
 
 def number(value: float | None) -> float | None:
-    """A finite number, or `None`.
+    """Return a finite number, or `None`.
 
     >>> number(float("nan")), number(0.5)
     (None, 0.5)
@@ -56,8 +56,10 @@ def number(value: float | None) -> float | None:
 
 
 def json_safe(value: Any, depth: int = DEPTH) -> Any:
-    """`value` as JSON can say it. What is no number is `null`, whole numbers a browser would round are text, bytes and
-    what has no JSON at all say what they are.
+    """Convert a value to strict JSON.
+
+    Non-finite numbers become `null`, integers that JavaScript would round become text, and bytes and other values
+    without a JSON form become a description.
 
     >>> json_safe({"a": (1, float("nan")), 2: b"abc", "c": np.arange(3), "d": 2**60})
     {'a': [1, None], '2': '⟨3 bytes⟩', 'c': [0, 1, 2], 'd': '1152921504606846976'}
@@ -94,8 +96,21 @@ def json_safe(value: Any, depth: int = DEPTH) -> Any:
 
 
 def _digits(value: int) -> str:
-    # Python refuses to write numbers of thousands of digits in decimal, for the time it takes.
+    # Python rejects conversion of very long integers to decimal.
     return str(int(value)) if value.bit_length() < 1024 else hex(value)
+
+
+def as_json(value: Any) -> bytes:
+    """Encode a value as strict JSON: non-finite numbers as null, lone surrogates as U+FFFD.
+
+    >>> as_json({"reward": float("nan"), "text": "\\ud800"}).decode()
+    '{"reward":null,"text":"�"}'
+    """
+    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    try:
+        return orjson.dumps(value, option=option)
+    except orjson.JSONEncodeError:
+        return orjson.dumps(json_safe(value))
 
 
 # --- frames ---------------------------------------------------------------------------------------------------------
@@ -106,10 +121,10 @@ MASK, SPECIAL = 1, 2
 _LENGTH = struct.Struct("<I")
 _ALIGN = 8
 _APART = {"text", "ends", "ids", "special", "mask", "versions", "arrays", "segments", "rejected", "pictures"}
-"""Fields that do not stand in the header as they are."""
+"""Fields that are not stored in the header directly."""
 _PLAIN = [field.name for field in dataclasses.fields(Trajectory) if field.name not in _APART]
 _HALF = 65504.0
-"""The largest number of half precision."""
+"""Largest float16."""
 
 
 class _Blobs:
@@ -129,10 +144,13 @@ class _Blobs:
 
 
 def encode(trajectories: Sequence[Trajectory], dtype: str = "f4") -> bytes:
-    """One frame of trajectories; arrays as `f4`, or as `f2` for files that should be small.
+    """Encode trajectories as one frame.
 
-    The texts that a record keeps beside its tokens (`prompt_text`, `response_text`) are left out where the tokens'
-    own text is exact: they would double it.
+    `prompt_text` and `response_text` are omitted if the tokens give the exact text.
+
+    Args:
+        trajectories: Trajectories to encode.
+        dtype: Type of the arrays: `f4`, or `f2` for smaller files.
 
     >>> one = Trajectory(uid="1/2/0/0/a", text="né", ends=np.array([1, 2]), reward=float("nan"))
     >>> found = decode(encode([one]))[0]
@@ -150,7 +168,7 @@ def encode(trajectories: Sequence[Trajectory], dtype: str = "f4") -> bytes:
 
 
 def utf16_ends(written: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[L] The places `ends` [L] of a text, counted in UTF-16 code units.
+    """Convert the offsets `ends` [L] of a text to UTF-16 code units [L].
 
     >>> utf16_ends("a😀b", np.array([1, 2, 3])).tolist()
     [1, 3, 4]
@@ -175,7 +193,7 @@ def _described(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, A
         "flags": blobs.array(flags, "u1"),
     }
     if trajectory.ids is not None:
-        # Some models have placeholders below zero.
+        # Some models have negative placeholder ids.
         places["ids"] = blobs.array(trajectory.ids, "i4" if trajectory.ids.min(initial=0) < 0 else "u4")
     if trajectory.versions is not None:
         places["versions"] = blobs.array(np.clip(trajectory.versions, -1, 2**31 - 1), "i4")
@@ -196,8 +214,15 @@ def _described(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, A
 
 
 def decode(data: bytes) -> list[dict[str, Any]]:
-    """The trajectories of a frame, for tests and tools: the header's fields, and `text`, `widths` [L], `ends` [L] (of
-    `text`, in characters), `mask`, `special`, `ids`, `versions` and `arrays`. `WireError` for what is no frame."""
+    """Decode a frame, for tests and tools.
+
+    Returns:
+        Per trajectory the fields of the header, and `text`, `widths` [L], `ends` [L] (in characters), `mask`,
+        `special`, `ids`, `versions` and `arrays`.
+
+    Raises:
+        WireError: If the data is not a frame.
+    """
     if len(data) < _LENGTH.size:
         raise WireError(f"a frame is cut short: {len(data)} bytes, expected {_LENGTH.size} and a header", 0)
     (size,) = _LENGTH.unpack_from(data)
@@ -220,7 +245,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _undescribed(described: Any, blobs: memoryview, nested: bool = False) -> dict[str, Any]:
+def _undescribed(described: Json, blobs: memoryview, nested: bool = False) -> dict[str, Any]:
     if not isinstance(described, dict) or not isinstance(described.get("blobs"), dict):
         raise WireError("a trajectory of a frame is not described")
     length = described.get("tokens")
@@ -248,7 +273,7 @@ def _undescribed(described: Any, blobs: memoryview, nested: bool = False) -> dic
     return fields
 
 
-def _blob(name: str, place: Any, blobs: memoryview, kind: str | None) -> memoryview:
+def _blob(name: str, place: Json, blobs: memoryview, kind: str | None) -> memoryview:
     if not isinstance(place, list) or len(place) != (2 if kind is None else 3):
         raise WireError(f"a frame's blob {name!r} has no place")
     start, size = place[:2]
@@ -259,7 +284,7 @@ def _blob(name: str, place: Any, blobs: memoryview, kind: str | None) -> memoryv
     return blobs[start : start + size]
 
 
-def _array(name: str, place: Any, blobs: memoryview, length: int) -> NDArray[Any]:
+def _array(name: str, place: Json, blobs: memoryview, length: int) -> NDArray[Any]:
     kind = place[2] if isinstance(place, list) and len(place) == 3 else None
     if not isinstance(kind, str) or kind not in TYPES:
         raise WireError(f"a frame's blob {name!r} is of type {kind!r}, expected one of {', '.join(TYPES)}")
@@ -279,7 +304,7 @@ def _character_ends(written: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
     return characters.astype(np.int64)
 
 
-def _segment(segment: Any) -> Segment:
+def _segment(segment: Sequence[Any]) -> Segment:
     try:
         parsed = Segment(*segment)
     except TypeError as error:

@@ -1,12 +1,14 @@
-"""The viewer's own HTTP/1.1 server, on the standard library, for one user and a few tabs.
+"""Servers of the viewer: `serve` and `Server` on the standard library's sockets, `asgi_app` for ASGI servers.
 
-Invariant: it listens where it says and nowhere else, and only this machine reaches it unless the user chose otherwise.
-A request is bounded in bytes and time, connections in number; what is not strictly HTTP is rejected; access is decided
-before a body is read. `close` ends every thread, stream and file that `start` began.
+Invariant: `Server` listens only on the address it prints, which is loopback unless the user chose another. Requests are
+bounded in bytes and time, connections in number. Input that is not strict HTTP/1.1 is rejected, and access is checked
+before a body is read. `close` ends every thread, stream and file that `start` created. Both servers call the same
+`Api`; the ASGI application works in threads, so the event loop never waits for a file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import getpass
@@ -25,40 +27,58 @@ import tempfile
 import threading
 import time
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from html import escape
 from http import HTTPStatus
 from json import dumps
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, cast
-from urllib.parse import parse_qsl
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
+from urllib.parse import parse_qsl, quote
 
 from rollbook.core.errors import RollbookError
-from rollbook.inspect.api import MAX_BODY, Api, open_api
-from rollbook.inspect.http import Guard, Request, Response, authorities, checked_token, failure, new_token
+from rollbook.inspect.api import (
+    MAX_BODY,
+    Api,
+    Guard,
+    Request,
+    Response,
+    authorities,
+    checked_token,
+    failure,
+    new_token,
+    open_api,
+    respond,
+)
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+    from rollbook.inspect.records import TokenizerLike
+
+_T = TypeVar("_T")
 _CONNECTIONS = 96
 _LINE = 32 << 10
 _HEADERS = 32 << 10
 _REQUEST_SECONDS = 30.0
-"""From the moment a connection waits for a request until all of it is there: idle connections end after it too."""
+"""Time limit for a request to arrive completely; idle connections end after it too."""
 _SEND_SECONDS = 30.0
 _PIECE = 256 << 10
 _LINGER_SECONDS = 2.0
-"""How long the other side has to read what was sent before the connection is let go."""
+"""Time for the client to read the response before the connection is closed."""
 _TURNED_AWAY = 8
-"""Connections beyond those that are counted that are told so at a time; more are closed without a word."""
+"""Number of surplus connections that get an error response; others are closed at once."""
 _FIRST = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.([01])\r\n")
-# A name and a value by two patterns that never try a letter twice: one for the line, with spaces about the value, takes
-# time that grows with the cube of their number, before anybody has shown a token.
+# Two patterns without backtracking. One pattern for the whole line, with optional spaces, would take cubic time, before
+# a client is authenticated.
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
 
 
 class _BadRequestError(RollbookError):
-    """Raised for a request that is not HTTP or exceeds a limit: it is answered, and the connection ends."""
+    """Raised for a request that is not HTTP or exceeds a limit. It is answered, and the connection ends."""
 
     def __init__(self, status: int, error: str) -> None:
         super().__init__(error)
@@ -66,7 +86,7 @@ class _BadRequestError(RollbookError):
 
 
 def parse_target(target: str) -> tuple[str, list[tuple[str, str]]]:
-    """A path, taken as it stands (nothing here has a name that needs escapes), and its parameters in order.
+    """Split a request target into the raw path and its parameters in order.
 
     >>> parse_target("/api/frame?uid=a%2F0&uid=b&x=")
     ('/api/frame', [('uid', 'a/0'), ('uid', 'b'), ('x', '')])
@@ -76,7 +96,7 @@ def parse_target(target: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 class _Timed(io.RawIOBase):
-    """A socket's bytes, until a time: a client that sends one byte now and then gets no longer than others."""
+    """Bytes of a socket until a deadline, so that a slow client does not get more time than others."""
 
     def __init__(self, connection: sockets.socket) -> None:
         self.connection = connection
@@ -85,7 +105,7 @@ class _Timed(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         left = self.until - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -94,14 +114,14 @@ class _Timed(io.RawIOBase):
 
 
 class _Handler(socketserver.BaseRequestHandler):
-    """One connection: requests one after the other."""
+    """A connection, which handles requests one after the other."""
 
     server: Listener
 
     def handle(self) -> None:
         connection: sockets.socket = self.request
         if connection.family != getattr(sockets, "AF_UNIX", None):
-            # With Nagle's algorithm a small answer waits 40 ms for the other side's acknowledgement.
+            # With Nagle's algorithm, a small response waits 40 ms for an acknowledgment.
             connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
         raw = _Timed(connection)
         reader = cast(BinaryIO, io.BufferedReader(raw))
@@ -118,7 +138,7 @@ class _Handler(socketserver.BaseRequestHandler):
                     return
 
     def _one(self, reader: BinaryIO) -> bool:
-        """Answer one request; whether another may follow."""
+        """Answer one request; return whether another may follow."""
         try:
             head = self._head(reader)
             if head is None:
@@ -143,11 +163,11 @@ class _Handler(socketserver.BaseRequestHandler):
         return persistent and not streams
 
     def _head(self, reader: BinaryIO) -> tuple[Request, bool, int] | None:
-        """The request but for its body, whether the connection stays open, and the body's length."""
+        """Return the request without its body, whether the connection stays open, and the length of the body."""
         try:
             line = reader.readline(_LINE + 1)
         except TimeoutError:
-            return None  # nobody asked
+            return None  # no request
         if not line:
             return None
         if len(line) > _LINE:
@@ -172,8 +192,8 @@ class _Handler(socketserver.BaseRequestHandler):
                 return None
             name, colon, value = line.partition(b":")
             value = value.removesuffix(b"\r\n").strip(b" \t")
-            # A line that ends in LF alone has it in its value, and is refused: a proxy before us may read it as another
-            # header, or another request.
+            # A line that ends in LF alone has it in its value and is rejected: a proxy may read it as another header or
+            # request.
             if not (colon and _NAME.fullmatch(name) and _VALUE.fullmatch(value)):
                 raise _BadRequestError(400, "a header line is not 'name: value'")
             headers.append((name.decode("ascii").lower(), value.decode("latin-1")))
@@ -208,11 +228,11 @@ class _Handler(socketserver.BaseRequestHandler):
             body = b"" if isinstance(body, bytes) else body
         if isinstance(body, bytes):
             if len(body) <= _PIECE:
-                connection.sendall(start + body)  # one packet where it fits
+                connection.sendall(start + body)  # one packet if it fits
                 return
             connection.sendall(start)
             for place in range(0, len(body), _PIECE):
-                # Each piece has its own time, so that a slow line may take what it needs while it moves.
+                # The time limit applies per piece, so that a slow connection can finish.
                 connection.sendall(memoryview(body)[place : place + _PIECE])
             return
         try:
@@ -227,7 +247,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
 
 def _linger(connection: sockets.socket) -> None:
-    """End a connection so that what was sent arrives: closing it over unread bytes would take that back."""
+    """End a connection so that the response arrives: closing it with unread input would reset it."""
     connection.shutdown(sockets.SHUT_WR)
     until = time.monotonic() + _LINGER_SECONDS
     for _ in range(64):
@@ -237,8 +257,8 @@ def _linger(connection: sockets.socket) -> None:
 
 
 def _gone(connection: sockets.socket) -> bool:
-    """Whether the other side has hung up; it is not expected to say anything while it listens."""
-    # Not select(), which fails for the 1024th file of a process.
+    """Return whether the client has disconnected; it sends nothing while it listens."""
+    # Not select(), which fails for file descriptors from 1024 on.
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         return bool(selector.select(0)) and not connection.recv(1, sockets.MSG_PEEK)
@@ -262,10 +282,10 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.open: set[sockets.socket] = set()
         self.loop: threading.Thread | None = None
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: tuple[str, int] | str) -> None:
         if not self.slots.acquire(blocking=False):
             if self.refusing.acquire(blocking=False):
-                # In a thread: who does not read it must not keep others from being heard.
+                # In a thread, since a client that does not read must not block others.
                 threading.Thread(target=self._turn_away, args=(request,), daemon=True).start()
             else:
                 self.shutdown_request(request)
@@ -275,7 +295,7 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
         try:
             super().process_request(request, client_address)
         except BaseException:
-            # A machine that has no thread left may have one later: the place is not lost.
+            # No thread is available now: release the slot.
             self._let_go(request)
             raise
 
@@ -289,7 +309,7 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.shutdown_request(connection)
             self.refusing.release()
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: Any, client_address: tuple[str, int] | str) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -300,17 +320,17 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.open.discard(connection)
         self.slots.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: tuple[str, int] | str) -> None:
         self.api.report_error()
 
     def start(self, api: Api) -> None:
-        """Answer for `api`, in the background."""
+        """Answer requests with `api` in the background."""
         self.api = api
         self.loop = threading.Thread(target=self.serve_forever, args=(0.2,), name="rollbook-viewer", daemon=True)
         self.loop.start()
 
     def stop(self) -> None:
-        """Listen no more; what is being answered is, and every connection ends."""
+        """Stop listening, finish current responses, and end all connections."""
         if self.loop is not None:
             self.shutdown()
             self.loop.join()
@@ -319,7 +339,7 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
             left = list(self.open)
         for connection in left:
             with contextlib.suppress(OSError):
-                connection.shutdown(sockets.SHUT_RD)  # who waits for a request sees its end; answers still go out
+                connection.shutdown(sockets.SHUT_RD)  # ends waiting for requests; responses are still sent
         until = time.monotonic() + 3
         while self.open and time.monotonic() < until:
             time.sleep(0.01)
@@ -329,16 +349,22 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
 PORT = 8420
 _PORTS = 32
-"""How many free ports are tried."""
+"""Number of ports to try."""
 
 
 class Server:
-    """A viewer that listens, for a `with` or between `start` and `close`.
+    """The viewer's HTTP server, as a context manager or between `start` and `close`.
 
-    `path` is whatever `rollbook view` opens. `port` 0: any free one; a port that is taken is replaced by a free one.
-    `token`: None makes a new one. `trusted_hosts`: names under which a proxy or a tunnel shows the viewer. `socket`:
-    the path of a Unix socket, instead of an address. `host` other than this machine's loopback wants a `token`, or
-    `unsafe_allow_unauthenticated`, with which everybody who can reach the port sees everything.
+    Args:
+        path: Path or URL of a run, as for `rollbook view`.
+        host: Address to listen on. Other than loopback, it requires `token` or `unsafe_allow_unauthenticated`.
+        port: Port, or 0 for any free port; an occupied port is replaced by a free one.
+        token: Access token; by default a random one.
+        trusted_hosts: Host names of proxies and tunnels.
+        socket: Path of a Unix socket to listen on instead.
+        tokenizer: Tokenizer for records without text, as for `open_source`.
+        annotate: Allow stars and notes.
+        unsafe_allow_unauthenticated: Serve without a token.
 
     >>> Server("runs/letters", host="0.0.0.0")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -353,7 +379,7 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
-        tokenizer: Any = None,
+        tokenizer: TokenizerLike | None = None,
         annotate: bool = False,
         trusted_hosts: Sequence[str] = (),
         unsafe_allow_unauthenticated: bool = False,
@@ -374,9 +400,9 @@ class Server:
         self.host = host
         self.socket_path = None if socket is None else os.path.abspath(os.fspath(socket))
         self.listeners: list[Listener] = []
-        authorities(port, host, trusted_hosts)  # refused before anything is opened
+        authorities(port, host, trusted_hosts)  # validates before anything is opened
         self.port = port
-        self._options = {"tokenizer": tokenizer, "annotate": annotate}
+        self._options: dict[str, Any] = {"tokenizer": tokenizer, "annotate": annotate}
         self._trusted = trusted_hosts
         self._path = path
         self.api: Api | None = None
@@ -421,7 +447,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """http://host:port, as a browser on this machine opens it."""
+        """URL without the token, as a browser on this machine opens it."""
         if self.socket_path is not None:
             return f"http://localhost:{self.port}"
         name = {"": sockets.gethostname(), "0.0.0.0": sockets.gethostname(), "::": sockets.gethostname()}.get(
@@ -431,7 +457,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """The address with the token, which stays in the browser: a fragment is never sent."""
+        """URL with the token in the fragment, which browsers do not send."""
         return f"{self.address}/" + (f"#token={self.token}" if self.token else "")
 
     def close(self) -> None:
@@ -465,14 +491,15 @@ def _is_loopback(host: str) -> bool:
 
 def _bind_tcp(host: str, port: int) -> sockets.socket:
     if host == "localhost":
-        host = "127.0.0.1"  # whatever the machine's files say of that name
+        host = "127.0.0.1"  # whatever the hosts file says
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
     return sockets.create_server((host, port), family=family, backlog=64)
 
 
 def _bind_both(host: str, port: int) -> list[sockets.socket] | None:
-    """The sockets of an address. "localhost" may mean ::1 to a browser, so that is taken too, and if somebody else has
-    it, the port is not used at all: their page at this address could read the token from it."""
+    """Bind an address; for "localhost" also ::1, since browsers may use either. If another process has one of them, the
+    port is not used, because its page could read the token.
+    """
     first = _bind_tcp(host, port)
     if host not in ("127.0.0.1", "localhost"):
         return [first]
@@ -486,7 +513,7 @@ def _bind_both(host: str, port: int) -> list[sockets.socket] | None:
 
 
 def _bind_unix(path: str) -> sockets.socket:
-    """A socket that its owner alone can open; one that a viewer left behind is replaced, anything else is not."""
+    """Bind a Unix socket that only its owner can open; replace one that a viewer left behind, and nothing else."""
     bound = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -519,7 +546,7 @@ def serve(
     port: int = PORT,
     token: str | None = None,
     open_browser: bool = False,
-    tokenizer: Any = None,
+    tokenizer: TokenizerLike | None = None,
     annotate: bool = False,
     trusted_hosts: Sequence[str] = (),
     unsafe_allow_unauthenticated: bool = False,
@@ -527,10 +554,15 @@ def serve(
     quiet: bool = False,
     json: bool = False,
 ) -> None:
-    """Show `path` in a browser until Ctrl-C (or SIGTERM). The options are those of `Server`.
+    """Serve the viewer of `path` until Ctrl-C or SIGTERM.
 
-    `open_browser`: have the default browser open it. `quiet`: print the address alone; `json`: print one
-    line, {"url", "host", "port", "socket", "token"}, for programs.
+    Args:
+        path: Path or URL of a run.
+        open_browser: Open the default browser.
+        quiet: Print only the URL.
+        json: Print one line of JSON: {"url", "host", "port", "socket", "token"}.
+
+    The other arguments are those of `Server`.
     """
     server = Server(
         path,
@@ -559,7 +591,7 @@ def _greeting(server: Server, requested_port: int) -> Iterator[str]:
     try:
         user = f"{getpass.getuser()}@{sockets.gethostname()}"
     except (KeyError, OSError):
-        user = sockets.gethostname()  # a container's user may have no name
+        user = sockets.gethostname()  # users of containers may have no name
     if server.socket_path is not None:
         yield f"listening on {server.socket_path}; through a tunnel it is"
         yield f"  {server.url}"
@@ -579,11 +611,11 @@ def _greeting(server: Server, requested_port: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _until_told() -> Iterator[threading.Event]:
-    """An event that Ctrl-C or SIGTERM sets; the second Ctrl-C works as ever."""
+    """Yield an event that Ctrl-C or SIGTERM sets; a second Ctrl-C interrupts as usual."""
     stop = threading.Event()
     before: dict[int, Any] = {}
 
-    def tell(number: int, frame: Any) -> None:
+    def tell(number: int, frame: FrameType | None) -> None:
         stop.set()
         signal.signal(number, before[number])
 
@@ -598,7 +630,7 @@ def _until_told() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _browser(url: str) -> Iterator[None]:
-    """Open the browser by a file that only its owner can read: other users of the machine see the command line."""
+    """Open the browser with a file that only its owner can read, since command lines are visible to other users."""
     folder = tempfile.mkdtemp(prefix="rollbook-")
     try:
         page = Path(folder, "open.html")
@@ -611,3 +643,147 @@ def _browser(url: str) -> Iterator[None]:
         yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- ASGI ------------------------------------------------------------------------------------------------------------
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_THREADS = 48
+"""More than the maximum number of streams, each of which occupies a thread."""
+
+
+def asgi_app(
+    path: str | os.PathLike[str],
+    *,
+    token: str | None,
+    port: int = 8000,
+    trusted_hosts: Sequence[str] = (),
+    tokenizer: TokenizerLike | None = None,
+    annotate: bool = False,
+) -> AsgiViewer:
+    """Return the viewer of `path` as an ASGI application, for uvicorn or to mount in another application.
+
+    Args:
+        path: Path or URL of a run.
+        token: Access token, or `None` if the mounting application controls access.
+        port: Port of the server.
+        trusted_hosts: Host names that browsers use ("viewer.example", "viewer.example:8443"); others are rejected.
+        tokenizer: Tokenizer for records without text, as for `open_source`.
+        annotate: Allow stars and notes.
+    """
+    if token is not None:
+        checked_token(token)
+    guard = Guard(authorities(port, "localhost", trusted_hosts), token)
+    return AsgiViewer(open_api(path, guard, tokenizer=tokenizer, annotate=annotate))
+
+
+class AsgiViewer:
+    """The ASGI application. It closes its source at the end of `lifespan`, or by `close` if the mounting application
+    does not forward `lifespan`.
+    """
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self._threads = ThreadPoolExecutor(_THREADS, "rollbook-viewer")
+
+    def close(self) -> None:
+        """End streams and threads, and close the source."""
+        self.api.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            while True:
+                message = await receive()
+                if message["type"] == "lifespan.shutdown":
+                    await asyncio.get_running_loop().run_in_executor(None, self.close)
+                await send({"type": message["type"] + ".complete"})
+                if message["type"] == "lifespan.shutdown":
+                    return
+        if scope["type"] != "http":
+            raise ValueError(f"scope: got {scope['type']!r}, expected http")
+        try:
+            request = _request(scope)
+        except ValueError as error:
+            await _send(failure(400, str(error)), send, b"")
+            return
+        answer = self.api.refuse(request)
+        if answer is None and not request.path:
+            # Without the slash, relative URLs of the page would be wrong.
+            answer = respond(308, b"", "text/plain", ("Location", quote(scope["root_path"].rstrip("/")) + "/"))
+        answer = answer or await self._body(request, receive)
+        if answer is None:
+            answer = await self._run(self.api.handle, request)
+        if isinstance(answer.body, bytes):
+            await _send(answer, send, b"" if request.method == "HEAD" else answer.body)
+        else:
+            await self._stream(answer, receive, send)
+
+    async def _run(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def _body(self, request: Request, receive: Receive) -> Response | None:
+        pieces: list[bytes] = []
+        size = 0
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return failure(400, "the request ended before its body did")
+            pieces.append(message.get("body", b""))
+            size += len(pieces[-1])
+            if size > MAX_BODY:
+                return failure(413, f"the request has more than {MAX_BODY} bytes")
+            more = message.get("more_body", False)
+        request.body = b"".join(pieces)
+        return None
+
+    async def _stream(self, answer: Response, receive: Receive, send: Send) -> None:
+        stream = answer.body
+        if isinstance(stream, bytes):
+            raise ValueError("answer: got bytes, expected a stream")
+        await send({"type": "http.response.start", "status": answer.status, "headers": _headers(answer)})
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            while not gone.done():
+                piece = await self._run(next, stream, None)
+                if piece is None:
+                    await send({"type": "http.response.body", "body": b""})
+                    return
+                if piece:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        finally:
+            gone.cancel()
+            stream.close()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _request(scope: Scope) -> Request:
+    path = scope["path"]
+    root = scope.get("root_path", "").rstrip("/")
+    if root and (path == root or path.startswith(root + "/")):
+        path = path[len(root) :]
+    query = parse_qsl(
+        scope.get("query_string", b"").decode("ascii"), keep_blank_values=True, max_num_fields=256, errors="strict"
+    )
+    headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
+    peer = (scope.get("client") or ("",))[0]
+    return Request(scope["method"], path, query, headers, peer=peer, scheme=scope.get("scheme", "http"))
+
+
+def _headers(answer: Response) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
+
+
+async def _send(answer: Response, send: Send, body: bytes) -> None:
+    headers = _headers(answer)
+    if isinstance(answer.body, bytes) and answer.status not in (204, 304):
+        headers.append((b"content-length", str(len(answer.body)).encode()))
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,7 +1,7 @@
-"""What the viewer opens: `open_source(path)` gives a `Source`, of a book or of files; `Watcher` follows it.
+"""Sources of the viewer: `open_source(path)` opens a book or files as a `Source`; `Watcher` follows it.
 
-Invariant: opening and looking change nothing; a path that is none of what can be opened is refused with what was found
-there and what would be.
+Invariant: opening and reading change nothing. A path that cannot be opened is rejected with what it is and what was
+expected.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rollbook.core.ragged import Ragged
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect import measures
 from rollbook.inspect.index import VOID, Index, Scales
-from rollbook.inspect.records import Reader
+from rollbook.inspect.records import Reader, TokenizerLike, vocabulary_of
 from rollbook.inspect.trajectory import derive, prompt_hash
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ NUMBERS = (
     *("logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values", "advantages"),
     *("returns", "token_level_reward", "loss_weights"),
 )
-"""The fields with a number for each response token."""
+"""Fields with a number per response token."""
 TEXTS = ("prompt_text", "response_text")
 READ = (
     *("tokens", "prompt_length", "experience_type", "truncate_status", "action_mask", *NUMBERS),
     *("chosen", "reward", "metrics", "info", "messages", "multi_modal_inputs", *TEXTS),
 )
-"""The fields that are read of each record."""
+"""Fields that are read of each record."""
 _OPENING_TOKENS = 4000
 _CLOSING_TOKENS = 480
 _KNOWN_PROMPTS = 4096
@@ -73,7 +73,7 @@ _SAID_BETWEEN = 4
 
 
 def columns_of(batch: pa.RecordBatch) -> dict[str, Any]:
-    """A scanned batch's columns: tensors as `Ragged`, what no record has left out."""
+    """Return the columns of a scanned batch: tensors as `Ragged`, empty columns omitted."""
     columns = {
         name: array for name, array in zip(batch.schema.names, batch.columns, strict=True) if array.type != pa.null()
     }
@@ -81,7 +81,7 @@ def columns_of(batch: pa.RecordBatch) -> dict[str, Any]:
 
 
 def real(column: Ragged) -> NDArray[np.float64]:
-    """All values of a column, one row after the other, as numbers."""
+    """Return all values of a column, concatenated, as numbers."""
     values = column.values[column.offsets[0] : column.offsets[-1]]
     if column.dtype == "bfloat16":
         values = (values.astype(np.uint32) << 16).view(np.float32)
@@ -89,7 +89,7 @@ def real(column: Ragged) -> NDArray[np.float64]:
 
 
 class Bulk:
-    """Measures pieces of a book; keeps the openings of prompts it has met, which a group's records share."""
+    """Measures pieces of a book; caches the openings of prompts, which the records of a group share."""
 
     def __init__(self, reader: Reader, scales: Scales) -> None:
         self.reader = reader
@@ -102,7 +102,7 @@ class Bulk:
         self._openings: OrderedDict[tuple[Any, ...], str] = OrderedDict()
 
     def rows(self, columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-        """The measured columns of `count` records, in their order, without their numbers."""
+        """Return the measured columns of `count` records, in order, without their numbers."""
         rows: list[dict[str, Any]] = [{} for _ in range(count)]
         mask = _Mask(columns, count)
         self._vocabulary = self.reader.vocabulary
@@ -117,7 +117,7 @@ class Bulk:
     # --- numbers by token ---------------------------------------------------------------------------------------
 
     def _numbers(self, columns: Mapping[str, Any], mask: _Mask, count: int) -> list[dict[str, Any]]:
-        """Records that have the same fields are measured together, which in most pieces are all of them."""
+        """Measure records with the same fields together, which in most pieces are all of them."""
         there = {name: columns[name] for name in NUMBERS if isinstance(columns.get(name), Ragged)}
         lengths = np.zeros(count, dtype=np.int64)
         for column in there.values():
@@ -187,7 +187,7 @@ class Bulk:
         nothing: list[Any] = [None] * len(rows)
         prompts, responses = (
             physical.decode(FIELDS[name], columns) or nothing for name in TEXTS
-        )  # a text that is not UTF-8 stands aside
+        )  # text that is not UTF-8 is skipped
         messages, infos, metrics = (
             physical.texts(columns[name]) if name in columns else nothing for name in ("messages", "info", "metrics")
         )
@@ -221,7 +221,7 @@ class Bulk:
         return "" if self._vocabulary is None or not len(ids) else self._vocabulary.text_and_ends(ids)[0]
 
     def _opening(self, key: str, ids: NDArray[Any], text: str | None, messages: str | None) -> str:
-        # By what it is read from, too: a prompt's text can be redacted.
+        # Keyed by its source too, since a prompt's text can be redacted.
         cache_key = (key, hash(text), hash(messages), self._vocabulary is None)
         cached = self._openings.get(cache_key)
         if cached is None:
@@ -238,7 +238,7 @@ _UNKNOWN = {"nans": 0, "advantage": None, **{column: None for column, _, _ in me
 
 
 class _Mask:
-    """Which response tokens are trained on; all of them where no mask says otherwise."""
+    """Masks of response tokens; all tokens are trained on without a mask."""
 
     def __init__(self, columns: Mapping[str, Any], count: int) -> None:
         column = columns.get("action_mask")
@@ -252,7 +252,7 @@ class _Mask:
         """Records whose prompt was cut, on which nothing is trained."""
 
     def grid(self, chosen: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """The masks of some records, one after the other, each of its size."""
+        """Return the concatenated masks of records, each of its size."""
         grid = np.repeat(~self.cut[chosen], sizes)
         if self.column is None:
             return grid
@@ -264,28 +264,29 @@ class _Mask:
         return grid
 
     def row(self, i: int, size: int) -> NDArray[np.bool_]:
-        """[size] The mask of one record; all True where it has none of that size."""
+        """Return [size] the mask of a record; all True if it has none of that size."""
         if self.column is None or self.column.lengths[i] != size or not self.column.present[i]:
             return np.ones(size, dtype=np.bool_)
         return self.bits[self.offsets[i] : self.offsets[i + 1]]
 
     def turns(self, i: int) -> int:
-        """How often the model speaks, by the mask: stretches of trained tokens with what a tool or a user says between
-        them, which is more than a few tokens; 1 without a mask."""
+        """Return the number of assistant turns by the mask: runs of trained tokens separated by more than a few others;
+        1 without a mask.
+        """
         if self.column is None or not self.column.present[i]:
             return 1
         trained = np.flatnonzero(self.bits[self.offsets[i] : self.offsets[i + 1]])
         return 1 + int((np.diff(trained) > _SAID_BETWEEN).sum())
 
 
-def _row(column: Any, i: int) -> NDArray[Any]:
+def _row(column: Ragged | None, i: int) -> NDArray[Any]:
     if not isinstance(column, Ragged):
         return np.zeros(0, dtype=np.int64)
     return column.values[int(column.offsets[i]) : int(column.offsets[i + 1])]
 
 
-def _grids(column: Any, count: int) -> list[int]:
-    """How many images the media of each record say they are."""
+def _grids(column: pa.Array | None, count: int) -> list[int]:
+    """Return the number of images of each record."""
     grids = [0] * count
     if column is None:
         return grids
@@ -308,7 +309,7 @@ def _loads(text: str) -> Any:
 
 
 def _entry(info: str | None, name: str, kind: type) -> Any:
-    """An entry of `info` of this kind; nothing if there is none, which its text tells without being read."""
+    """Return an entry of `info` of this type, or `None`; the JSON text is checked before it is parsed."""
     if info is None or f'"{name}"' not in info:
         return None
     content = _loads(info)
@@ -323,7 +324,7 @@ def _parts(metrics: str | None) -> str:
     if not isinstance(content, dict):
         return "{}"
     if '"$scalar"' in metrics:
-        # Numbers of numpy; tensors, which would need torch, are no parts.
+        # numpy numbers; tensors, which would need torch, are not parts.
         for name, value in content.items():
             if isinstance(value, dict) and list(value) == ["$scalar"]:
                 content[name] = freeform.loads(orjson.dumps(value).decode())
@@ -333,12 +334,12 @@ def _parts(metrics: str | None) -> str:
 # --- following ------------------------------------------------------------------------------------------------------
 
 AT_ONCE = 4000
-"""Rows of the ledger that are read in one transaction."""
+"""Ledger rows per transaction."""
 PIECE = 512
 PIECE_TOKENS = 1 << 20
-"""Records, and tokens, that are measured together at most: what bounds the memory."""
+"""Maximum number of records and tokens measured together, which bounds the memory."""
 SECONDS = 0.5
-"""How long one look works before it lets others see what there is."""
+"""Time that a refresh works before it publishes its results."""
 
 _MOST_PROBLEMS = 20
 _TAKEN = (
@@ -346,29 +347,29 @@ _TAKEN = (
     *("trained_tokens", "version_min", "version_max", "finish_reason", "kind", "group_size", "parent", "evaluation"),
     *("admitted", "removed_reason"),
 )
-"""Columns of the index that the ledger has, under the same name but for the last, its `gone`."""
+"""Ledger columns that the index copies; the last is `gone` in the ledger."""
 _READ = ", ".join(f"records.{name}" for name in ("seq", *_TAKEN[:-1], "gone", "step", "truncate_status"))
 _MOVES = ("leased", "trained", "nacked", "expired", "rested", "dropped", "returned", "voided")
 _CHANGES = ("revised", "redacted")
 _GOES = ("deleted", "removed")
 _ANEW = ("rewound", "repaired")
-"""Events after which every record is read again."""
+"""Events after which all records are read again."""
 _BLANK = {"opening": "", "closing": "", "parts": "{}", "kept": None, "measured": 1, "digest": None}
 
 
 def _state(consumer: int) -> str:
-    """The column of a record's state: what a consumer has no row for yet, in its inbox, waits."""
+    """Return the SQL of a record's state; records in a consumer's inbox are waiting."""
     return "work.state" if consumer < 0 else "COALESCE(work.state, 'waiting')"
 
 
 class Follower:
-    """Keeps an index in step with one book.
+    """Keeps an index up to date with a book.
 
     Args:
         book: The book to follow.
         index: The index to fill.
         reader: Reads the book's records.
-        seqs: The records to read, once, by number; by default all, and whatever comes later.
+        seqs: Numbers of the records to read, once; by default all, and later ones.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -399,8 +400,9 @@ class Follower:
         self._bulk: Bulk | None = None
 
     def refresh(self, seconds: float = SECONDS) -> set[int] | None:
-        """Look for what is new or changed, then measure, for about so long; the steps that changed, `None` if nothing
-        was left to do."""
+        """Read changes, then measure, for about `seconds`; return the changed steps, or `None` if nothing was left to
+        do.
+        """
         end = time.monotonic() + seconds
         while True:
             busy = self._look() or self._judge() or self._measure()
@@ -412,19 +414,19 @@ class Follower:
     # --- what the ledger says -----------------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Take one transaction's worth of new records or events; whether there was any."""
-        # A writer beside this one may commit smaller numbers later than larger ones: nothing is read beyond the bounds.
+        """Read new records or events in one transaction; return whether there were any."""
+        # Concurrent writers may commit smaller numbers after larger ones, so nothing is read beyond the bounds.
         seqs, events = self.book.ledger.bounds()
         with self.book.ledger.read() as tx:
             train = find_consumer(tx, TRAIN)
             consumer = -1 if train is None else train.id
             if self._event is None:
-                # What happens from here on is met as events; all before is in the rows.
+                # Later changes are read as events; earlier ones are in the rows.
                 self._event = events
                 self._highs.read(tx, 0, self._event)
                 if self._left is not None:
                     self._highs.read_records(tx)
-            if not self._seq:  # also after a rewind, which may take all training back
+            if not self._seq:  # also after a rewind, which may undo all training
                 trained = tx.one("SELECT SUM(n) FROM tallies WHERE consumer = ? AND state = 'trained'", (consumer,))
                 self._trains = bool(trained and trained[0])
             if self._left is not None:
@@ -456,14 +458,15 @@ class Follower:
             self.index.forget(changed)
         self._event = last
         if self._logged:
-            self.index.keep("logged", self._logged)  # so that pages hear of it
+            self.index.keep("logged", self._logged)  # notifies pages
         return True
 
     def _changes(
         self, tx: Transaction, consumer: int, bound: int
     ) -> tuple[list[dict[str, Any]], list[int] | None, int]:
-        """Rows of the records that something happened to since the last event, those of them whose text changed
-        (`None`: everything is to be read again), and the last event."""
+        """Return rows of records changed since the last event, those whose text changed (`None`: all must be read
+        again), and the last event.
+        """
         events = tx.all(
             "SELECT id, kind, seq, consumer FROM events WHERE id > ? AND id <= ? AND kind <> 'admitted' "
             "ORDER BY id LIMIT ?",
@@ -493,14 +496,14 @@ class Follower:
         return rows, sorted(other), last
 
     def _begin_lags(self) -> None:
-        """Forget the lags of records that wait, now that some are trained on: theirs is known when they are."""
+        """Reset the lags of waiting records, now that some are trained on; theirs are known when they are."""
         if not self._trains:
             self._trains = True
             waiting = self.index.query("SELECT n FROM samples WHERE state IN ('waiting', 'leased')")
             self.index.put({"n": n, "lag": None, "moment": None} for (n,) in waiting)
 
     def _rows_of(self, tx: Transaction, seqs: Sequence[int], consumer: int) -> list[dict[str, Any]]:
-        """Rows of `samples` of some records."""
+        """Return the `samples` rows of records."""
         records: list[Any] = []
         happened: list[Any] = []
         for marks, part in chunks(seqs):
@@ -513,7 +516,7 @@ class Follower:
         return self._rows(records, happened, consumer)
 
     def _rows(self, records: Iterable[Any], happened: Iterable[Any], consumer: int) -> list[dict[str, Any]]:
-        """Rows of `samples`, as far as the ledger knows them."""
+        """Return `samples` rows from the ledger."""
         came: dict[int, int] = {}
         trained: dict[int, dict[Any, tuple[int, int | None]]] = {}
         for event, seq, kind, whose, step, lease in happened:
@@ -546,7 +549,7 @@ class Follower:
         return rows
 
     def _judge(self) -> bool:
-        """Say how far behind the policy records were, once all that came before them is known; whether any were."""
+        """Set the lag of records once all earlier ones are known; return whether any were set."""
         pending = self.index.query(
             "SELECT n, moment, version_min FROM samples "
             "WHERE lag IS NULL AND version_min IS NOT NULL AND moment IS NOT NULL LIMIT ?",
@@ -558,7 +561,7 @@ class Follower:
     # --- what the bytes say -------------------------------------------------------------------------------------
 
     def _measure(self) -> bool:
-        """Measure one piece of what is not measured yet; whether there was any."""
+        """Measure one piece of unmeasured records; return whether there was any."""
         waiting = self.index.query("SELECT n, length FROM samples WHERE measured = 0 ORDER BY n DESC LIMIT ?", (PIECE,))
         if not waiting:
             return False
@@ -579,7 +582,7 @@ class Follower:
         return True
 
     def _measured(self, ns: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """The measured columns of some records; what cannot be read is said, and not tried again."""
+        """Return the measured columns of records; unreadable ones are reported once."""
         try:
             rows = self._read(ns)
         except (BookError, WireError, ValueError, OSError) as error:
@@ -589,11 +592,11 @@ class Follower:
                 yield from self._measured(ns[half:])
                 return
             with self.book.ledger.read():
-                pass  # A book that was closed, or cannot be reached, is no damage: that raises here.
+                pass  # a closed or unreachable book is not damage; that raises here
             rows = {}
             if len(self.problems) < _MOST_PROBLEMS:
                 self.problems.append(f"record number {ns[0]}: {error}")
-        # Without bytes, since a moment ago: the ledger's event says so next.
+        # Just removed: the ledger's event follows.
         yield from ({"n": n, **rows.get(n, {"measured": 1})} for n in ns)
 
     def _read(self, ns: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -620,7 +623,7 @@ _WAITS = ("waiting", "leased", "cooling")
 
 
 class _Highs:
-    """The highest policy version that was seen or announced by each event of the ledger."""
+    """The highest policy version seen or announced by each event of the ledger."""
 
     def __init__(self) -> None:
         self._points: list[tuple[int, int, int]] = []
@@ -630,13 +633,13 @@ class _Highs:
         self._fresh = True
 
     def see(self, event: int, version: int) -> None:
-        """A record that came with this event has tokens of this version."""
+        """Add the version of a record that arrived with this event."""
         if version > self._top:
             self._top = version
             self._add(event, version, -1)
 
     def read_records(self, tx: Transaction) -> None:
-        """The first record of each version, of which a few are among many records."""
+        """Read the first record of each version."""
         firsts = tx.all(
             "SELECT MIN(seq), version_max FROM records WHERE version_max IS NOT NULL GROUP BY version_max ORDER BY 1"
         )
@@ -651,7 +654,7 @@ class _Highs:
             self.see(came.get(seq, 0), version)
 
     def read(self, tx: Transaction, after: int, last: int) -> None:
-        """What was announced, and what a rewind took back, among some events."""
+        """Read announcements and rewinds among events."""
         for event, kind, detail in tx.all(
             "SELECT id, kind, detail FROM events WHERE id > ? AND id <= ? AND kind IN ('announced', 'rewound') "
             "ORDER BY id",
@@ -670,7 +673,7 @@ class _Highs:
         self._fresh = False
 
     def at(self, event: int) -> int:
-        """The highest version by an event; 0 before any."""
+        """Return the highest version at an event; 0 before any."""
         if not self._fresh:
             self._ids, self._tops = [], []
             for when, version, back in sorted(self._points):
@@ -686,14 +689,14 @@ class _Highs:
 
 
 BOOK, CONFIG = "book", "config.yaml"
-"""What a run's folder has, as `rollbook.train.run` makes it."""
+"""Files of a run's folder, as `rollbook.train.run` creates them."""
 _DEPTH = 3
 _LISTED = 20
 _TEXTS = ("prompt_text", "response_text", "tokens", "prompt_length")
 
 
 class Source(Protocol):
-    """A run that pages can show: its samples go to an index, and each can be had as a document."""
+    """A run for the viewer: its samples are written to an index, and each can be read as a trajectory."""
 
     name: str
     kind: str
@@ -701,36 +704,36 @@ class Source(Protocol):
 
     @property
     def changed(self) -> float | None:
-        """When something was written to it last, in seconds since 1970; `None` if nobody knows."""
+        """Return the time of the last write in seconds since 1970, or `None` if unknown."""
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read, as far as it was tried; a sentence each."""
+        """Return read errors so far, one sentence each."""
 
     def refresh(self, index: Index) -> set[int] | None:
-        """Bring the index up to date, or nearer to it; the steps that changed, `None` if there was nothing to do."""
+        """Update the index, completely or in part; return the changed steps, or `None` if there was nothing to do."""
 
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:
-        """These samples, in this order; `KeyError` names one that is not there."""
+        """Return samples in this order; `KeyError` names an unknown one."""
 
     def record(self, uid: str) -> dict[str, Any]:
-        """The whole record as strict JSON can say it."""
+        """Return a record as strict JSON."""
 
     def media(self, sha256: str) -> tuple[bytes, str] | None:
-        """The bytes and type of a picture that a document named."""
+        """Return the bytes and type of a picture."""
 
     def history(self, uid: str) -> list[dict[str, Any]] | None:
-        """What the ledger says of a record, in order; `None` where there is no ledger."""
+        """Return the ledger's entries of a record, in order; `None` without a ledger."""
 
     def sql(self, query: str, *, seconds: float, rows: int) -> dict[str, Any]:
-        """The answer to one statement that reads: {columns, rows, truncated}; `ValueError` where there is none."""
+        """Run a read-only statement: {columns, rows, truncated}; `ValueError` without tables."""
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close all files."""
 
 
 class BookSource:
-    """A book as a source; see `Source`.
+    """A book as a `Source`.
 
     >>> import rollbook
     >>> from rollbook.inspect.index import Index
@@ -750,7 +753,7 @@ class BookSource:
 
     kind = "book"
     seqs: list[int] | None = None
-    """The records that an index gets, by number; `None`: all, and whatever comes later."""
+    """Numbers of the records to index; `None`: all, and later ones."""
     _follower: Follower | None = None
 
     def __init__(self, book: Book, *, vocabulary: Vocabulary | None = None, name: str | None = None) -> None:
@@ -764,18 +767,17 @@ class BookSource:
         try:
             with self.book.ledger.read() as tx:
                 row = tx.one("SELECT time FROM events ORDER BY id DESC LIMIT 1")
-        except BookError:  # The watcher says why it cannot be read.
+        except BookError:  # the watcher reports the reason
             return None
         return None if row is None else float(row[0])
 
     def metrics(self) -> list[tuple[int, dict[str, float]]]:
-        """The numbers that were logged for each step, as `Book.metrics`."""
+        """Return the logged metrics of each step, as `Book.metrics`."""
         return self.book.metrics()
 
     def seqs_of(self, ids: Sequence[str]) -> list[int]:
-        """The records of groups, or of the groups of records, by the whole id or its beginning.
-
-        Of a beginning that many ids have in common, the first few.
+        """Return the record numbers of groups, or of the groups of records, by id or prefix. Of a prefix with many
+        matches, the first few.
         """
         gids: dict[str, None] = {}
         with self.book.ledger.read() as tx:
@@ -794,7 +796,7 @@ class BookSource:
             return _seqs(tx, "gid", list(gids))
 
     def steps(self) -> list[int]:
-        """The training steps that there are records for training of."""
+        """Return the training steps that have training records."""
         with self.book.ledger.read() as tx:
             rows = tx.all(
                 "SELECT DISTINCT batch, version_min FROM records "
@@ -803,7 +805,7 @@ class BookSource:
         return sorted({step_of(batch, version) for batch, version in rows})
 
     def seqs_in(self, spans: Sequence[tuple[int | None, int | None]]) -> list[int]:
-        """The records of the training steps in some spans, from the first to the last; `None`: without an end."""
+        """Return the record numbers of training steps in spans of first and last step; `None` is open-ended."""
         with self.book.ledger.read() as tx:
             batches = [batch for (batch,) in tx.all("SELECT DISTINCT batch FROM records")]
             numbered = [batch for batch in batches if step_of(batch, None) == step_of(batch, 1)]
@@ -819,7 +821,7 @@ class BookSource:
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read, as far as it was tried."""
+        """Return read errors so far."""
         return [] if self._follower is None else list(self._follower.problems)
 
     def refresh(self, index: Index) -> set[int] | None:
@@ -856,7 +858,7 @@ class BookSource:
         ]
 
     def sql(self, query: str, *, seconds: float, rows: int) -> dict[str, Any]:
-        """See `Source`: DuckDB over the tables of `Book.sql`."""
+        """See `Source`; DuckDB on the tables of `Book.sql`."""
         from rollbook.book.query import run_query, sql_tables
 
         try:
@@ -866,8 +868,9 @@ class BookSource:
         return {"columns": table.columns, "rows": [list(row) for row in table], "truncated": table.more}
 
     def texts(self, uids: Sequence[str]) -> list[tuple[str, str]]:
-        """The prompt and the response of some records, as texts: those that were recorded, else by the vocabulary; ""
-        where there is neither, or the bytes are gone."""
+        """Return prompt and response texts of records: recorded, or decoded with the vocabulary; "" if neither is
+        possible.
+        """
         seqs = seqs_of(self.book, uids_of(uids))
         texts_by_number: dict[int, tuple[str, str]] = {}
         vocabulary = self.reader.vocabulary
@@ -897,7 +900,7 @@ class BookSource:
 
 
 class StartingSource(BookSource):
-    """A run's folder that has no book yet, because the run is starting or warming up; a `BookSource` once it has."""
+    """The folder of a run that is starting or warming up and has no book yet; a `BookSource` as soon as it has one."""
 
     def __init__(self, folder: Path, *, vocabulary: Vocabulary | None = None) -> None:
         self.folder = folder
@@ -911,7 +914,7 @@ class StartingSource(BookSource):
 
     @property
     def started(self) -> bool:
-        """Whether the book is there."""
+        """Whether the book exists."""
         return "book" in vars(self)
 
     @property
@@ -951,7 +954,7 @@ def _within(step: int, spans: Sequence[tuple[int | None, int | None]]) -> bool:
 
 
 def named(url: str) -> str:
-    """What a run is called: the last part of its address."""
+    """Return the name of a run: the last part of its path or URL."""
     if "://" in url:
         from urllib.parse import parse_qsl, urlsplit
 
@@ -959,17 +962,23 @@ def named(url: str) -> str:
         schema = dict(parse_qsl(parts.query)).get("schema")
         return (
             "/".join(filter(None, (parts.path.strip("/"), schema))) or parts.scheme
-        )  # never the address: it may have a password
+        )  # never the URL, which may contain a password
     return os.path.basename(os.path.abspath(url)) if url != "memory:" else "memory"
 
 
-def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None, starting: bool = False) -> Source:
-    """Open a run to look at it: a book (a folder, or `postgresql://...`), a folder that holds one, or files of
-    rollouts that this or another tool wrote.
+def open_source(
+    path: str | os.PathLike[str] | Book, *, tokenizer: TokenizerLike | None = None, starting: bool = False
+) -> Source:
+    """Open a run for inspection.
 
-    `tokenizer`: a tokenizer, a `Vocabulary`, or the path of a tokenizer.json or its folder, for records whose text is
-    not known; a book that was written with one has it already. `starting`: a run's folder without a book is opened too,
-    to be followed until it has one.
+    Args:
+        path: A book (a folder, or `postgresql://...`), a folder that contains one, or rollout files of a known tool.
+        tokenizer: A tokenizer, a `Vocabulary`, or the path of a tokenizer.json or its folder, for records without text;
+            a book written with a tokenizer has its vocabulary.
+        starting: Also open a run's folder without a book, and follow it until it has one.
+
+    Raises:
+        ValueError: If nothing at `path` can be opened.
 
     >>> open_source("no/such/run")
     Traceback (most recent call last):
@@ -993,7 +1002,7 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None, s
         return BookSource(open_book(place, "r"), vocabulary=vocabulary_of(tokenizer))
     books = books_in(place) if place.is_dir() else []
     if len(books) == 1:
-        # A run's book is called so; the run, by its folder.
+        # The book of a run is named after the run's folder.
         name = os.path.basename(os.path.abspath(place)) if books[0].name == BOOK else None
         return BookSource(open_book(books[0], "r"), vocabulary=vocabulary_of(tokenizer), name=name)
     if books:
@@ -1018,7 +1027,7 @@ def open_source(path: str | os.PathLike[str] | Book, *, tokenizer: Any = None, s
 
 
 def books_in(folder: Path, depth: int = _DEPTH) -> list[Path]:
-    """The books in a folder and a few levels below it, by name; links are not followed."""
+    """Return the books in a folder and a few levels below, by name; links are not followed."""
     books: list[Path] = []
     try:
         inside = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -1034,17 +1043,8 @@ def books_in(folder: Path, depth: int = _DEPTH) -> list[Path]:
     return books
 
 
-def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
-    """The vocabulary of what was given as a tokenizer; `None` of none."""
-    if tokenizer is None or isinstance(tokenizer, Vocabulary):
-        return tokenizer
-    if isinstance(tokenizer, (str, os.PathLike)):
-        return Vocabulary.from_path(tokenizer)
-    return Vocabulary.of(tokenizer)
-
-
 def load(source: Source, index: Index) -> None:
-    """Bring an index up to date with what a source has now; a bar on a terminal says how far that is."""
+    """Bring an index up to date with a source; show progress on a terminal."""
     with Progress("reading", 0, after=1.0) as bar:
         while source.refresh(index):
             bar.total, done = index.query("SELECT COUNT(*), COALESCE(SUM(measured), 0) FROM samples")[0]
@@ -1053,10 +1053,10 @@ def load(source: Source, index: Index) -> None:
 
 
 class Watcher:
-    """Follows a source in the background, and lets others wait for what it finds.
+    """Follows a source in a background thread, and lets others wait for changes.
 
-    It looks again at once while there is more to read, then every `seconds`, less often while nothing comes. An error
-    is kept in `error`, shown, and tried again.
+    It refreshes continuously while there is more to read, then every `seconds`, less often while nothing changes. An
+    error is stored in `error`, shown, and retried.
     """
 
     def __init__(self, source: Source, index: Index, *, seconds: float = 1.0, slowest: float = 5.0) -> None:
@@ -1073,27 +1073,26 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="rollbook-watcher", daemon=True)
 
     def start(self, patience: float = 2.0) -> Watcher:
-        """Begin to follow; returns after the first look, so that the first page is not empty, or after `patience`
-        seconds."""
+        """Start to follow; return after the first refresh, or after `patience` seconds."""
         self._thread.start()
         self._looked.wait(patience)
         return self
 
     @property
     def loaded(self) -> bool:
-        """Whether all that was there has been read once."""
+        """Whether everything that existed at the start has been read."""
         return self._loaded.is_set()
 
     def wait_loaded(self, timeout: float | None = None) -> bool:
-        """Wait until all that was there has been read once, or could not be; whether it was within `timeout`."""
+        """Wait until everything that existed has been read or has failed; return whether it was within `timeout`."""
         return self._loaded.wait(timeout)
 
     def wait(self, cursor: int, timeout: float) -> bool:
-        """Wait until the index changed after `cursor`; whether it did within `timeout` seconds."""
+        """Wait until the index changes after `cursor`; return whether it did within `timeout` seconds."""
         return self.index.wait(cursor, timeout, self._closing.is_set)
 
     def look(self) -> None:
-        """Have it look soon."""
+        """Refresh soon."""
         self._soon.set()
 
     def _run(self) -> None:
@@ -1103,7 +1102,7 @@ class Watcher:
             try:
                 changed = self.source.refresh(self.index)
                 self.index.settle()
-            except Exception as raised:  # Whatever a source raises is shown; the pages go on with what there is.
+            except Exception as raised:  # an error of a source is shown, and the pages continue
                 error = str(raised) if isinstance(raised, BookError) else f"{type(raised).__name__}: {raised}"
                 changed = None
             if error != self.error:
@@ -1120,7 +1119,7 @@ class Watcher:
             pause = min(self.slowest, pause * 1.25)
 
     def close(self) -> None:
-        """Stop following; what is being read is finished first."""
+        """Stop following after the current refresh."""
         self._closing.set()
         self._soon.set()
         self.index.wake()

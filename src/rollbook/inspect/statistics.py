@@ -16,16 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 PERMUTATIONS = 1999
-"""Of group labels, for one p-value: the smallest is 1 / 2000."""
+"""Permutations of group labels for a p-value; the smallest is 1 / 2000."""
 _PERMUTED_GROUPS = 2000
-"""With more groups the limit distribution is as good, and quicker."""
+"""With more groups, the asymptotic distribution is as good and faster."""
 _Z = 1.959964
 QUANTILES = {"p5": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95}
 BINS = 24
 
 
 def quantiles(values: NDArray[np.float64]) -> dict[str, float] | None:
-    """Five quantiles and the mean; `None` of nothing.
+    """Return five quantiles and the mean; `None` for no values.
 
     >>> quantiles(np.array([0.0, 4.0, np.nan]))
     {'p5': 0.2, 'p25': 1.0, 'p50': 2.0, 'p75': 3.0, 'p95': 3.8, 'mean': 2.0}
@@ -41,7 +41,8 @@ def quantiles(values: NDArray[np.float64]) -> dict[str, float] | None:
 
 
 def edges(*samples: NDArray[np.float64], bins: int = BINS) -> list[float]:
-    """Edges of equal width over all samples: whole numbers where there are few of them, so that each has its own bar.
+    """Return bin edges of equal width over all samples; integers if there are few distinct ones, so that each has a
+    bar.
 
     >>> edges(np.array([0.0, 1.0]))
     [-0.5, 0.5, 1.5]
@@ -63,7 +64,7 @@ def edges(*samples: NDArray[np.float64], bins: int = BINS) -> list[float]:
 
 
 def histograms(first: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
-    """Two samples counted between the same edges.
+    """Return the histograms of two samples with the same edges.
 
     >>> histograms(np.array([0.0, 1.0, 1.0]), np.array([0.0]))
     {'edges': [-0.5, 0.5, 1.5], 'counts_a': [1, 2], 'counts_b': [1, 0]}
@@ -76,8 +77,7 @@ def histograms(first: NDArray[np.float64], other: NDArray[np.float64]) -> dict[s
 
 
 def kolmogorov(left: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[float, float]:
-    """The largest distance of two samples' distribution functions (Kolmogorov and Smirnov's), and how likely one as
-    large is by chance, by its limit for many values; ties make that too large, never too small.
+    """Return the Kolmogorov-Smirnov distance of two samples and its asymptotic p-value, which ties make conservative.
 
     >>> kolmogorov(np.arange(100.0), np.arange(100.0))
     (0.0, 1.0)
@@ -98,7 +98,7 @@ def kolmogorov(left: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[f
 
 
 def group_means(values: NDArray[np.float64], groups: NDArray[Any]) -> NDArray[np.float64]:
-    """[G] The mean of `values` [N] in each of the `groups` [N] they belong to.
+    """Return [G] the mean of `values` [N] in each of the `groups` [N].
 
     >>> group_means(np.array([0.0, 1.0, 3.0]), np.array(["a", "a", "b"])).tolist()
     [0.5, 3.0]
@@ -108,8 +108,8 @@ def group_means(values: NDArray[np.float64], groups: NDArray[Any]) -> NDArray[np
 
 
 def mean_interval(values: NDArray[np.float64], groups: NDArray[Any]) -> tuple[float, float]:
-    """The mean of `values` [N], and half the width of its 95 % interval, by the variation between groups; NaN for one
-    group, which says nothing about others.
+    """Return the mean of `values` [N] and the half-width of its 95 % confidence interval, clustered by group; NaN for
+    one group.
 
     >>> mean_interval(np.array([0.0, 0.0, 1.0, 1.0]), np.array([0, 1, 2, 3]))[0]
     0.5
@@ -128,8 +128,7 @@ def mean_interval(values: NDArray[np.float64], groups: NDArray[Any]) -> tuple[fl
 
 
 def group_test(left: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[float, float]:
-    """The Kolmogorov-Smirnov distance of two sets of group means, and how likely one as large is by chance: by
-    permuting which groups are on which side.
+    """Return the Kolmogorov-Smirnov distance of two sets of group means, and its p-value from permuted groups.
 
     >>> group_test(np.arange(20.0), np.arange(20.0))
     (0.0, 1.0)
@@ -146,7 +145,7 @@ def group_test(left: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[f
     first = order < len(left)
 
     def distances(sides: NDArray[np.bool_]) -> NDArray[np.int64]:
-        # Whole numbers, so that equal distances are equal.
+        # Integers, so that equal distances compare equal.
         below = np.cumsum(sides, axis=-1, dtype=np.int64)[..., ends]
         gaps = np.abs(below * len(other) - (ends + 1 - below) * len(left))
         most: NDArray[np.int64] = gaps.max(axis=-1)
@@ -166,17 +165,19 @@ Mask: TypeAlias = NDArray[np.bool_]
 # --- columns --------------------------------------------------------------------------------------------------------
 
 OFFSETS = 32
-"""Each sample is compared with this many others of its block: 100,000 samples are 3 million pairs, not 5 billion."""
+"""Number of other samples of its block that each sample is paired with: 3 million pairs for 100,000 samples instead of
+5 billion.
+"""
 POINTS = 512
-"""A longer series is thinned to so many medians before a test that compares every two."""
+"""Maximum length of a series for pairwise tests; longer ones are thinned to block medians."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A number for each step."""
+    """A value per step."""
 
     steps: Ints
-    """[T] rising"""
+    """[T] ascending"""
     values: Floats
     """[T] finite"""
     counts: Ints
@@ -187,10 +188,9 @@ class Series:
 
 
 def by_step(steps: Ints, values: Floats, *, median: bool = False, least: int = 4) -> Series:
-    """The mean (or median) of `values` at each step.
+    """Return the mean (or median) of `values` at each step.
 
-    A step with fewer than `least` values, or a tenth of what steps usually have, is left out: it has only begun, or is
-    what is left of one.
+    Steps with fewer than `least` values, or a tenth of the usual number, are omitted as incomplete.
 
     >>> by_step(np.array([0, 0, 0, 1, 1, 1]), np.array([1.0, 3.0, np.nan, 2.0, 2.0, 8.0]), least=2).values.tolist()
     [2.0, 4.0]
@@ -207,7 +207,7 @@ def by_step(steps: Ints, values: Floats, *, median: bool = False, least: int = 4
 
 
 def block_medians(place: Ints, values: Floats, blocks: int) -> Floats:
-    """[blocks] The median of the values of each block; `place` says which block a value is of.
+    """Return [blocks] the median of each block's values; `place` is the block of each value.
 
     >>> block_medians(np.array([0, 0, 1, 1, 1]), np.array([1.0, 3.0, 9.0, 7.0, 8.0]), 2).tolist()
     [2.0, 8.0]
@@ -224,9 +224,9 @@ def block_medians(place: Ints, values: Floats, blocks: int) -> Floats:
 
 
 def trend(values: Floats) -> float:
-    """The z of the Mann-Kendall test: above 0 rising, below 0 falling; 0 for a series of equal values.
+    """Return the z of the Mann-Kendall test: positive for rising, negative for falling, 0 for a constant series.
 
-    It compares every two values by their order alone, so that one outlier cannot make a trend.
+    It compares all pairs by order, so a single outlier cannot create a trend.
 
     >>> round(trend(np.array([1.0, 2.0, 3.0, 40.0, 5.0, 6.0])), 2), trend(np.ones(9))
     (1.88, 0.0)
@@ -245,7 +245,7 @@ def trend(values: Floats) -> float:
 
 
 def at_least(hits: float, total: float, certainty: float) -> float:
-    """The lower end of Wilson's interval for a share: what it is at least, `certainty` standard errors down.
+    """Return the lower bound of Wilson's interval for a share, at `certainty` standard errors.
 
     >>> round(at_least(8, 8, 2.0), 3), round(at_least(500, 1000, 2.0), 3), at_least(0, 0, 2.0)
     (0.667, 0.468, 0.0)
@@ -260,21 +260,20 @@ def at_least(hits: float, total: float, certainty: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs of samples of one block (a group, or a step), each pair once."""
+    """Pairs of samples of a block (a group or a step), each pair once."""
 
     left: Ints
     """[P] indices of samples"""
     right: Ints
     """[P]"""
     blocks: Ints
-    """[P] the block of each pair, counted from 0"""
+    """[P] block of each pair, from 0"""
 
 
 def pairs(blocks: Ints) -> Pairs:
-    """Pairs within blocks: all of those in blocks of up to 64, an even choice of those in larger ones.
+    """Return pairs within blocks: all pairs in blocks of up to 64, and an even selection in larger ones.
 
-    Within a block samples stand in an order that is shuffled in the same way each time, and each is paired with those
-    up to 32 places further, around the end.
+    The samples of a block are shuffled with a fixed seed, and each is paired with the next 32, cyclically.
 
     >>> found = pairs(np.array([7, 7, 7, 2]))
     >>> sorted(map(tuple, np.sort(np.stack([found.left, found.right], 1), 1).tolist()))
@@ -288,7 +287,7 @@ def pairs(blocks: Ints) -> Pairs:
     rank = np.arange(len(order)) - first
     left, right, which = [], [], []
     for offset in range(1, OFFSETS + 1):
-        # In a block of n, offset n / 2 meets each pair from both sides, and larger ones repeat smaller ones.
+        # In a block of n, offset n / 2 visits each pair twice, and larger offsets repeat smaller ones.
         use = (2 * offset < size) | ((2 * offset == size) & (rank < offset))
         if not use.any():
             break
@@ -303,23 +302,23 @@ def pairs(blocks: Ints) -> Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How far the order of rewards is the order of another number, over pairs whose rewards differ."""
+    """Agreement of the order of rewards with the order of another number, over pairs whose rewards differ."""
 
     d: float
-    """Somers' d: share of pairs in the same order less share in the opposite one, from -1 to 1."""
+    """Somers' d: share of concordant minus share of discordant pairs, from -1 to 1."""
     error: float
-    """Its standard error, with blocks as units."""
+    """Standard error, clustered by block."""
     differs: float
-    """Share of the pairs in which the other number differs at all."""
+    """Share of the pairs in which the other number differs."""
     blocks: int
     """Blocks with at least one such pair."""
     pairs: int
     weighted: float = 0.0
-    """The same as `d` with each pair weighed by how far its rewards differ: the order of large differences counts."""
+    """Somers' d with pairs weighted by the difference of their rewards."""
 
 
 def order(pairing: Pairs, reward: Floats, other: Floats) -> Order:
-    """Somers' d of `other` given `reward`, over pairs in which both are known and the rewards differ.
+    """Return Somers' d of `other` given `reward`, over pairs in which both are finite and the rewards differ.
 
     >>> blocks = np.repeat(np.arange(10), 4)
     >>> length = np.tile([10.0, 20.0, 30.0, 40.0], 10)
@@ -347,10 +346,9 @@ def order(pairing: Pairs, reward: Floats, other: Floats) -> Order:
 
 
 def fit_weights(total: Floats, columns: dict[str, Floats]) -> dict[str, float] | None:
-    """Weights of the columns that add up to `total` (with a constant), or `None` where they do not.
+    """Return weights of the columns that add up to `total` (with a constant), or `None` if they do not.
 
-    A column whose weight is 0 within rounding is no part of it: it was logged beside the reward. A column that is the
-    total itself under another name is left out.
+    Columns with a weight of 0, up to rounding, are not parts. A column equal to the total is omitted.
 
     >>> right, form = np.array([0.0, 1, 0, 1, 1, 0]), np.array([1.0, 1, 0, 0, 1, 1])
     >>> found = fit_weights(0.9 * right + 0.1 * form, {"right": right, "form": form, "seconds": np.arange(6.0)})
@@ -369,9 +367,9 @@ def fit_weights(total: Floats, columns: dict[str, Floats]) -> dict[str, float] |
     if not usable:
         return None
     matrix = np.stack(list(usable.values()), 1)
-    centred = (total - total.mean()) / spread
-    weights, *_ = np.linalg.lstsq(matrix, centred, rcond=1e-10)
-    rest = float(np.sqrt(((matrix @ weights - centred) ** 2).mean()))
+    centered = (total - total.mean()) / spread
+    weights, *_ = np.linalg.lstsq(matrix, centered, rcond=1e-10)
+    rest = float(np.sqrt(((matrix @ weights - centered) ** 2).mean()))
     if rest > 1e-3:
         return None
     tiny = max(1e-5, 6 * rest / len(total) ** 0.5)

@@ -1,10 +1,10 @@
-"""`Trajectory`: one sample as pages show it, with its segments, pictures and lenses.
+"""`Trajectory`: a sample as pages show it, with segments, pictures and lenses.
 
-`segments_of` finds who wrote which tokens: turns, thoughts, tool calls and their results, images.
+`segments_of` assigns tokens to speakers and kinds: turns, thinking, tool calls and results, images.
 
-Invariant: every array of a trajectory has one entry per token, and entry i belongs to token i; what was not recorded is
-absent. Segments cover the tokens in order without gap or overlap, in time linear in the text. What the model sampled is
-the assistant's, even where it writes another speaker's marks.
+Invariant: every array of a trajectory has one entry per token, and entry i belongs to token i; missing fields are
+absent. Segments cover the tokens in order without gap or overlap, in time linear in the text. Sampled tokens belong to
+the assistant, even if they contain another speaker's marks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+Json: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
+"""A JSON value of unknown shape, such as a field of a file."""
 
 ROLES = ("system", "user", "assistant", "tool", "text")
 KINDS = ("text", "think", "tool_call", "tool_result", "image")
@@ -27,7 +30,7 @@ TOKENIZED = ("exact", "ids", "words")
 
 
 class Segment(NamedTuple):
-    """The tokens [start, stop) that one speaker wrote, of one kind.
+    """The tokens [start, stop) of one speaker and kind.
 
     >>> Segment("assistant", "think", "", 4, 9, True, 0).stop
     9
@@ -38,30 +41,30 @@ class Segment(NamedTuple):
     kind: str
     """One of `KINDS`."""
     name: str
-    """The tool's name, or nothing."""
+    """Name of the tool, or ""."""
     start: int
     stop: int
     trained: bool
     """Whether any of its tokens is trained on."""
     turn: int
-    """Counts the assistant's turns from 0; what stands before a turn has its number."""
+    """Index of the assistant's turn from 0; a segment before a turn has its index."""
 
 
 @dataclass
 class Picture:
-    """An image of a sample; its bytes are asked for by `sha256`."""
+    """An image of a sample; its bytes are requested by `sha256`."""
 
     sha256: str
     mime: str
     width: int | None = None
     height: int | None = None
     token: int | None = None
-    """Where in the tokens it stands, if that is known."""
+    """Position in the tokens, if known."""
 
 
 @dataclass
 class Trajectory:
-    """One sample: its text, its L tokens, what is known of each of them, and what is known of the whole.
+    """A sample: its text, its L tokens with their values, and its metadata.
 
     >>> one = Trajectory(uid="1/2/0/0/a", text="2+2=4", ends=np.array([1, 2, 3, 4, 5]), prompt_tokens=4)
     >>> one.tokens, one.token(4), one.mask.tolist()
@@ -70,10 +73,11 @@ class Trajectory:
 
     uid: str
     text: str = ""
-    """All of it, prompt and response, special tokens visible."""
+    """Prompt and response, with special tokens."""
     ends: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """[L] Where each token's text ends, in characters of `text`; a token that ends inside a character has the end of
-    the one before."""
+    """[L] End of each token in characters of `text`; a token that ends inside a character has the end of the previous
+    one.
+    """
     prompt_tokens: int = 0
     gid: str = ""
     step: int | None = None
@@ -81,29 +85,29 @@ class Trajectory:
     task: str = ""
     run: int = 0
     turn: int = 0
-    """The id's `step`."""
+    """The `step` of the id."""
     prompt: str = ""
-    """16 hex digits that are the same wherever this prompt stands (see `prompt_hash`)."""
+    """Hash of the prompt, 16 hex digits (see `prompt_hash`)."""
     ids: NDArray[np.int64] | None = None
     """[L]"""
     special: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
-    """[L] Special tokens; none if it is left out."""
+    """[L] Special tokens; by default none."""
     tokenized: str = "exact"
-    """`exact`; `ids`: no vocabulary is known, the text shows the ids; `words`: only text was known, cut into words."""
+    """`exact`; `ids`: no vocabulary, the text shows ids; `words`: only text, split into words."""
     mask: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
-    """[L] True: trained on. The whole response if it is left out."""
+    """[L] True: trained on. By default the whole response."""
     versions: NDArray[np.int64] | None = None
-    """[L] The policy that sampled each token; -1: none did."""
+    """[L] Policy version that sampled each token; -1: not sampled."""
     arrays: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """[L] each, by the id of a lens; NaN where there is no value."""
+    """[L] arrays by lens id; NaN without a value."""
     segments: list[Segment] = field(default_factory=list)
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
-    """Its named numbers: parts of the reward, and metrics (see `reward_parts`)."""
+    """Named numbers: reward parts and metrics (see `reward_parts`)."""
     declared: tuple[str, ...] = ()
-    """Those of them that the reward source declared as parts of the reward."""
+    """Names of the parts that the reward declared."""
     advantage: float | None = None
-    """The mean over the tokens that are trained on."""
+    """Mean over trained tokens."""
     status: str = "unfinished"
     """One of `STATUSES`."""
     finish_reason: str | None = None
@@ -121,14 +125,14 @@ class Trajectory:
     reference: Any = None
     pictures: list[Picture] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
-    """What the record's `info` holds, without what has a place of its own here."""
+    """The record's `info` without entries that are fields here."""
     metrics: dict[str, Any] = field(default_factory=dict)
     kept: str | None = None
-    """Why a saver kept it."""
+    """Why a saver selected it."""
     notes: list[str] = field(default_factory=list)
-    """What a reader should know of these numbers."""
+    """Notes on missing or changed values."""
     rejected: Trajectory | None = None
-    """Of a preference pair, prompt and worse answer; this one is prompt and better answer."""
+    """For a preference pair: prompt and rejected answer; this one has the chosen answer."""
 
     def __post_init__(self) -> None:
         length = len(self.ends)
@@ -157,21 +161,21 @@ class Trajectory:
 
     @property
     def tokens(self) -> int:
-        """L: how many tokens it has."""
+        """Number of tokens L."""
         return len(self.ends)
 
     def token(self, index: int) -> str:
-        """The text of one token."""
+        """Return the text of a token."""
         return self.text[int(self.ends[index - 1]) if index else 0 : int(self.ends[index])]
 
     @property
     def prompt_end(self) -> int:
-        """Where the prompt ends, in characters of `text`."""
+        """End of the prompt in characters of `text`."""
         return int(self.ends[self.prompt_tokens - 1]) if self.prompt_tokens else 0
 
 
 def plain_segments(length: int, prompt_tokens: int, mask: NDArray[np.bool_]) -> list[Segment]:
-    """Prompt and response, where nothing more is known."""
+    """Return prompt and response as segments, without further information."""
     spans = (("user", 0, prompt_tokens), ("assistant", prompt_tokens, length))
     return [Segment(role, "text", "", a, b, bool(mask[a:b].any()), 0) for role, a, b in spans if a < b]
 
@@ -180,7 +184,7 @@ Scale = Literal["sequential", "diverging"]
 
 
 class Lens(NamedTuple):
-    """A way to colour tokens: the array of `Trajectory.arrays` it shows, its key, what it means, and its scale."""
+    """A way to color tokens: its array in `Trajectory.arrays`, key, help and scale."""
 
     id: str
     key: str
@@ -188,7 +192,7 @@ class Lens(NamedTuple):
     help: str
     scale: Scale
     middle: float | None
-    """The neutral value of a diverging scale."""
+    """Neutral value of a diverging scale."""
 
 
 LENSES: dict[str, Lens] = {
@@ -225,11 +229,11 @@ LENSES: dict[str, Lens] = {
         Lens("version", "", "Policy version", "Which policy sampled the token.", "sequential", None),
     )
 }
-"""The lenses in the order of their keys. `version` shows `Trajectory.versions`; all others an array."""
+"""Lenses in the order of their keys. `version` shows `Trajectory.versions`; all others an array."""
 
 
-def prompt_hash(ids: Any, text: str = "") -> str:
-    """16 hex digits of a prompt: of its token ids, or of its text where there are none.
+def prompt_hash(ids: ArrayLike | None, text: str = "") -> str:
+    """Hash a prompt to 16 hex digits: its token ids, or its text without ids.
 
     >>> prompt_hash([1, 2, 3]) == prompt_hash(np.array([1, 2, 3], dtype=np.int32)), len(prompt_hash(None, "hello"))
     (True, 16)
@@ -239,10 +243,12 @@ def prompt_hash(ids: Any, text: str = "") -> str:
 
 
 def derive(arrays: Mapping[str, NDArray[Any] | None], mask: NDArray[np.bool_]) -> dict[str, NDArray[np.float32]]:
-    """The lenses that follow from what was recorded, each [L], NaN where there is no value.
+    """Compute the lenses [L] that follow from recorded fields; NaN without a value.
 
-    `arrays`: any of `logprobs`, `old_logprobs`, `ref_logprobs`, `teacher_logprobs`, `entropy`, `values`,
-    `advantages`, `returns`, `token_level_reward` and `loss_weights`, each [L]; `mask` [L].
+    Args:
+        arrays: Any of `logprobs`, `old_logprobs`, `ref_logprobs`, `teacher_logprobs`, `entropy`, `values`,
+            `advantages`, `returns`, `token_level_reward` and `loss_weights`, each [L].
+        mask: [L] trained tokens.
 
     >>> recorded = {"logprobs": np.array([np.nan, -1.0]), "old_logprobs": np.array([np.nan, -0.5])}
     >>> found = derive(recorded, np.array([False, True]))
@@ -250,17 +256,17 @@ def derive(arrays: Mapping[str, NDArray[Any] | None], mask: NDArray[np.bool_]) -
     (['logprob', 'mismatch', 'ratio'], [nan, 0.5])
     """
     fields = {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items() if array is not None}
-    behaviour, policy, reference = (fields.get(name) for name in ("logprobs", "old_logprobs", "ref_logprobs"))
+    behavior, policy, reference = (fields.get(name) for name in ("logprobs", "old_logprobs", "ref_logprobs"))
     advantage = fields.get("advantages")
     lenses = {lens: fields[name] for name, lens in _SAME.items() if name in fields}
-    spoken = behaviour if behaviour is not None else policy
+    spoken = behavior if behavior is not None else policy
     with np.errstate(all="ignore"):
         if spoken is not None:
             lenses["logprob"] = spoken
-        if behaviour is not None and policy is not None:
-            lenses["mismatch"] = policy - behaviour
+        if behavior is not None and policy is not None:
+            lenses["mismatch"] = policy - behavior
             lenses["ratio"] = np.exp(lenses["mismatch"])
-        now = policy if policy is not None else behaviour
+        now = policy if policy is not None else behavior
         if now is not None and reference is not None:
             gap = reference - now
             lenses["kl"] = np.expm1(gap) - gap
@@ -281,7 +287,7 @@ _SAME = {
     "loss_weights": "weight",
     "teacher_logprobs": "teacher",
 }
-"""A record's fields that are lenses as they are."""
+"""Fields of a record that are lenses unchanged."""
 
 
 _ROLES = {
@@ -290,7 +296,7 @@ _ROLES = {
     **dict.fromkeys(("assistant", "model", "gpt", "bot", "Assistant"), "assistant"),
     **dict.fromkeys(("tool", "function", "ipython", "observation", "environment", "tool_response"), "tool"),
 }
-"""What templates call the speakers."""
+"""Names of speakers in chat templates."""
 
 _BAR = "\uff5c"
 """The fullwidth bar of DeepSeek's marks."""
@@ -336,7 +342,7 @@ _FIXED: dict[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(("<s>", "</s>", "<bos>", "<eos>", "<pad>", "<|endoftext|>", "<|begin_of_text|>"), ("end", "")),
 }
-"""Marks that are always written alike, and what they do."""
+"""Constant marks and their actions."""
 
 _WORD = r"[A-Za-z_]{1,24}"
 _NAMED = (
@@ -347,7 +353,7 @@ _NAMED = (
     rf"\|start\|>{_WORD}",
     rf"start_of_turn>(?:{_WORD})?\n?",
 )
-"""Marks that say the speaker's name, all after a `<`."""
+"""Marks that contain the speaker's name, all after a `<`."""
 
 
 def _one_of(names: Iterable[str]) -> str:
@@ -360,28 +366,28 @@ _MARKS = re.compile(
     rf"\[(?:(?P<squares>IMG(?:_BREAK|_END)?\](?:\[IMG(?:_BREAK|_END)?\])*)|"
     f"(?:{_one_of(name for name in _FIXED if name[0] == '[')}))"
 )
-"""Begins with one of two characters, and repeats nothing that could match in two ways."""
+"""Starts with one of two characters, and has no ambiguous repeats."""
 _NAME_IN_MARK = re.compile(rf"<\|im_(system|user|assistant|tool)\||>({_WORD})")
 _VISIBLE = re.compile(r"\S")
 _TOOL_NAME = re.compile(
     r"\"name\"\s{0,8}:\s{0,8}\"([^\"\\\n]{1,80})\"|<function=([^>\s]{1,80})>|\[TOOL_CALLS\](\w{1,80})"
 )
 _LOOKED_AT = 4000
-"""Characters of a call in which its name is looked for."""
+"""Characters of a tool call in which its name is searched."""
 _OF_ASSISTANT = frozenset(("think", "tool_call"))
 
 
 class _Mark(NamedTuple):
-    """Something in the text that changes who speaks or what it is: action, role or kind, and where."""
+    """A mark in the text that changes speaker or kind: action, role or kind, and position."""
 
     action: str
     label: str
     start: int
     stop: int
     first: int
-    """The token a segment begins with that begins with this mark."""
+    """First token of a segment that starts with this mark."""
     behind: int
-    """The token a segment begins with that begins behind this mark."""
+    """First token of a segment that starts after this mark."""
 
 
 @dataclass
@@ -389,12 +395,12 @@ class _Span:
     role: str
     kind: str
     token: int
-    """Its first token."""
+    """First token."""
     char: int
     blank: bool = True
-    """Whether it holds marks and whitespace alone."""
+    """Whether it contains only marks and whitespace."""
     opened: bool = False
-    """Whether a speaker's mark begins it."""
+    """Whether it starts with a speaker's mark."""
     stop: int = 0
 
 
@@ -405,15 +411,19 @@ def segments_of(
     mask: NDArray[np.bool_],
     *,
     sampled: NDArray[np.bool_] | None = None,
-    spans: Any = None,
+    spans: Json = None,
     exact: bool = True,
 ) -> list[Segment]:
-    """The segments of a trajectory's L tokens.
+    """Return the segments of a trajectory's L tokens.
 
-    `ends` [L]: where each token ends in `text`. `mask` [L]: trained on. `sampled` [L]: what the model is known to have
-    written; `None` where that is not known, and marks in the response are believed as well. `spans`: what an episode
-    recorded in `info["segments"]`, which is then what is believed of `sampled`. `exact`: the ends are a tokenizer's, so
-    that a mark which is one token is told from text that only looks like one.
+    Args:
+        text: The text.
+        ends: [L] end of each token in `text`.
+        prompt_tokens: Number of prompt tokens.
+        mask: [L] trained tokens.
+        sampled: [L] tokens that the model sampled; `None` if unknown, in which case marks in the response count too.
+        spans: Segments that an episode recorded in `info["segments"]`, which override `sampled`.
+        exact: Whether the ends are a tokenizer's, so that a mark that is one token differs from equal text.
 
     >>> text = "<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>easy</think>4<|im_end|>"
     >>> ends = np.arange(1, len(text) + 1)
@@ -437,8 +447,8 @@ def segments_of(
     return _finished(text, ends, segments, mask)
 
 
-def _recorded(spans: Any, length: int) -> list[tuple[str, int, int]]:
-    """What an episode recorded, if it is what episodes record: spans that cover the tokens in order."""
+def _recorded(spans: Json, length: int) -> list[tuple[str, int, int]]:
+    """Return recorded spans, if they are valid: they cover the tokens in order."""
     if not isinstance(spans, (list, tuple)) or not spans or len(spans) > length + 1000:
         return []
     spans_recorded: list[tuple[str, int, int]] = []
@@ -458,7 +468,7 @@ def _recorded(spans: Any, length: int) -> list[tuple[str, int, int]]:
 def _forced(
     episode: list[tuple[str, int, int]], sampled: NDArray[np.bool_] | None, prompt_tokens: int, length: int
 ) -> list[tuple[int, str]]:
-    """Tokens at which it is known, without any mark, that somebody else goes on: what was sampled, or the rest."""
+    """Return tokens at which the speaker changes without a mark, because sampled tokens begin or end."""
     if episode:
         return [(start, kind) for kind, start, _ in episode if kind != "prompt"]
     if sampled is None or not sampled.any():
@@ -485,7 +495,7 @@ def _marks(text: str, ends: NDArray[np.int64], exact: bool) -> list[_Mark]:
         if match["images"] or match["squares"]:
             action, label = "image", ""
         elif match["named"]:
-            # The name may be none that is known: then somebody speaks of whom no more is known.
+            # An unknown name is an unknown speaker.
             name = _NAME_IN_MARK.search(match[0])
             action, label = "role", _ROLES.get(name[name.lastindex or 0], "text") if name else "text"
         else:
@@ -493,8 +503,8 @@ def _marks(text: str, ends: NDArray[np.int64], exact: bool) -> list[_Mark]:
         marks.append(_Mark(action, label, match.start(), match.end(), first[i], behind[i]))
     if not exact:
         return marks
-    # Of a template's marks, each is one token. A text that only looks like one is several, and is not believed; unless
-    # all are, for a tokenizer that has none of them.
+    # Each mark of a template is one token. Text that only looks like a mark is several tokens and is ignored, unless
+    # the tokenizer has none of the marks.
     head = [match.end() if match["named"] is None else text.index(">", match.start()) + 1 for match in matches]
     heads = np.array(head)
     at_token = ends[np.minimum(np.searchsorted(ends, heads), len(ends) - 1)] == heads
@@ -507,7 +517,7 @@ def _marks(text: str, ends: NDArray[np.int64], exact: bool) -> list[_Mark]:
 
 
 class _Walk:
-    """Goes through the marks once, with who speaks and what it is."""
+    """Walks through the marks once, tracking speaker and kind."""
 
     def __init__(
         self, text: str, ends: NDArray[np.int64], sampled: NDArray[np.bool_] | None, prompt_tokens: int
@@ -558,7 +568,7 @@ class _Walk:
         return self.spans
 
     def pass_by(self, start: int, stop: int) -> None:
-        """Text without marks."""
+        """Handle text without marks."""
         if start < stop and (self.observed or self.now.blank) and _VISIBLE.search(self.text, start, stop):
             if self.observed and self.now.role == "assistant":
                 token = int(np.searchsorted(self.ends, start))
@@ -594,7 +604,7 @@ class _Walk:
         elif role == "assistant":
             self.assistants(mark)
         else:
-            self.now.blank = False  # A mark that others only speak of.
+            self.now.blank = False  # a mark that is only mentioned
 
     def result(self, mark: _Mark, by_model: bool) -> None:
         role, kind = self.now.role, self.now.kind
@@ -602,7 +612,7 @@ class _Walk:
             self.now.blank = False
         elif mark.action == "open" and kind != "tool_result":
             if self.now.blank and self.now.opened:
-                # What a template writes as a user's message is the tool's from its first mark on.
+                # In a user message of the template, everything from the tool's first mark on is the tool's.
                 self.now.role, self.now.kind = "tool", "tool_result"
             else:
                 self.begin("tool", "tool_result", mark.first, mark.start)
@@ -621,7 +631,7 @@ class _Walk:
             self.begin("assistant", self.back if kind == "tool_call" else "text", mark.behind, mark.stop)
             self.back = "text"
         elif mark.action == "close" and mark.label == "think" and not self.thought and kind == "text":
-            # Its beginning was in a template, or cut away: all that the turn said so far was thought.
+            # The opening mark was in the template or cut off: the turn so far was thinking.
             self.thought = True
             for span in self.spans[self.turn :]:
                 span.kind = "think" if span.kind == "text" else span.kind
@@ -630,10 +640,10 @@ class _Walk:
 
 
 def _finished(text: str, ends: NDArray[np.int64], spans: list[_Span], mask: NDArray[np.bool_]) -> list[Segment]:
-    """Spans as segments: those without tokens go, and what holds marks alone joins a neighbour."""
+    """Convert spans to segments: empty ones are dropped, and those with only marks are merged into a neighbor."""
     merged: list[_Span] = []
     for before, span in pairwise(spans):
-        span.token = max(span.token, before.token)  # One token may hold the end of a mark and the begin of the next.
+        span.token = max(span.token, before.token)  # one token may contain the end of a mark and the start of the next
     for i, span in enumerate(spans):
         stop = spans[i + 1].token if i + 1 < len(spans) else len(ends)
         if stop <= span.token:
@@ -667,7 +677,7 @@ def _finished(text: str, ends: NDArray[np.int64], spans: list[_Span], mask: NDAr
 
 
 def _turns(spans: Sequence[_Span]) -> list[int]:
-    """The assistant's turn that each span is of, or comes before; what comes after the last has its number."""
+    """Return the assistant turn of each span, or the one it precedes; spans after the last have its index."""
     turns: list[int] = []
     turn, speaking = -1, False
     for span in spans:

@@ -1,10 +1,10 @@
 """Work that may hang (SQL, user regular expressions), in child processes that are killed at a time limit.
 
-The child (`python -m rollbook.inspect.workers`) reads jobs from standard input, one line of JSON each, and answers with
-one line each; it ends when its input ends.
+The child (`python -m rollbook.inspect.workers`) reads jobs from standard input, one line of JSON each, writes one line
+per answer, and exits at the end of its input.
 
-Invariant: when `run` returns or raises, the work has ended: a child that exceeds its time or memory is killed, and the
-next question gets a new one. Answers are strict JSON: no NaN, no number that loses digits. The child only reads.
+Invariant: when a call returns or raises, the work has ended: a child that exceeds its time or memory is killed, and the
+next job gets a new one. Answers are strict JSON: no NaN, no number that loses digits. The child only reads.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import RollbookError
 
+if TYPE_CHECKING:
+    from rollbook.inspect.trajectory import Json
+
 MOST_ROWS = 10_000
 MOST_BYTES = 16 << 20
-"""Of one answer."""
+"""Maximum size of an answer."""
 _GRACE = 1.0
-"""What a child gets beyond its time to say itself that it was late."""
+"""Extra time for a child to report that it was late."""
 _START_SECONDS = 60.0
 _RISKY = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
-"""What begins a formula, in a spreadsheet that takes the wide signs of East Asian scripts for them, too."""
+"""First characters of spreadsheet formulas, including full-width variants."""
 _WHOLE = 2**53
 
 
@@ -49,9 +52,12 @@ class QueryTimeoutError(RollbookError, ValueError):
 
 
 class Workers:
-    """A few children, started when they are first needed and kept for the next question.
+    """A pool of child processes, started on demand and reused.
 
-    `path` is what `open_source` opens, for SQL. `memory`: how many bytes of its own a child may hold.
+    Args:
+        path: Path or URL for `open_source`, for SQL.
+        children: Maximum number of child processes.
+        memory: Maximum private memory of a child in bytes.
 
     >>> with Workers() as workers:
     ...     workers.mask(["call 555-0199 now"], [r"\\d{3}-\\d{4}"], seconds=20)
@@ -72,7 +78,7 @@ class Workers:
         self._closed = False
 
     def sql(self, query: str, *, seconds: float = 30.0, rows: int = 1000) -> dict[str, Any]:
-        """{"columns": [...], "rows": [[...]], "truncated": bool} of one reading statement."""
+        """Run a read-only statement; return {"columns": [...], "rows": [[...]], "truncated": bool}."""
         if not isinstance(query, str) or not query.strip():
             raise ValueError(f"query: got {query!r}, expected one SELECT")
         if len(query) > 100_000:
@@ -84,12 +90,12 @@ class Workers:
         return table
 
     def mask(self, texts: Sequence[str], patterns: Sequence[str], *, seconds: float = 30.0) -> list[str]:
-        """The texts with every match of a pattern covered: a █ for each character, so that places stay."""
+        """Replace each character of every match of a pattern in the texts by █."""
         masked: list[str] = self._run({"job": "mask", "texts": list(texts), "patterns": list(patterns)}, seconds)
         return masked
 
     def close(self) -> None:
-        """End the children."""
+        """End the child processes."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -129,21 +135,21 @@ class Workers:
 
 
 class _Child:
-    """One process, ready for a question."""
+    """A child process that is ready for a job."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            # -P: the folder it is started in, which may be anybody's, is no place to import from.
+            # -P: do not import from the current folder, which may be untrusted.
             [sys.executable, "-P", "-m", "rollbook.inspect.workers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # the terminal's Ctrl-C is the server's, which then ends this
+            start_new_session=True,  # Ctrl-C goes to the server, which then ends the child
         )
         self.buffer = b""
         try:
-            # The time of a question does not pay for the start.
+            # The time limit of a job does not include the start.
             self._line(time.monotonic() + _START_SECONDS, None)
         except BaseException:
             self.kill()
@@ -157,7 +163,7 @@ class _Child:
         stdin = self.process.stdin
         if stdin is None:
             raise ValueError("the child has no input")
-        # A thread writes, since a child that reads slowly must not hold the time limit up.
+        # A thread writes, since a child that reads slowly must not delay the time limit.
         line = json.dumps({**job, "limit": seconds}).encode() + b"\n"
         writer = threading.Thread(target=_write, args=(stdin, line), daemon=True)
         writer.start()
@@ -168,12 +174,12 @@ class _Child:
         return answer
 
     def _line(self, until: float, memory: int | None) -> bytes:
-        """The next line that the child writes, looking at what it holds meanwhile."""
+        """Return the next line of the child's output, while checking its memory."""
         stdout = self.process.stdout
         if stdout is None:
             raise ValueError("the child has no output")
         pieces = [self.buffer]
-        # Not select(), which fails for the 1024th file of a process.
+        # Not select(), which fails for file descriptors from 1024 on.
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
             while b"\n" not in pieces[-1]:
@@ -199,7 +205,7 @@ class _Child:
                     stream.close()
 
 
-def _write(stream: Any, line: bytes) -> None:
+def _write(stream: IO[bytes], line: bytes) -> None:
     with contextlib.suppress(OSError, ValueError):
         view = memoryview(line)
         while view:
@@ -207,7 +213,7 @@ def _write(stream: Any, line: bytes) -> None:
 
 
 def _held(pid: int) -> int:
-    """How many bytes of its own a process holds; 0 where the system does not say."""
+    """Return the private memory of a process in bytes; 0 if unknown."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             match = re.search(rb"RssAnon:\s+(\d+) kB", file.read())
@@ -220,8 +226,8 @@ def _held(pid: int) -> int:
 
 
 def main() -> None:
-    """Answer jobs until there are no more."""
-    # What a library prints must not be taken for an answer.
+    """Answer jobs until the end of the input."""
+    # Output of libraries must not be read as an answer.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(2, sys.stdout.fileno())
     sources: dict[str, Any] = {}
@@ -234,7 +240,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         try:
             job = json.loads(line)
-            # Whoever asked ends this in time, or is dead; then the system does.
+            # The parent kills this in time; if it is dead, the system does.
             signal.setitimer(signal.ITIMER_REAL, job["limit"] + 2 * _GRACE)
             tell({"found": _answer(job, sources)})
         except Exception as error:
@@ -278,7 +284,7 @@ def _mask(texts: list[str], patterns: list[str]) -> list[str]:
 
 
 def _covered(text: str, patterns: list[re.Pattern[str]]) -> str:
-    # All patterns look at the text as it was: what one covers may be part of what another finds.
+    # All patterns are matched against the original text, since matches may overlap.
     spans = sorted(match.span() for pattern in patterns for match in pattern.finditer(text))
     pieces = []
     place = 0
@@ -290,8 +296,8 @@ def _covered(text: str, patterns: list[re.Pattern[str]]) -> str:
 
 
 def cell(value: Any) -> Any:
-    """A value of SQL as JSON that loses nothing a reader can see: NaN and infinities are their names, whole numbers
-    that JavaScript would round are text, bytes are hexadecimal digits, times are ISO.
+    """Convert a SQL value to JSON without visible loss: NaN and infinities as names, large integers as text, bytes as
+    hex, times in ISO format.
 
     >>> cell([1, 2**60, float("nan"), b"ab", {"x": None}])
     [1, '1152921504606846976', 'NaN', '0x6162', {'x': None}]
@@ -317,7 +323,7 @@ def cell(value: Any) -> Any:
 
 
 def as_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
-    """A table as CSV in which no cell of text is a formula to a spreadsheet: one that looks so gets a quote before it.
+    """Format a table as CSV; text cells that a spreadsheet would read as formulas are prefixed with a quote.
 
     >>> as_csv(["answer", "reward"], [["=1+1", -0.5], ["a,b", None]]).splitlines()
     [b'answer,reward', b"'=1+1,-0.5", b'"a,b",']
@@ -329,7 +335,7 @@ def as_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
     return text.getvalue().encode()
 
 
-def _csv_cell(value: Any) -> Any:
+def _csv_cell(value: Json) -> Any:
     if isinstance(value, (dict, list)):
         value = json.dumps(value, ensure_ascii=False)
     if isinstance(value, str) and value.startswith(_RISKY):

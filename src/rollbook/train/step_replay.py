@@ -82,8 +82,8 @@ class Tolerance:
     """Of new weights: the length of the difference, as a share of the update's."""
 
     def __str__(self) -> str:
-        numbers = f"{self.absolute:g} and {self.relative:g} of a number"
-        return f"{numbers}, {self.tokens:g} on the average over tokens, {self.update:g} of an update"
+        numbers = f"{self.absolute:g} absolute + {self.relative:g} relative"
+        return f"{numbers}, {self.tokens:g} mean over tokens, {self.update:g} of the norm of an update"
 
 
 HERE = Tolerance(1e-5, 1e-3, 1e-4, 1e-2)
@@ -157,7 +157,7 @@ def plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Mapping[st
     ['same', 'differs by rounding', 'same']
     """
     if not any(name in placement for placement in recorded for name in _PLAN):
-        return [skipped("plan", "the ledger has no places: another trainer acknowledged these records")]
+        return [skipped("plan", "the ledger has no plan: another trainer acknowledged these records")]
     checks: list[Check] = []
     pairs = list(zip(recorded, recomputed, strict=True))
     for name, quantity in (("minibatch", "plan: minibatches"), ("micro_batch", "plan: micro-batches")):
@@ -171,7 +171,7 @@ def plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Mapping[st
         verdict = DIFFERS if odd else SAME
         if odd and name == "micro_batch" and checks[0].verdict == SAME:
             verdict = ROUNDING
-            note = "cut for another token budget or layout, which changes numbers by rounding alone"
+            note = "another token budget or layout, which changes numbers only by rounding"
         checks.append(Check(quantity, shown[0], shown[1], float(odd), verdict, note))
     weights = [[_listed(placement.get("weight", 0.0)) for placement in side] for side in (recorded, recomputed)]
     return [*checks, compare_rows("plan: shares of tokens", weights[0], weights[1], EXACT)]
@@ -372,7 +372,7 @@ class Rebuilt:
         self.metrics = dict(book.metrics())
         self.traced = self.trace(step)
         if not self.traced.uids:
-            raise ValueError(f"step {step}: it learnt from nothing: every group was dropped, or nothing was there")
+            raise ValueError(f"step {step}: nothing was trained on: every group was dropped, or there were no records")
         self.own = self.records(self.traced)
         checkpoints = saving.saved(folder)
         before = [entry for entry in checkpoints if entry.step < step]
@@ -678,7 +678,7 @@ def change(
     records as they were learnt from, what came of it, and the update of the policy's weights."""
     before, learned, update = trained
     applied, left = choices(run.config, other)
-    notes = [f"{name}: of how records are made, which they are already; not replayed" for name in left]
+    notes = [f"{name}: affects only generation; not replayed" for name in left]
     leased = run.own
     run.put(weights)
     if other.algorithm.estimator is not None:
@@ -698,17 +698,17 @@ def change(
     if other.optimizer.name == run.config.optimizer.name:
         put_state(learner, state)
     else:
-        notes.append(f"optimizer.name: {other.optimizer.name} begins without a state")
+        notes.append(f"optimizer.name: {other.optimizer.name} starts without state")
     changed = learner.update(records, step=run.step, expert=flags, weights=run.weighed(run.traced, records))
     new = less(run.weights()["policy"], weights["policy"])
     rows = _advantages(before, records, len(leased))
     numbers: dict[str, tuple[float | None, float | None]] = {}
     old, now = [[abs(pair[k]) for _, pair in rows] for k in (0, 1)]
     if rows:
-        numbers["mean size of advantages"] = (float(np.mean(old)), float(np.mean(now)))
+        numbers["mean |advantage|"] = (float(np.mean(old)), float(np.mean(now)))
     for name in sorted({**learned.metrics, **changed.metrics}, key=rank):
         numbers[name] = (learned.metrics.get(name), changed.metrics.get(name))
-    numbers["length of the update"] = (float(update.norm()), float(new.norm()))
+    numbers["norm of the update"] = (float(update.norm()), float(new.norm()))
     moved = sorted(rows, key=lambda row: -abs(row[1][1] - row[1][0]))
     return Changed(
         applied,
@@ -843,7 +843,7 @@ class _Replay:
         self.checks, self.notes = self.out.checks, self.out.notes
         if not run.exact:
             where = "on a GPU" if run.on_gpu else f"in {config.model.precision}"
-            self.notes.append(f"trained {where}, replayed in float32 on the CPU: small differences are rounding")
+            self.notes.append(f"trained {where}, replayed in float32 on the CPU; small differences are rounding")
 
     def go(self, other: Config | None) -> ReplayResult:
         """All of it."""
@@ -875,7 +875,7 @@ class _Replay:
         losses = run.go_on()
         if steps:
             span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-            self.notes.append(f"the newest checkpoint before the step is {self.out.checkpoint}: {span} replayed first")
+            self.notes.append(f"replayed {span} first, from the newest checkpoint {self.out.checkpoint}")
             if losses:
                 old, new = [recorded for _, recorded, _ in losses], [loss for _, _, loss in losses]
                 self.checks.append(compare_rows(f"loss of {span}", old, new, self.out.tolerance))
@@ -889,7 +889,7 @@ class _Replay:
             names = ", ".join(list(traced.revised)[:3])
             self.notes.append(f"{len(traced.revised)} records were changed after the step, by {who}: {names}")
         if traced.lost:
-            self.notes.append(f"{traced.lost} records that were made with these have no bytes any more")
+            self.notes.append(f"the data of {traced.lost} records of these groups was removed")
 
     def _look_at_rewards(self) -> None:
         run, rewards = self.run, self.run.config.rewards
@@ -897,20 +897,20 @@ class _Replay:
         if not run.config.algorithm.needs_rollouts or (not rewards and not played):
             return
         if played:
-            self.checks.append(skipped("rewards: environment", "they came with its turns, not from the record"))
+            self.checks.append(skipped("rewards: environment", "given by the environment"))
         if not rewards:
             return
         try:
             source = builders.reward_of(rewards)
         except (ValueError, ImportError, OSError) as error:
-            self.checks.append(skipped("rewards", f"their source cannot be made: {error}"))
+            self.checks.append(skipped("rewards", f"the reward source cannot be created: {error}"))
             return
         local = [reward.remote is None and reward.model is None for reward in rewards]
         if all(local):
             recorded = [row.metrics.get("source") if played else row.reward for row in run.own]
             self.checks.append(self._rewards("rewards", source, recorded))
             return
-        self.checks.append(skipped("rewards", "a server or a model gives some of them"))
+        self.checks.append(skipped("rewards", "some come from a server or a model"))
         if isinstance(source, CombinedReward):
             for (name, part), is_local in zip(source.rewards.items(), local, strict=True):
                 if is_local:
@@ -921,7 +921,7 @@ class _Replay:
         """Scores of the step's records against those that were recorded, where there are both."""
         scored = [i for i, value in enumerate(recorded) if value is not None and not math.isnan(value)]
         if not scored:
-            return skipped(quantity, "no record has one")
+            return skipped(quantity, "not recorded")
         scores = self.run.scores(source, self.run.own.take(scored))
         source.close()
         valid = [k for k, error in enumerate(scores.errors) if error is None]
@@ -962,7 +962,7 @@ class _Replay:
         if moves:
             rows = [row for row in rows if _version(row) == run.step - 1]
             if not rows:
-                why = "these records were made by older policies, or do not say by which"
+                why = "the records are from older or unknown policy versions"
                 self.checks.append(skipped(quantity, why))
                 return
         compared = {row.eid.uid for row in rows}
@@ -983,10 +983,10 @@ class _Replay:
             return
         rows = [row for row in run.own if row.advantages is not None]
         if not rows:
-            self.checks.append(skipped("advantages", "none were recorded: they were made for the step alone"))
+            self.checks.append(skipped("advantages", "not recorded"))
             return
         if algorithm.reward_norm is not None:
-            why = "algorithm.reward_norm: the statistics of all rewards before the step are not recorded"
+            why = "algorithm.reward_norm: the statistics of earlier rewards are not recorded"
             self.checks.append(skipped("advantages", why))
             return
         try:
@@ -1005,7 +1005,7 @@ class _Replay:
         run, recorded = self.run, self.run.metrics.get(self.run.step, {})
         self.checks += plans(run.traced.places, learned.placements[: len(run.own)])
         if not recorded:
-            self.notes.append(f"the book has no metrics of step {run.step}: the run ended before they were written")
+            self.notes.append(f"no metrics of step {run.step}: the run ended before they were written")
         for name in sorted(learned.metrics, key=rank):
             if name in recorded:
                 counts = name in COUNTS or name.startswith("left_out/")
@@ -1036,7 +1036,7 @@ class _Replay:
             bound += 2**-8 * math.sqrt(sum(float(weight.double().square().sum()) for weight in saved.values()))
         far, most = float(gap.norm()), float(gap.abs().max())
         verdict = SAME if not most else ROUNDING if far <= bound else DIFFERS
-        note = f"the update's length, against {saving.name_of(self.run.step)}"
+        note = f"norm of the update, compared with {saving.name_of(self.run.step)}"
         return Check(quantity, lengths[0], lengths[1], most, verdict, note)
 
 

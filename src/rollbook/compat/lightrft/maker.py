@@ -241,7 +241,7 @@ class MakerConfig:
             kl_in="loss" if self.use_kl_loss else "reward",
             gamma=self.gamma,
             lam=self.lambd,
-            n=self.n_samples_per_prompt,
+            group_size=self.n_samples_per_prompt,
             advantage_clip=self.advantage_clip,
             normalize_advantages=normalize if self.advantages_norm else None,
             reward_clip=bounds,

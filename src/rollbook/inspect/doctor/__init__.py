@@ -9,8 +9,15 @@ Invariant: it reads an index of the run and changes nothing; every decision is a
 
 from __future__ import annotations
 
-from rollbook.inspect.doctor.checks import CHECKS, Check, describe_checks, format_report, render_markdown
-from rollbook.inspect.doctor.diagnosis import examine, triage
+from rollbook.inspect.doctor.checks import (
+    CHECKS,
+    Check,
+    describe_checks,
+    examine,
+    format_report,
+    render_markdown,
+    triage,
+)
 from rollbook.inspect.doctor.findings import SEVERITIES, CheckStatus, Diagnosis, Finding, Thresholds
 
 __all__ = [

@@ -1,50 +1,57 @@
-"""Results of the doctor: findings, the result of each check, and the diagnosis that holds them.
+"""Inputs and results of checks: `Samples` and `Thresholds` in, `Finding`, `CheckResult` and `Diagnosis` out.
 
-Invariant: `as_dict` is strict JSON; ids are the only text in it that came with the records.
+Invariant: `as_dict` returns strict JSON, and ids are the only text in it that comes from records. `Samples` has one row
+per record, in append order, and NaN (never 0) for a number that was not recorded. `Samples.there` is `False` for failed
+runs, which only count toward their groups, and for records that a saver selected.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from rollbook.core.checks import check_choice
+from rollbook.inspect.statistics import Floats, Ints, Mask, Series, by_step
 
 Severity = Literal["high", "medium", "low"]
 SEVERITIES: tuple[Severity, ...] = ("high", "medium", "low")
-"""high: training does harm or has no effect. medium: part of it is wasted or biased. low: worth a look."""
+"""high: training is harmful or has no effect. medium: part of it is wasted or biased. low: informational."""
 EVIDENCE = 24
-"""Most ids in a finding."""
+"""Maximum number of ids in a finding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One problem, where it is, and what to do."""
+    """A triggered check, with evidence and a recommendation."""
 
     check: str
-    """Its id, one of `CHECKS`."""
+    """Id of the check, a key of `CHECKS`."""
     severity: Severity
     title: str
-    """One line, with the number that matters."""
+    """One line, with the main number."""
     detail: str
-    """The numbers behind it, and what they were compared with."""
+    """The numbers, and the threshold that was exceeded."""
     recommendation: str
     steps: tuple[int, int]
-    """First and last step it concerns."""
+    """First and last affected step."""
     uids: tuple[str, ...]
-    """The most telling records, at most 24, the same ones each time."""
+    """Ids of the clearest examples, at most 24; deterministic."""
     count: int
-    """Number of records it concerns."""
+    """Number of affected records."""
     filter: str
-    """Opens those records in the viewer's list (and in `rollbook ls --where`); "" where no filter can say it."""
+    """Filter that selects those records in the viewer and in `rollbook ls --where`; "" if no filter can."""
     share: float = 0.0
-    """Share of the examined records that it concerns; orders findings of equal severity."""
+    """Share of affected records; orders findings of equal severity."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Strict JSON."""
+        """Return strict JSON."""
         return asdict(self) | {"steps": list(self.steps), "uids": list(self.uids)}
 
 
@@ -53,7 +60,7 @@ class CheckStatus(NamedTuple):
 
     check: str
     status: Literal["ok", "found", "explained", "not judged"]
-    """explained: triggered, but follows from another finding; fixing that one fixes it."""
+    """explained: triggered, but caused by another finding."""
     why: str
 
 
@@ -87,19 +94,19 @@ class Diagnosis:
 
     source: str
     findings: tuple[Finding, ...]
-    """By severity, then by how many of the records each concerns."""
+    """Sorted by severity, then by share of affected records."""
     checks: tuple[CheckStatus, ...]
-    """Every check, in the order of `CHECKS`."""
+    """Status of every check, in the order of `CHECKS`."""
     records: int
     steps: tuple[int, int] | None
     """First and last examined step; `None` without records."""
     evaluation: bool = False
     left_out: int = 0
-    """Records that a saver selected for their content: shares are not judged on them."""
+    """Records that a saver selected for their content; excluded, since they would bias shares."""
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no findings."""
         return not self.findings
 
     @property
@@ -108,9 +115,14 @@ class Diagnosis:
         return sum(check.status != "not judged" for check in self.checks)
 
     def status(self, fail_on: str = "medium") -> int:
-        """Return the exit status of the command: 1 for a finding of severity `fail_on` or higher, else 0.
+        """Return the exit status of `rollbook doctor`.
 
-        `fail_on` may be "never". (Status 2 is for input that could not be read.)
+        Args:
+            fail_on: Lowest severity that fails, or "never".
+
+        Returns:
+            1 if there is a finding of severity `fail_on` or higher, otherwise 0. (The command returns 2 for unreadable
+            input.)
         """
         check_choice("fail_on", fail_on, (*SEVERITIES, "never"))
         if fail_on == "never":
@@ -119,7 +131,7 @@ class Diagnosis:
         return int(any(finding.severity in bad for finding in self.findings))
 
     def as_dict(self) -> dict[str, Any]:
-        """Strict JSON."""
+        """Return strict JSON."""
         return {
             "source": self.source,
             "healthy": self.healthy,
@@ -133,7 +145,7 @@ class Diagnosis:
 
 
 def percent(share: float) -> str:
-    """A share for people.
+    """Format a share as a percentage.
 
     >>> percent(0.314), percent(0.0042), percent(0.0), percent(0.999), percent(1.0)
     ('31%', '0.42%', '0%', '99.9%', '100%')
@@ -145,7 +157,7 @@ def percent(share: float) -> str:
 
 
 def amount(value: float) -> str:
-    """A number for people: three digits that count.
+    """Format a number with three significant digits.
 
     >>> amount(0.123456), amount(1234.5), amount(-2.0), amount(0.00001234), amount(123456.0)
     ('0.123', '1,234', '-2', '1.23e-05', '123,456')
@@ -154,7 +166,7 @@ def amount(value: float) -> str:
 
 
 def exact(value: float) -> str:
-    """A number for a filter: as it is, so that a comparison with it holds for the sample it was taken from.
+    """Format a number for a filter without loss, so that a comparison holds for the sample it comes from.
 
     >>> exact(0.1), exact(3.0), exact(1e-7)
     ('0.1', '3', '1e-07')
@@ -163,7 +175,7 @@ def exact(value: float) -> str:
 
 
 def rank_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Sort findings, the worst first."""
+    """Sort findings, the most severe first."""
     return tuple(
         sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), -finding.share, finding.check))
     )
@@ -171,7 +183,13 @@ def rank_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """When a check is triggered.
+    """Thresholds at which checks are triggered.
+
+    Args:
+        **thresholds: Values by name; the docstrings of the fields describe them.
+
+    Raises:
+        ValueError: If a value is out of range or of the wrong type.
 
     >>> Thresholds.of("zero_variance=0.8", "groups=4") == Thresholds(zero_variance=0.8, groups=4)
     True
@@ -181,87 +199,83 @@ class Thresholds:
     ValueError: threshold 'zero_varianse' is not known; did you mean 'zero_variance'?
     """
 
-    # How much data is needed, and how sure the doctor must be.
+    # Required data and significance.
 
     samples: int = 32
-    """Fewest samples on which a share or a mean is judged: with fewer, the error of a share is above 0.15."""
+    """Minimum number of samples for a share or a mean; with fewer, the error of a share is above 0.15."""
     groups: int = 8
-    """Fewest groups on which anything about groups is judged."""
+    """Minimum number of groups for statistics over groups."""
     certainty: float = 2.0
-    """Standard errors by which a share must be above its threshold: 2 is one false alarm in 40 at the threshold itself,
-    and far fewer in a run that is well below it."""
+    """Standard errors by which a share must exceed its threshold; 2 gives one false alarm in 40 exactly at the
+    threshold, and far fewer below it."""
     trend_steps: int = 4
-    """Fewest steps in which a trend is looked for; shorter runs are judged on levels alone."""
+    """Minimum number of steps for a trend; shorter runs are checked on levels only."""
     trend: float = 1.64
-    """How clear a trend must be, as the z of a Mann-Kendall test: 1.64 is 5% on one side, about what 4 steps can
-    give."""
+    """Minimum |z| of a Mann-Kendall test; 1.64 is 5% one-sided, about what 4 steps can reach."""
     window: float = 0.25
-    """The share of the steps that is "recent", and the share that is "early"."""
+    """Share of the steps that counts as "recent", and as "early"."""
     window_steps: int = 16
-    """Most steps in either, so that a long run is not judged by what has long passed."""
+    """Maximum number of steps in either window."""
     window_samples: int = 96
-    """Levels are read from the recent steps, or from as many more as it takes to have this many samples."""
+    """The recent window is extended until it has this many samples."""
 
     order_samples: int = 256
-    """The same for what is read from the order of samples within groups, which says less per sample."""
+    """Same as `window_samples`, for checks on the order of samples within groups."""
 
     # Rewards.
 
     zero_variance: float = 0.6
-    """Share of recent groups whose samples all have one reward. Up to half is usual in runs with binary rewards; above
-    0.6 most of what is generated gives no gradient. In groups of 2 or 3 chance alone gives so many that the threshold
-    is moved up, half way from what chance gives to 1."""
+    """Share of recent groups whose samples all have the same reward. Up to 0.5 is common with binary rewards. For
+    groups of 2 or 3 it is raised to half way between the share by chance and 1."""
     reward_collapse: float = 0.5
     """Share of the best window's reward, above the run's floor (5th percentile), that the recent window has lost."""
     saturation: float = 0.95
-    """Share of recent samples at the run's top reward: with more, groups of 8 are all alike two times in three."""
+    """Share of recent samples at the run's top reward; above it, two of three groups of 8 have zero variance."""
     top: float = 0.02
-    """How near to the run's top reward is "at the top", as a share of the range from lowest to highest."""
+    """Distance from the run's top reward that counts as "at the top", as a share of the reward range."""
     good_reward: float = 0.8
-    """Where in the range of rewards (1st to 99th percentile) a sample counts as rewarded."""
+    """Position in the reward range (1st to 99th percentile) from which on a sample counts as rewarded."""
     truncation: float = 0.5
-    """Share of recent samples that were cut off at a limit of tokens or turns. Runs that learn to think longer reach
-    0.2 to 0.3."""
+    """Share of recent samples truncated at a token or turn limit. Runs that learn to think longer reach 0.2 to 0.3."""
     truncation_rewarded: float = 0.1
-    """Share of truncated samples that are rewarded: an answer that was cut off is seldom right."""
+    """Share of truncated samples that are rewarded."""
     length_reward: float = 0.75
-    """How far the order of rewards within a group is that of lengths: Somers' d, 0 is not at all, 1 is wholly. Right
-    answers that are somewhat shorter give 0.2 to 0.5."""
+    """Somers' d between reward and length within groups; correct answers that are somewhat shorter give 0.2 to 0.5."""
     format_reward: float = 0.9
-    """How far the order of rewards within a group is that of its format part alone: Somers' d."""
+    """Somers' d between reward and its format part within groups."""
     dominance: float = 0.9
-    """How far the order of rewards within a group is that of one part alone: Somers' d."""
+    """Somers' d between reward and one of its parts within groups."""
     influence: float = 0.2
-    """Somers' d, over the pairs in which a part differs, up to which it has no say; and the share of pairs in which a
-    part must differ to count as one that varies."""
+    """Somers' d, over the pairs in which a part differs, up to which it has no influence; also the share of pairs in
+    which a part must differ to count as varying."""
     advantage_mean: float = 0.1
-    """Mean advantage, in standard deviations of it. Estimators with a baseline centre it at 0."""
+    """Mean advantage, in standard deviations."""
 
     evaluation_fall: float = 0.05
-    """How far the mean reward of held-out prompts may be below its best, as a share of the range of rewards."""
+    """Drop of the held-out reward from its best, as a share of the reward range."""
 
     # The policy.
 
     entropy_floor: float = 0.03
-    """Mean entropy per token, in nats, below which sampling hardly explores; usual runs have 0.1 to 1."""
+    """Mean entropy per token, in nats; typical runs have 0.1 to 1."""
     entropy_fall: float = 0.25
-    """Recent entropy as a share of the early one, with a falling trend. A fall to a third is usual in healthy runs."""
+    """Recent entropy as a share of the early one, with a falling trend; healthy runs drop to about a third."""
     length_growth: float = 2.0
     """Recent mean length as a multiple of the early one, with a rising trend."""
     length_gain: float = 0.1
-    """A rise of the reward, as a share of its range, that makes growing lengths worth their price."""
+    """Rise of the reward, as a share of its range, that justifies growing lengths."""
     mismatch: float = 0.05
-    """Mean |log-prob of the trainer - log-prob of the engine| per token, in nats; bf16 engines have 0.005 to 0.03."""
+    """Mean |old_logprobs - logprobs| per token, in nats; bf16 engines have 0.005 to 0.03."""
     mismatch_share: float = 0.1
-    """Share of samples above `mismatch` at which a step triggers the check."""
+    """Share of samples above `mismatch`."""
     mismatch_lag: int = 1
-    """Samples up to this many versions old are compared: older ones differ because the policy has moved."""
+    """Maximum age, in policy versions, of samples compared for mismatch."""
     kl: float = 1.0
-    """Mean KL to the reference per token (k3), in nats. Runs with a KL penalty stay below 0.2."""
+    """Mean KL to the reference per token (k3), in nats; runs with a KL penalty stay below 0.2."""
     kl_growth: float = 8.0
-    """Recent KL as a multiple of that of the steps before, with a rising trend: steady growth from 0 gives 2 to 3."""
+    """Recent KL as a multiple of that of earlier steps, with a rising trend; steady growth from 0 gives 2 to 3."""
     kl_least: float = 0.1
-    """KL below which growth does not matter, in nats."""
+    """KL below which growth is ignored, in nats."""
 
     # Samples.
 
@@ -270,27 +284,27 @@ class Thresholds:
     loop_share: float = 0.5
     """Share of a response that must be repetition for the sample to count as a loop."""
     duplicates: float = 0.1
-    """Share of samples whose response is, token for token, one that its group already has."""
+    """Share of responses that are identical to another one of their group."""
     duplicate_tokens: int = 16
-    """Responses shorter than this are alike by chance, and are not counted."""
+    """Minimum number of tokens for a response to count as a duplicate."""
     nan_records: float = 0.0
-    """Share of records with a NaN or infinity in a per-token field; more than this triggers the check."""
+    """Share of records with NaN/Inf in a per-token field."""
     nan_rewards: float = 0.01
-    """Share of records whose reward is NaN ("could not be scored"); a sandbox that fails now and then stays below."""
+    """Share of records whose reward is NaN (not scored)."""
 
-    # The flow of data.
+    # Data flow.
 
     stale_lag: int = 4
-    """Versions behind the trainer above which a sample is stale. Where a step moves the version by more than one, it is
-    counted in steps."""
+    """Versions behind the trainer above which a sample is stale; counted in steps if a step advances several
+    versions."""
     stale: float = 0.2
     """Share of samples that are stale."""
     keep_bias: float = 0.2
-    """Difference between the share of the shortest and of the longest quarter of each step that was trained on."""
+    """Difference between the shares trained on of the shortest and longest quarter of each step."""
     incomplete: float = 0.05
-    """Share of groups that lack runs although later steps have come."""
+    """Share of incomplete groups."""
     patience: int = 2
-    """Steps that must have come after a group's own before it counts as one that will not be complete."""
+    """Number of later steps after which a group counts as incomplete."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -305,9 +319,16 @@ class Thresholds:
                 raise ValueError(f"threshold {field.name!r}: got {value!r}, expected a number {limit}")
 
     @classmethod
-    def of(cls, *sources: Thresholds | Mapping[str, Any] | str | None, **named: Any) -> Thresholds:
-        """Thresholds from others, from mappings, from texts "name=value" (several may be joined by commas) and from
-        keywords; what is given later wins, `None` gives nothing."""
+    def of(cls, *sources: Thresholds | Mapping[str, Any] | str | None, **named: float) -> Thresholds:
+        """Combine thresholds; later values win.
+
+        Args:
+            *sources: Thresholds, mappings, texts "name=value" (comma-separated), or `None`.
+            **named: Values by name.
+
+        Raises:
+            ValueError: For an unknown name or a bad value.
+        """
         thresholds = cls()
         for source in (*sources, named):
             if isinstance(source, Thresholds):
@@ -323,7 +344,7 @@ class Thresholds:
         return thresholds
 
     def but(self, changes: Mapping[str, Any]) -> Thresholds:
-        """These, with some of them changed; numbers may come as texts."""
+        """Return a copy with changes by name; numbers may be given as text."""
         defaults = {field.name: field.default for field in fields(self)}
         values: dict[str, Any] = {}
         for name, value in changes.items():
@@ -345,7 +366,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "trend_steps": (3.0, math.inf),
     "window": (0.01, 0.5),
 }
-"""What is not here is a share."""
+"""Allowed ranges; all other thresholds are shares."""
 
 
 def _parsed(text: str) -> tuple[str, str]:
@@ -363,7 +384,7 @@ def _number(name: str, text: str, is_int: bool) -> float:
         raise ValueError(f"threshold {name!r}: got {text!r}, expected {expected}") from None
 
 
-def _near(name: object, names: Iterable[str]) -> str:
+def _near(name: str, names: Iterable[str]) -> str:
     matches = difflib.get_close_matches(str(name), list(names), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
@@ -379,4 +400,247 @@ TRIAGE = Thresholds(
     stale=0.05,
     incomplete=0.0,
 )
-"""Lower thresholds for what is worth a look: the queue of the viewer's overview."""
+"""Lower thresholds for the findings on the viewer's overview page."""
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+NUMBERS = (
+    *("reward", "advantage", "length", "response_tokens", "trained_tokens", "lag", "version_max", "group_size"),
+    *("entropy", "logprob", "kl", "mismatch", "nans", "repetition", "loop_at"),
+)
+WHOLE = ("step", "run", "scored")
+TEXTS = ("uid", "gid", "status", "state", "removed_reason", "kept", "parent", "parts", "digest", "prompt")
+COLUMNS = (*TEXTS, *WHOLE, *NUMBERS)
+"""The columns of the index's table `samples` that the doctor reads."""
+
+_LARGEST = 1e100
+"""Larger numbers are treated as infinite, since their squares overflow."""
+_BY_CHANCE = ("all", "first", "random")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups with at least two scored runs."""
+
+    code: Ints
+    """[K] code of the group in `Samples.group`"""
+    low: Floats
+    high: Floats
+    mean: Floats
+    """[K] over its scored samples"""
+    runs: Ints
+    step: Ints
+    """[K] last step of the group"""
+
+
+class Samples:
+    """Records as numpy columns.
+
+    Args:
+        columns: Values by column name; "uid", "step" and "run" are required.
+        apart: Condition added to filters, because the index has other records too.
+        evaluations: Evaluation records of the same run.
+
+    >>> rows = {"uid": ["a", "b"], "gid": ["g", "g"], "step": [0, 0], "run": [0, 1], "reward": [1.0, None]}
+    >>> samples = Samples(rows)
+    >>> len(samples), samples.reward.tolist(), samples.truncated.tolist()
+    (2, [1.0, nan], [False, False])
+    """
+
+    def __init__(
+        self, columns: Mapping[str, Sequence[Any]], apart: str = "", evaluations: Samples | None = None
+    ) -> None:
+        n = len(columns["uid"])
+        self.evaluations = evaluations
+        self._apart = apart
+        empty = [None] * n
+        texts = {name: columns.get(name, empty) for name in TEXTS}
+        numbers = {name: np.array(columns.get(name, empty), np.float64) for name in NUMBERS}
+        beyond = np.abs(numbers["reward"]) > _LARGEST
+        for column in numbers.values():
+            column[np.abs(column) > _LARGEST] = np.nan
+        self.uid: Sequence[str] = texts["uid"]
+        self.step: Ints = np.array(columns["step"], np.int64)
+        self.run: Ints = np.array(columns["run"], np.int64)
+        self.group, self.gids = encode_texts(texts["gid"])
+        self.digest, _ = encode_texts(texts["digest"])
+        self.prompt, _ = encode_texts(texts["prompt"])
+        """[N] code of the prompt, the same in every step"""
+        # Records removed to save space still have their numbers; failed ones never had any.
+        self.there: Mask = np.array([not reason for reason in texts["removed_reason"]], bool) | (numbers["length"] > 0)
+        # Records that a saver selected for their content would bias shares.
+        self.chosen: Mask = np.array(
+            [bool(policy) and not policy.startswith(_BY_CHANCE) for policy in texts["kept"]], bool
+        )
+        self.partial = any(policy and not policy.startswith("all") for policy in texts["kept"])
+        """Whether a saver kept only some of the records."""
+        self.there &= ~self.chosen
+        self.status = np.array([text or "" for text in texts["status"]], "U12")
+        self.state = np.array([text or "" for text in texts["state"]], "U12")
+        self.derived: Mask = np.array([text is not None for text in texts["parent"]], bool)
+        """[N] derived from another record, so that equal content is expected"""
+        self.unscorable: Mask = np.array(columns.get("scored", empty), np.float64) == 2
+        self.unscorable |= beyond
+        self.reward: Floats = np.where(self.there & ~self.unscorable, numbers["reward"], np.nan)
+        self.advantage = numbers["advantage"]
+        self.tokens: Floats = np.where(self.there, numbers["response_tokens"], np.nan)
+        self.trained_tokens = numbers["trained_tokens"]
+        self.lag = numbers["lag"]
+        self.version = numbers["version_max"]
+        self.group_size = numbers["group_size"]
+        self.entropy = numbers["entropy"]
+        self.logprob = numbers["logprob"]
+        self.kl = numbers["kl"]
+        self.mismatch = numbers["mismatch"]
+        self.nans = numbers["nans"]
+        self.repetition = numbers["repetition"]
+        self.loop_at = numbers["loop_at"]
+        self._parts = texts["parts"]
+
+    def __len__(self) -> int:
+        return len(self.uid)
+
+    @cached_property
+    def truncated(self) -> Mask:
+        """[N] truncated at a limit"""
+        return np.asarray(self.status == "truncated")
+
+    @cached_property
+    def dropped(self) -> Mask:
+        """[N] dropped before training"""
+        return np.asarray(self.state == "dropped")
+
+    @cached_property
+    def steps(self) -> Ints:
+        """Steps that have records, ascending."""
+        return np.unique(self.step[self.there])
+
+    @cached_property
+    def low(self) -> float:
+        """The run's lowest reward."""
+        return float(np.nanmin(self.reward)) if np.isfinite(self.reward).any() else math.nan
+
+    @cached_property
+    def high(self) -> float:
+        """The run's highest reward."""
+        return float(np.nanmax(self.reward)) if np.isfinite(self.reward).any() else math.nan
+
+    @cached_property
+    def constant(self) -> bool:
+        """Whether all rewards of the run are equal."""
+        return self.high - self.low <= 1e-9 * max(1.0, abs(self.high))
+
+    def window(self, count: int, thresholds: Thresholds) -> int:
+        """Return how many of `count` steps are recent."""
+        least = 2 if count >= 4 else 1
+        return max(least, min(math.ceil(count * thresholds.window), thresholds.window_steps))
+
+    def recent(self, thresholds: Thresholds, enough: int | None = None) -> Mask:
+        """Return [N] the samples of recent steps, extended until there are enough samples."""
+        steps, counts = np.unique(self.step[self.there], return_counts=True)
+        if not len(steps):
+            return np.zeros(len(self), bool)
+        w = self.window(len(steps), thresholds)
+        behind = np.cumsum(counts[::-1])
+        w = max(w, int(np.searchsorted(behind, thresholds.window_samples if enough is None else enough)) + 1)
+        return np.asarray(self.there & (self.step >= steps[-min(w, len(steps))]))
+
+    def series(self, values: Floats, mask: Mask | None = None, *, median: bool = False) -> Series:
+        """Return values by step, over the records that are there."""
+        use = self.there if mask is None else self.there & mask
+        return by_step(self.step[use], values[use], median=median)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Groups with at least two scored runs."""
+        use = np.isfinite(self.reward)
+        code, reward = self.group[use], self.reward[use]
+        k = len(self.gids)
+        low, high = np.full(k, np.inf), np.full(k, -np.inf)
+        np.minimum.at(low, code, reward)
+        np.maximum.at(high, code, reward)
+        step = np.full(k, np.iinfo(np.int64).min, np.int64)
+        np.maximum.at(step, code, self.step[use])
+        runs = count_distinct(code, self.run[use], k)
+        counts = np.bincount(code, minlength=k)
+        mean = np.bincount(code, reward, minlength=k) / np.maximum(counts, 1)
+        some = np.flatnonzero(runs >= 2)
+        return Groups(some, low[some], high[some], mean[some], runs[some], step[some])
+
+    @cached_property
+    def blocks(self) -> Ints:
+        """[N] block within which samples are compared: the group, or the step if groups have one sample."""
+        scored = np.isfinite(self.reward)
+        grouped = int(self.groups.runs.sum())
+        return self.group if 2 * grouped >= int(scored.sum()) else self.step
+
+    def parts(self, places: Ints) -> dict[str, Floats]:
+        """Return reward parts [places] by name; NaN for records without the part."""
+        parts: dict[str, Floats] = {}
+        for row, i in enumerate(places.tolist()):
+            text = self._parts[i]
+            if not text or text == "{}":
+                continue
+            for name, value in json.loads(text).items():
+                if isinstance(value, (int, float)) and abs(value) <= _LARGEST:
+                    if name not in parts:
+                        parts[name] = np.full(len(places), np.nan)
+                    parts[name][row] = value
+        return dict(sorted(parts.items()))
+
+    def evidence(self, mask: Mask, by: Floats, *, apart: bool = False) -> tuple[str, ...]:
+        """Return the ids of up to `EVIDENCE` records of `mask` with the largest `by`; ties go to later records.
+
+        Args:
+            mask: [N] candidates.
+            by: [N] sort key.
+            apart: Take one record of each group before a second one of any group.
+        """
+        places = np.flatnonzero(mask)
+        order = places[np.lexsort((-places, -np.nan_to_num(by[places], nan=-np.inf)))]
+        if apart:
+            _, first = np.unique(self.group[order], return_index=True)
+            lead = np.sort(first)
+            order = np.concatenate([order[lead], np.delete(order, lead)])
+        return tuple(str(self.uid[i]) for i in order[:EVIDENCE])
+
+    def where(self, condition: str, first: int, last: int | None = None) -> str:
+        """Return a viewer filter for a condition within steps; clauses that always hold are omitted."""
+        clauses = [condition] if condition else []
+        if len(self.steps) and first > self.steps[0]:
+            clauses.append(f"step >= {first}")
+        if len(self.steps) and last is not None and last < self.steps[-1]:
+            clauses.append(f"step <= {last}")
+        if self._apart:
+            clauses.append(self._apart)
+        return " and ".join(clauses)
+
+    def span(self, mask: Mask) -> tuple[int, int]:
+        """Return the first and last step of the records of `mask`."""
+        return int(self.step[mask].min()), int(self.step[mask].max())
+
+
+def encode_texts(texts: Sequence[Any]) -> tuple[Ints, list[Any]]:
+    """Encode texts as codes in order of first appearance (-1 for `None`); return the codes and the texts by code.
+
+    >>> numbers, names = encode_texts(["b", None, "a", "b"])
+    >>> numbers.tolist(), names
+    ([0, -1, 1, 0], ['b', 'a'])
+    """
+    codes: dict[Any, int] = {}
+    numbers = [-1 if text is None else codes.setdefault(text, len(codes)) for text in texts]
+    return np.array(numbers, np.int64), list(codes)
+
+
+def count_distinct(block: Ints, value: Ints, blocks: int) -> Ints:
+    """Return [blocks] the number of distinct values of each block.
+
+    >>> count_distinct(np.array([0, 0, 0, 2]), np.array([5, 5, 6, 5]), 3).tolist()
+    [2, 0, 1]
+    """
+    order = np.lexsort((value, block))
+    block, value = block[order], value[order]
+    new = np.ones(len(block), bool)
+    new[1:] = (block[1:] != block[:-1]) | (value[1:] != value[:-1])
+    return np.bincount(block[new], minlength=blocks).astype(np.int64)

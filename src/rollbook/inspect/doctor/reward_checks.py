@@ -1,7 +1,7 @@
-"""Checks on rewards: groups without variance, collapse, saturation, uncentered advantages, and what the reward follows.
+"""Checks on rewards: zero-variance groups, collapse, saturation, uncentered advantages, and what drives the reward.
 
-Invariant: what the reward follows (length, format, one part) is judged by order within a group, or within a step where
-groups have one sample. Advantages are made of that order, and neither units nor prompt difficulty affect it.
+Invariant: what drives the reward (length, format, one part) is measured by order within a group, or within a step if
+groups have one sample. Advantages depend on that order, and units and prompt difficulty do not affect it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from rollbook.inspect.doctor.findings import (
     CheckResult,
     Finding,
+    Samples,
     Severity,
     Thresholds,
     amount,
@@ -23,28 +24,26 @@ from rollbook.inspect.doctor.findings import (
     skipped,
     triggered,
 )
-from rollbook.inspect.doctor.samples import Samples
 from rollbook.inspect.statistics import Floats, Ints, Mask, Order, Pairs, Series, at_least, fit_weights, order, pairs
 
 _SOLVED = (
-    "Where all samples are right, the prompts are solved: sample harder ones (or weigh prompts by how often they "
-    "fail), and drop groups of one reward before training (dynamic sampling), so that the batch is filled with groups "
-    "that teach."
+    "Solved groups: use harder prompts (or weight prompts by failure rate), and drop zero-variance groups before "
+    "training (dynamic sampling) to fill the batch with informative groups."
 )
 _UNSOLVED = (
-    "Where all samples are wrong, the prompts are too hard: begin with easier ones, take more samples per prompt or a "
-    "higher temperature, give credit for parts of an answer, and check that the grader accepts a right one."
+    "Unsolved groups: start with easier prompts, use more samples per prompt or a higher temperature, give partial "
+    "credit, and check that the grader accepts correct answers."
 )
 _ALIKE = (
-    "Where all samples get the same reward in between, it does not tell the answers apart: make it finer (credit for "
-    "parts, or a model's score beside the rule), and drop groups of one reward before training (dynamic sampling)."
+    "Groups with equal intermediate rewards: the reward does not distinguish the answers. Refine it (partial credit, "
+    "or a model's score in addition to the rule), and drop zero-variance groups before training (dynamic sampling)."
 )
 _ADVISED = 0.25
-"""Advice is given for each kind of group that is at least so large a share of those without variance."""
+"""Share of the zero-variance groups from which on a kind of group gets a recommendation."""
 
 
 def check_zero_variance(samples: Samples, t: Thresholds) -> CheckResult:
-    """Groups whose samples all have the same reward: their advantages are 0."""
+    """Check for groups whose samples all have the same reward."""
     groups = samples.groups
     if not len(groups.code):
         return skipped("no group has two scored samples")
@@ -53,13 +52,13 @@ def check_zero_variance(samples: Samples, t: Thresholds) -> CheckResult:
     use = groups.step >= first
     total = int(use.sum())
     if total < t.groups:
-        return skipped(f"only {total} recent groups have two scored samples, {t.groups} are needed")
+        return skipped(f"only {total} recent groups have two scored samples, {t.groups} required")
     flat = use & (groups.high - groups.low <= 1e-9 * np.maximum(1.0, np.abs(groups.high)))
     size = float(np.median(groups.runs[use]))
     bar = max(t.zero_variance, (1 + 2 ** (1 - size)) / 2 if size <= 3 else 0.0)
     share = float(flat.sum()) / total
     if at_least(int(flat.sum()), total, t.certainty) <= bar:
-        return passed(f"{percent(share)} of {total} recent groups have one reward; triggered above {percent(bar)}")
+        return passed(f"{percent(share)} of {total} recent groups have zero variance; triggered above {percent(bar)}")
     top, bottom = samples.high, samples.low
     solved = int((flat & (groups.low >= top)).sum()) if top > bottom or top > 0 else 0
     unsolved = int((flat & (groups.high <= bottom)).sum()) if top > bottom or top <= 0 else 0
@@ -69,7 +68,7 @@ def check_zero_variance(samples: Samples, t: Thresholds) -> CheckResult:
     severity: Severity = "high" if share >= (1 + bar) / 2 else "medium"
     after = ""
     if given_up > 0.9:
-        severity, after = "low", " They were dropped before training: this costs generation, not gradient."
+        severity, after = "low", " They were dropped before training, so only generation is wasted."
     kinds = sorted([(solved, _SOLVED), (unsolved, _UNSOLVED), (alike, _ALIKE)], key=lambda kind: -kind[0])
     recommendation = " ".join(text for count, text in kinds if count >= _ADVISED * int(flat.sum()))
     first, last = samples.span(member)
@@ -77,10 +76,9 @@ def check_zero_variance(samples: Samples, t: Thresholds) -> CheckResult:
         Finding(
             "zero-variance",
             severity,
-            f"{percent(share)} of groups have one reward and teach nothing",
-            f"Of {total} groups in steps {first} to {last}, {int(flat.sum())} have the same reward for every sample: "
-            f"{solved} all solved, {unsolved} all unsolved, {alike} alike in between. Triggered above "
-            f"{percent(bar)}.{after}",
+            f"{percent(share)} of groups have zero reward variance",
+            f"{int(flat.sum())} of {total} groups in steps {first} to {last} have the same reward for every sample: "
+            f"{solved} solved, {unsolved} unsolved, {alike} in between. Triggered above {percent(bar)}.{after}",
             recommendation,
             (first, last),
             samples.evidence(member, samples.step.astype(np.float64), apart=True),
@@ -92,11 +90,11 @@ def check_zero_variance(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def check_reward_collapse(samples: Samples, t: Thresholds) -> CheckResult:
-    """The reward has fallen far below what it was, or there never was any."""
+    """Check for a reward that dropped far below its earlier level, or was never positive."""
     scored = np.isfinite(samples.reward)
     n = int(scored.sum())
     if n < t.samples:
-        return skipped(f"only {n} samples are scored, {t.samples} are needed")
+        return skipped(f"only {n} samples are scored, {t.samples} required")
     if samples.constant:
         if samples.high > 0:
             return passed(f"all rewards are {amount(samples.high)}")
@@ -104,10 +102,10 @@ def check_reward_collapse(samples: Samples, t: Thresholds) -> CheckResult:
             Finding(
                 "reward-collapse",
                 "high",
-                f"Every reward is {amount(samples.high)}: nothing is learned",
+                f"Every reward is {amount(samples.high)}: no learning signal",
                 f"All {n} scored samples have reward {amount(samples.high)}.",
-                "Look at some answers: if right ones are among them, the grader or the answer's extraction is broken; "
-                "if not, begin with easier prompts, or fine-tune on some solutions first.",
+                "Read some answers. If some are correct, the grader or the answer extraction is broken. If none are, "
+                "start with easier prompts, or fine-tune on solutions first.",
                 samples.span(scored),
                 samples.evidence(scored, samples.step.astype(np.float64), apart=True),
                 n,
@@ -117,11 +115,11 @@ def check_reward_collapse(samples: Samples, t: Thresholds) -> CheckResult:
         )
     series = samples.series(samples.reward)
     if len(series) < t.trend_steps:
-        return skipped(f"{len(series)} steps have enough scored samples, a fall needs {t.trend_steps}")
+        return skipped(f"{len(series)} steps have enough scored samples, {t.trend_steps} required")
     w = samples.window(len(series), t)
     per_window = len(np.unique(samples.group[scored])) / len(samples.steps) * w
     if per_window < t.groups:
-        return skipped(f"{w} steps have {per_window:.0f} groups, a fall needs {t.groups}")
+        return skipped(f"{w} steps have {per_window:.0f} groups, {t.groups} required")
     now = float(np.median(series.values[-w:]))
     before = series.values[:-w]
     rolling = np.median(np.lib.stride_tricks.sliding_window_view(before, min(w, len(before))), axis=1)
@@ -133,7 +131,7 @@ def check_reward_collapse(samples: Samples, t: Thresholds) -> CheckResult:
     half = (peak + now) / 2
     stays = float((series.values[-w:] < half).mean())
     if lost < t.reward_collapse or peak - now < 1.5 * t.certainty * error or stays < 0.75:
-        return passed(f"the reward is {amount(now)}, the best {w} steps had {amount(peak)}")
+        return passed(f"the reward is {amount(now)}, over the best {w} steps {amount(peak)}")
     still = np.flatnonzero(series.values > half)
     first = int(series.steps[min(int(still.max()) + 1, len(series) - 1)])
     affected = scored & (samples.step >= first) & (samples.reward <= half)
@@ -141,13 +139,13 @@ def check_reward_collapse(samples: Samples, t: Thresholds) -> CheckResult:
         Finding(
             "reward-collapse",
             "high",
-            f"The reward fell from {amount(peak)} to {amount(now)}",
-            f"The median of step means is {amount(now)} over the last {w} steps; it was {amount(peak)} over steps "
-            f"{int(series.steps[at])} to {int(series.steps[at + min(w, len(before)) - 1])}. Lost: {percent(lost)} of "
-            f"what there was above {amount(floor)}; triggered at {percent(t.reward_collapse)}.",
-            f"Go back to a checkpoint before step {first} and look at what changed there: too large a learning rate or "
-            "too many updates per batch, log-probs that differ between engine and trainer, a broken grader, other "
-            "prompts. A KL penalty or tighter clipping keeps it from coming back.",
+            f"The reward dropped from {amount(peak)} to {amount(now)}",
+            f"The median of step means is {amount(now)} over the last {w} steps and was {amount(peak)} over steps "
+            f"{int(series.steps[at])} to {int(series.steps[at + min(w, len(before)) - 1])}: a loss of {percent(lost)} "
+            f"of the reward above {amount(floor)}. Triggered at {percent(t.reward_collapse)}.",
+            f"Return to a checkpoint before step {first} and check what changed: a high learning rate, too many "
+            "updates per batch, train-inference mismatch, a broken grader, other prompts. A KL penalty or tighter "
+            "clipping can prevent it.",
             (first, int(samples.steps[-1])),
             samples.evidence(affected, -samples.reward, apart=True),
             int(affected.sum()),
@@ -158,8 +156,11 @@ def check_reward_collapse(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def _error(samples: Samples, series: Series, per_window: float, w: int) -> float:
-    """The standard error of the difference between two windows of steps, half by the spread of groups and half by the
-    jumps from step to step: prompts may differ between steps, and few jumps are a poor measure alone."""
+    """Return the standard error of the difference between two windows of steps.
+
+    It averages the variance from groups and the variance from jumps between steps: prompts may differ between steps,
+    and few jumps alone are a poor estimate.
+    """
     scored = np.isfinite(samples.reward)
     _, place = np.unique(samples.group[scored], return_inverse=True)
     means = np.bincount(place, samples.reward[scored]) / np.bincount(place)
@@ -173,38 +174,38 @@ def _error(samples: Samples, series: Series, per_window: float, w: int) -> float
 
 
 def check_evaluation_falls(samples: Samples, t: Thresholds) -> CheckResult:
-    """The policy does worse on held-out prompts than it did before."""
+    """Check for a drop of the reward on held-out prompts."""
     held_out = samples.evaluations
     if held_out is None:
         return skipped("there are no evaluation records")
     scored = held_out.there & np.isfinite(held_out.reward)
     steps: list[int] = np.unique(held_out.step[scored]).tolist()
     if len(steps) < 2:
-        return skipped(f"there are evaluations of {len(steps)} steps, two are needed")
+        return skipped(f"there are evaluations of {len(steps)} steps, 2 required")
     means = {step: _prompt_means(held_out, scored & (held_out.step == step)) for step in steps}
     best = max(steps[:-1], key=lambda step: float(np.mean(list(means[step].values()))))
     last = steps[-1]
     common = means[best].keys() & means[last].keys()
     if len(common) < t.groups:
-        return skipped(f"{len(common)} prompts are in both evaluations, {t.groups} are needed")
+        return skipped(f"{len(common)} prompts are in both evaluations, {t.groups} required")
     falls = np.array([means[best][prompt] - means[last][prompt] for prompt in sorted(common)])
     fall, error = float(falls.mean()), float(falls.std(ddof=1)) / math.sqrt(len(falls))
     before, now = (float(np.mean([means[step][prompt] for prompt in common])) for step in (best, last))
     span = held_out.high - held_out.low
     if fall - t.certainty * error <= 0 or fall <= t.evaluation_fall * span:
-        return passed(f"held-out prompts get {amount(now)} at step {last}, at best {amount(before)} (step {best})")
+        return passed(f"the held-out reward is {amount(now)} at step {last}, at best {amount(before)} (step {best})")
     affected = scored & (held_out.step == last)
     return triggered(
         Finding(
             "evaluation-falls",
             "high",
-            f"The reward of held-out prompts fell from {amount(before)} to {amount(now)}",
-            f"On {len(common)} prompts that were evaluated both times, the mean reward was {amount(before)} at step "
-            f"{best} and is {amount(now)} at step {last}: {amount(fall)} less, ± {amount(t.certainty * error)}. "
-            f"Triggered above {percent(t.evaluation_fall)} of the range of rewards.",
-            f"Go back to the checkpoint of step {best}. If the training reward rose meanwhile, the policy overfits its "
-            "prompts or exploits the reward: read what it answers, take more or other prompts, or add a KL penalty. If "
-            "it fell too, lower the learning rate.",
+            f"The held-out reward dropped from {amount(before)} to {amount(now)}",
+            f"On {len(common)} prompts in both evaluations, the mean reward was {amount(before)} at step {best} and is "
+            f"{amount(now)} at step {last}, a drop of {amount(fall)} ± {amount(t.certainty * error)}. Triggered above "
+            f"{percent(t.evaluation_fall)} of the reward range.",
+            f"Return to the checkpoint of step {best}. If the training reward rose meanwhile, the policy overfits or "
+            "hacks the reward: read its answers, use more or other prompts, or add a KL penalty. If it dropped too, "
+            "lower the learning rate.",
             (best, last),
             held_out.evidence(affected, -held_out.reward, apart=True),
             int(affected.sum()),
@@ -215,18 +216,18 @@ def check_evaluation_falls(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def _prompt_means(samples: Samples, mask: Mask) -> dict[int, float]:
-    """The mean reward of each prompt."""
+    """Return the mean reward of each prompt."""
     prompts, place = np.unique(samples.prompt[mask], return_inverse=True)
     means = np.bincount(place, samples.reward[mask]) / np.bincount(place)
     return dict(zip(prompts.tolist(), means.tolist(), strict=True))
 
 
 def check_saturation(samples: Samples, t: Thresholds) -> CheckResult:
-    """Nearly every sample has the top reward: there is nothing left to learn from these prompts."""
+    """Check for samples that nearly all have the top reward."""
     use = samples.recent(t) & np.isfinite(samples.reward)
     n = int(use.sum())
     if n < t.samples:
-        return skipped(f"only {n} recent samples are scored, {t.samples} are needed")
+        return skipped(f"only {n} recent samples are scored, {t.samples} required")
     if samples.constant and samples.high <= 0:
         return passed(f"all rewards are {amount(samples.high)}")
     bar = samples.high - t.top * (samples.high - samples.low)
@@ -245,8 +246,8 @@ def check_saturation(samples: Samples, t: Thresholds) -> CheckResult:
             f"{percent(share)} of recent samples have the top reward",
             f"{count} of {n} samples in steps {first} to {int(samples.steps[-1])} have a reward of at least "
             f"{amount(bar)}; the highest is {amount(samples.high)}. Triggered at {percent(t.saturation)}.",
-            "Stop here, or go on with harder prompts or a finer reward. If the answers are not that good, the reward "
-            "is easy to please: read some of them.",
+            "Stop, or continue with harder prompts or a finer reward. Read some answers: if they are not that good, "
+            "the reward is too easy.",
             (first, int(samples.steps[-1])),
             samples.evidence(hits, samples.step.astype(np.float64), apart=True),
             count,
@@ -257,13 +258,13 @@ def check_saturation(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def check_advantage_mean(samples: Samples, t: Thresholds) -> CheckResult:
-    """The mean advantage is off zero, by samples and by tokens: the baseline is missing or wrong."""
+    """Check for a mean advantage that is not zero, over samples and over tokens."""
     use = samples.recent(t) & np.isfinite(samples.advantage) & ~samples.dropped
     n = int(use.sum())
     if not np.isfinite(samples.advantage).any():
-        return skipped("no advantages are recorded")
+        return skipped("no advantages recorded")
     if n < t.samples:
-        return skipped(f"only {n} recent samples have advantages, {t.samples} are needed")
+        return skipped(f"only {n} recent samples have advantages, {t.samples} required")
     values = samples.advantage[use]
     weights = np.nan_to_num(samples.trained_tokens[use], nan=1.0)
     by_sample = float(values.mean())
@@ -272,11 +273,11 @@ def check_advantage_mean(samples: Samples, t: Thresholds) -> CheckResult:
     scale = spread if spread > 1e-9 * abs(by_sample) else abs(by_sample)
     if scale == 0:
         return passed("all advantages are 0")
-    # Token-wise whitening centres tokens, group-wise centring centres samples: either will do.
+    # Token-wise whitening centers tokens, group-wise centering centers samples; either is fine.
     off = min(abs(by_sample), abs(by_token)) / scale if by_sample * by_token > 0 else 0.0
     error = _mean_error(samples.blocks[use], values)
     if not error < math.inf:
-        return skipped("the samples are all of one group")
+        return skipped("all samples are of one group")
     if off < t.advantage_mean or abs(by_sample) < 2 * t.certainty * error:
         return passed(f"the mean advantage is {amount(by_sample)}, its standard deviation {amount(spread)}")
     first = int(samples.step[use].min())
@@ -288,12 +289,11 @@ def check_advantage_mean(samples: Samples, t: Thresholds) -> CheckResult:
             "high" if off >= 0.5 else "medium",
             f"The mean advantage is {amount(by_sample)}, not 0",
             f"Over {n} samples in steps {first} to {int(samples.steps[-1])} the mean is {amount(by_sample)} by sample "
-            f"and {amount(by_token)} by token, with a standard deviation of {amount(spread)}: {off:.2f} of it. "
-            f"Triggered at {t.advantage_mean:g}.",
-            "Every answer is pushed "
-            + ("up" if sign > 0 else "down")
-            + ", whatever it is. Subtract a baseline (the group's mean, leave-one-out, a critic that fits) after all "
-            "shaping and filtering of rewards, not before; and check that groups are whole when they are centred.",
+            f"and {amount(by_token)} by token, {off:.2f} of the standard deviation of {amount(spread)}. Triggered at "
+            f"{t.advantage_mean:g}.",
+            f"All responses are pushed {'up' if sign > 0 else 'down'}. Subtract a baseline (group mean, leave-one-out, "
+            "a fitted critic) after all reward shaping and filtering, and check that groups are complete when they "
+            "are centered.",
             (first, int(samples.steps[-1])),
             samples.evidence(affected, sign * samples.advantage, apart=True),
             int(affected.sum()),
@@ -304,7 +304,7 @@ def check_advantage_mean(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def _mean_error(blocks: Ints, values: Floats) -> float:
-    """The standard error of a mean whose blocks are independent, but not the values in them."""
+    """Return the standard error of a mean, clustered by block."""
     _, place, counts = np.unique(blocks, return_inverse=True, return_counts=True)
     k = len(counts)
     if k < 2:
@@ -313,21 +313,21 @@ def _mean_error(blocks: Ints, values: Floats) -> float:
     return math.sqrt(float((sums**2).sum()) * k / (k - 1)) / len(values)
 
 
-# --- what the reward follows ----------------------------------------------------------------------------------------
+# --- what drives the reward -----------------------------------------------------------------------------------------
 
 _FORMAT = re.compile(
     r"format|fmt|template|\btags?\b|_tags?\b|schema|boxed|well_?formed|parse?able|\bstyle|_style", re.I
 )
-"""Names of parts that speak of the form of an answer."""
+"""Names of reward parts that measure format."""
 _PLAIN = re.compile(r"[\w./-]+")
-"""Names that a filter can hold."""
+"""Names that a filter can contain."""
 _PAIRS = 64
-"""Fewest pairs of samples with different rewards; with fewer, an order can be chance."""
+"""Minimum number of pairs with different rewards."""
 
 
 def check_reward_follows_length(samples: Samples, t: Thresholds) -> CheckResult:
-    """Within a group the longer (or the shorter) answer nearly always has the higher reward."""
-    # Truncated answers are long and wrong in every healthy run.
+    """Check for a reward that orders the responses of a group by length."""
+    # Truncated responses are long and wrong in every healthy run.
     use = samples.recent(t, t.order_samples) & np.isfinite(samples.reward) & ~samples.truncated & (samples.tokens > 0)
     seen = _compared(samples, t, use)
     if isinstance(seen, str):
@@ -338,27 +338,26 @@ def check_reward_follows_length(samples: Samples, t: Thresholds) -> CheckResult:
         return skipped(few)
     if not _clear(abs(size.d), size.error, t.length_reward, t) or abs(size.weighted) < t.length_reward:
         return passed(
-            f"the order of rewards within a group is that of lengths by d = {size.d:.2f}, "
-            f"{size.weighted:.2f} where pairs count by the difference of their rewards"
+            f"Somers' d of reward and length within groups is {size.d:.2f}, and {size.weighted:.2f} weighted by reward "
+            "difference"
         )
     longer = size.d > 0
     middle = np.zeros(len(samples))
-    middle[places] = _centred(samples.blocks[places], samples.tokens[places])
+    middle[places] = _centered(samples.blocks[places], samples.tokens[places])
     lead = np.zeros(len(samples))
-    lead[places] = _centred(samples.blocks[places], samples.reward[places])
+    lead[places] = _centered(samples.blocks[places], samples.reward[places])
     affected = use & (lead > 0) & ((middle > 0) == longer)
     first = int(samples.step[use].min())
     return triggered(
         Finding(
             "reward-follows-length",
             "high",
-            f"Within a group the {'longer' if longer else 'shorter'} answer gets the higher reward",
-            f"Of {size.pairs:,} pairs of answers with different rewards, {percent((1 + abs(size.d)) / 2)} "
-            f"are ordered as their lengths are (Somers' d = {size.d:.2f} ± {size.error:.2f}, truncated ones left "
-            f"out). Triggered at {t.length_reward:g}.",
-            "The policy will learn length and nothing else. Look at what the reward measures (a judge that likes long "
-            "answers, a length bonus or penalty with too much weight), and compare answers of equal length, or take "
-            "the part that depends on length out.",
+            f"Within groups, {'longer' if longer else 'shorter'} responses get the higher reward",
+            f"Of {size.pairs:,} pairs with different rewards, {percent((1 + abs(size.d)) / 2)} are ordered by length "
+            f"(Somers' d = {size.d:.2f} ± {size.error:.2f}, truncated samples excluded). Triggered at "
+            f"{t.length_reward:g}.",
+            "Check what the reward measures (a judge that prefers long answers, a length bonus or penalty with too "
+            "much weight). Compare responses of equal length, or remove the part that depends on length.",
             (first, int(samples.steps[-1])),
             samples.evidence(affected, np.abs(middle) * affected, apart=True),
             int(affected.sum()),
@@ -369,7 +368,7 @@ def check_reward_follows_length(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def check_reward_follows_format(samples: Samples, t: Thresholds) -> CheckResult:
-    """A part that speaks of form decides the reward, and the other parts have no say."""
+    """Check for a reward that is decided by its format part."""
     seen = _with_parts(samples, t)
     if isinstance(seen, str):
         return skipped(seen)
@@ -381,9 +380,9 @@ def check_reward_follows_format(samples: Samples, t: Thresholds) -> CheckResult:
         name: relation for name, relation in orders.items() if name not in forms and not _same(columns[name], reward)
     }
     if not forms:
-        return skipped("no part of the reward is called a format")
+        return skipped("no reward part is named after format")
     if not others:
-        return skipped("the reward has no other part than its format")
+        return skipped("the reward has no part besides format")
     name, lead = max(forms.items(), key=lambda relation: relation[1].d)
     if (few := _few(lead, t)) is not None:
         return skipped(few)
@@ -391,26 +390,25 @@ def check_reward_follows_format(samples: Samples, t: Thresholds) -> CheckResult:
     if not _clear(lead.d, lead.error, t.format_reward, t) or loud:
         loudest = max(loud.items(), key=lambda relation: abs(relation[1])) if loud else None
         return passed(
-            f"the order of rewards is that of {name!r} by d = {lead.d:.2f}"
-            + (f", of {loudest[0]!r} by {loudest[1]:.2f}" if loudest else "")
+            f"Somers' d of the reward is {lead.d:.2f} with {name!r}"
+            + (f" and {loudest[1]:.2f} with {loudest[0]!r}" if loudest else "")
         )
     flat = [other for other, relation in others.items() if relation.differs < t.influence]
     use = _mask(samples, places)
     first = int(samples.step[use].min())
     bar = float(np.nanmean(columns[name]))
     affected = _mask(samples, places[columns[name] > bar])
-    quiet = "never differ within a group" if len(flat) == len(others) else "have no say"
+    quiet = "are constant within groups" if len(flat) == len(others) else "have no influence"
     return triggered(
         Finding(
             "reward-follows-format",
             "high",
-            f"The reward is that of {_shown(name)} alone",
-            f"Of {lead.pairs:,} pairs of answers with different rewards, {percent((1 + lead.d) / 2)} are "
-            f"ordered as {_shown(name)} orders them (Somers' d = {lead.d:.2f}); the other parts "
+            f"The reward follows {_shown(name)} alone",
+            f"Of {lead.pairs:,} pairs with different rewards, {percent((1 + lead.d) / 2)} are ordered by "
+            f"{_shown(name)} (Somers' d = {lead.d:.2f}); the other parts "
             f"({', '.join(_shown(other) for other in list(others)[:6])}) {quiet}. Triggered at {t.format_reward:g}.",
-            "The policy learns the form and not the task. Pay for form only together with a right answer (or as a "
-            "gate: no form, no reward), lower its weight once it is learned, and see why the other parts are flat: "
-            "prompts that are too hard, or a grader that fails.",
+            "Reward format only together with a correct answer (or use it as a gate), lower its weight once it is "
+            "learned, and check why the other parts are constant: prompts that are too hard, or a failing grader.",
             (first, int(samples.steps[-1])),
             samples.evidence(affected, samples.reward, apart=True),
             int(affected.sum()),
@@ -421,7 +419,7 @@ def check_reward_follows_format(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
-    """One part of the reward decides every comparison, though other parts vary."""
+    """Check for one reward part that decides every comparison although others vary."""
     seen = _with_parts(samples, t)
     if isinstance(seen, str):
         return skipped(seen)
@@ -429,12 +427,12 @@ def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
     reward = samples.reward[places]
     complete = np.isfinite(reward) & np.all([np.isfinite(column) for column in columns.values()], axis=0)
     if int(complete.sum()) < t.samples:
-        return skipped("too few samples have every part of the reward")
+        return skipped("too few samples have all parts of the reward")
     weights = fit_weights(reward[complete], {name: column[complete] for name, column in columns.items()})
     if weights is None:
-        return skipped("the parts that are recorded do not add up to the reward")
+        return skipped("the recorded parts do not add up to the reward")
     if len(weights) < 2:
-        return skipped("the reward has one part that varies")
+        return skipped("only one part of the reward varies")
     orders = {name: order(found_pairs, reward, weight * columns[name]) for name, weight in weights.items()}
     name, lead = max(orders.items(), key=lambda part: part[1].d)
     if (few := _few(lead, t)) is not None:
@@ -444,15 +442,15 @@ def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
     loud = any(_heard(part, t) for part in others.values())
     if not _clear(lead.d, lead.error, t.dominance, t) or loud or not varied:
         ordered = ", ".join(f"{part!r} {orders[part].d:.2f}" for part in sorted(orders))
-        return passed(f"the order of rewards is that of each part by d = {ordered}")
+        return passed(f"Somers' d of the reward with each part: {ordered}")
     use = _mask(samples, places)
     first = int(samples.step[use].min())
     strong, weak = np.zeros(len(samples)), np.zeros(len(samples))
     blocks = samples.blocks[places]
-    strong[places] = _centred(blocks, weights[name] * columns[name])
+    strong[places] = _centered(blocks, weights[name] * columns[name])
     for other in varied:
         spread = float(np.nanstd(columns[other])) or 1.0
-        weak[places] += np.nan_to_num(_centred(blocks, weights[other] / abs(weights[other]) * columns[other] / spread))
+        weak[places] += np.nan_to_num(_centered(blocks, weights[other] / abs(weights[other]) * columns[other] / spread))
     affected = use & (strong * weak < 0)
     scale = {part: abs(weight) * float(np.nanstd(columns[part])) for part, weight in weights.items()}
     spreads = ", ".join(f"{_shown(part)} {value:.3g}" for part, value in sorted(scale.items(), key=lambda p: -p[1]))
@@ -460,13 +458,13 @@ def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
         Finding(
             "component-dominates",
             "medium",
-            f"{_shown(name)} decides the reward; the other parts have no say",
-            f"Within a group the order of rewards is that of {_shown(name)} by d = {lead.d:.2f}; that of "
-            + ", ".join(f"{_shown(part)} by {varied[part].d:.2f}" for part in list(varied)[:6])
-            + f", though {'it differs' if len(varied) == 1 else 'they differ'} between samples. Weighted standard "
-            f"deviations: {spreads}. Triggered at {t.dominance:g}, where no other has a say.",
-            "Bring the parts to one scale before they are added (normalise each within the group, or bound it), and "
-            "then weigh them; if the small parts do not matter, take them out.",
+            f"{_shown(name)} decides the reward; the other parts have no influence",
+            f"Somers' d of the reward within groups is {lead.d:.2f} with {_shown(name)}, but "
+            + ", ".join(f"{varied[part].d:.2f} with {_shown(part)}" for part in list(varied)[:6])
+            + f", although {'it varies' if len(varied) == 1 else 'they vary'}. Weighted standard deviations: "
+            f"{spreads}. Triggered at {t.dominance:g} if no other part has influence.",
+            "Normalize the parts to one scale before adding them (per group, or by bounding), then weight them. Remove "
+            "parts that do not matter.",
             (first, int(samples.steps[-1])),
             samples.evidence(affected, np.abs(strong) * affected, apart=True),
             int(affected.sum()),
@@ -477,12 +475,12 @@ def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def _compared(samples: Samples, t: Thresholds, use: Mask) -> tuple[Ints, Pairs] | str:
-    """Which samples are compared, and their pairs; or why there are none."""
+    """Return the samples to compare and their pairs, or why there are none."""
     n = int(use.sum())
     if n < t.samples:
-        return f"only {n} recent samples can be compared, {t.samples} are needed"
+        return f"only {n} recent samples can be compared, {t.samples} required"
     if samples.constant:
-        return "rewards do not differ"
+        return "all rewards are equal"
     places = np.flatnonzero(use)
     return places, pairs(samples.blocks[places])
 
@@ -492,38 +490,38 @@ def _with_parts(samples: Samples, t: Thresholds) -> tuple[Ints, Pairs, dict[str,
     if isinstance(seen, str):
         return seen
     places, found_pairs = seen
-    # What most samples lack is no part of their reward.
+    # A value that most samples lack is not a part of the reward.
     columns = {name: column for name, column in samples.parts(places).items() if np.isfinite(column).mean() >= 0.5}
     if len(columns) < 2:
-        return "fewer than two parts of the reward are recorded"
+        return "fewer than two reward parts recorded"
     return places, found_pairs, columns
 
 
 def _few(size: Order, t: Thresholds) -> str | None:
     if size.blocks < t.groups or size.pairs < _PAIRS:
         return (
-            f"only {size.pairs} pairs in {size.blocks} groups have different rewards, {_PAIRS} in {t.groups} are needed"
+            f"only {size.pairs} pairs in {size.blocks} groups have different rewards, {_PAIRS} in {t.groups} required"
         )
     return None
 
 
 def _clear(d: float, error: float, bar: float, t: Thresholds) -> bool:
-    """Whether an order reaches its threshold, and does not do so by chance."""
+    """Return whether an order reaches its threshold, beyond its error."""
     return d >= bar and d - t.certainty * error >= bar - 0.1
 
 
 def _heard(size: Order, t: Thresholds) -> bool:
-    """Whether a part has a say where it differs, and not by chance."""
+    """Return whether a part influences the reward where it differs, beyond its error."""
     return size.differs > 0 and (abs(size.d) - size.error) / size.differs > t.influence
 
 
 def _same(column: Floats, reward: Floats) -> bool:
-    """Whether a part is the whole reward under another name."""
+    """Return whether a part equals the reward."""
     return bool(np.nanmax(np.abs(column - reward), initial=0.0) <= 1e-6 * max(1.0, float(np.abs(reward).max())))
 
 
-def _centred(blocks: Ints, values: Floats) -> Floats:
-    """Values less their block's mean."""
+def _centered(blocks: Ints, values: Floats) -> Floats:
+    """Return [N] values minus the mean of their block."""
     _, place = np.unique(blocks, return_inverse=True)
     finite = np.isfinite(values)
     sums = np.bincount(place, np.where(finite, values, 0.0))
@@ -537,5 +535,5 @@ def _mask(samples: Samples, places: Ints) -> Mask:
 
 
 def _shown(name: str) -> str:
-    """A part's name as text: it came with the records."""
+    """Return the name of a part, escaped, since it comes from the records."""
     return repr(name[:40])

@@ -1,8 +1,8 @@
-"""Checks on the policy (entropy, length, KL, mismatch), on samples (truncation, loops, copies) and on the flow of data.
+"""Checks on the policy (entropy, length, KL, mismatch), on samples (truncation, loops, duplicates) and on data flow.
 
-Invariant: a trend counts only where a rank test sees it and the change is large. A share is judged over the recent
-steps and over the run, whichever is worse, and never on fewer samples than a threshold requires. Checks on the flow of
-data read what the ledger recorded; a source without a ledger is not judged.
+Invariant: a trend must be both large and significant in a rank test. A share is taken over the recent steps or over the
+run, whichever is worse, and never over fewer samples than a threshold requires. Checks on data flow read the ledger and
+are skipped for sources without one.
 """
 
 from __future__ import annotations
@@ -14,39 +14,40 @@ import numpy as np
 from rollbook.inspect.doctor.findings import (
     CheckResult,
     Finding,
+    Samples,
     Thresholds,
     amount,
+    count_distinct,
     exact,
     passed,
     percent,
     skipped,
     triggered,
 )
-from rollbook.inspect.doctor.samples import Samples, count_distinct
 from rollbook.inspect.statistics import Floats, Ints, Mask, Series, at_least, by_step, trend
 
-_SURE = "The policy is sure, and mostly right: stop here, or go on with harder prompts, for which it may be too sure."
+_SURE = "The policy is confident and mostly correct. Stop, or continue with harder prompts."
 _EXPLORE = (
-    "Give exploration room: raise the upper clip bound (clip-higher), add an entropy bonus or a KL penalty on tokens "
-    "of high covariance, sample at temperature 1, lower the learning rate; go back to a checkpoint before step"
+    "Raise the upper clip bound (clip-higher), add an entropy bonus or a KL penalty on high-covariance tokens, sample "
+    "at temperature 1, or lower the learning rate. Return to a checkpoint before step"
 )
 
 
 def check_entropy_collapse(samples: Samples, t: Thresholds) -> CheckResult:
-    """Sampling has hardly any choice left: the samples of a group will be alike, and nothing new is tried."""
+    """Check for a policy that is nearly deterministic."""
     measured = bool(np.isfinite(samples.entropy).any())
-    # The mean of -log p over sampled tokens is an estimate of the entropy; good enough for a trend, not for a level.
+    # The mean of -log p over sampled tokens estimates the entropy well enough for a trend, but not for a level.
     values = samples.entropy if measured else -samples.logprob
-    name = "entropy" if measured else "surprise (-log-prob; no entropy is recorded)"
+    name = "entropy" if measured else "-log-prob (no entropy recorded)"
     use = samples.recent(t) & np.isfinite(values)
     n = int(use.sum())
     if not np.isfinite(values).any():
-        return skipped("neither entropies nor log-probs are recorded")
+        return skipped("no entropies or log-probs recorded")
     if n < t.samples:
-        return skipped(f"only {n} recent samples have them, {t.samples} are needed")
+        return skipped(f"only {n} recent samples have entropies or log-probs, {t.samples} required")
     series = samples.series(values)
     if not len(series):
-        return skipped("no step has enough samples with them")
+        return skipped("no step has enough samples with entropies or log-probs")
     w = samples.window(len(series), t)
     now, early = float(np.median(series.values[-w:])), float(np.median(series.values[:w]))
     low = measured and now < t.entropy_floor
@@ -54,8 +55,8 @@ def check_entropy_collapse(samples: Samples, t: Thresholds) -> CheckResult:
     fell = len(series) >= t.trend_steps and now <= t.entropy_fall * early and falling <= -t.trend
     if not low and not fell:
         if not measured and len(series) < t.trend_steps:
-            return skipped(f"no entropies are recorded, and {len(series)} steps are too few for a trend of log-probs")
-        return passed(f"the mean {name} is {amount(now)} nats per token; it was {amount(early)}")
+            return skipped(f"no entropies recorded, and {len(series)} steps are too few for a trend of log-probs")
+        return passed(f"the mean {name} is {amount(now)} nats per token, early {amount(early)}")
     bar = max(t.entropy_floor if low else 0.0, t.entropy_fall * early if fell else 0.0)
     first = _since(series, series.values >= bar)
     affected = samples.there & (values <= bar) & (samples.step >= first)
@@ -64,10 +65,10 @@ def check_entropy_collapse(samples: Samples, t: Thresholds) -> CheckResult:
         Finding(
             "entropy-collapse",
             "low" if sure else "high" if low else "medium",
-            f"Entropy has {'fallen' if sure else 'collapsed'} to {amount(now)} nats per token"
-            + (", as the prompts were solved" if sure else ""),
-            f"The median of step means of the {name} is {amount(now)} over the last {w} steps; early it was "
-            f"{amount(early)} (trend: z = {falling:.1f}). Triggered below {t.entropy_floor:g}, or at less than "
+            f"Entropy {'dropped' if sure else 'collapsed'} to {amount(now)} nats per token"
+            + (" as the prompts were solved" if sure else ""),
+            f"The median of step means of the {name} is {amount(now)} over the last {w} steps and {amount(early)} "
+            f"early (trend z = {falling:.1f}). Triggered below {t.entropy_floor:g}, or below "
             f"{percent(t.entropy_fall)} of the early value.",
             _SURE if sure else f"{_EXPLORE} {first}.",
             (first, int(samples.steps[-1])),
@@ -80,7 +81,7 @@ def check_entropy_collapse(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def _solved(samples: Samples, t: Thresholds) -> bool:
-    """Return whether recent rewards are good and rose to that: then low entropy is no problem."""
+    """Return whether recent rewards are good and have risen, in which case low entropy is no problem."""
     series = samples.series(samples.reward)
     if len(series) < t.trend_steps or samples.constant:
         return False
@@ -90,14 +91,14 @@ def _solved(samples: Samples, t: Thresholds) -> bool:
 
 
 def _since(series: Series, well: Mask) -> int:
-    """The step from which on none was well, the last one at the latest."""
+    """Return the first step after the last one that was well; at most the last step."""
     last = np.flatnonzero(well)
     at = int(last.max()) + 1 if len(last) else 0
     return int(series.steps[min(at, len(series) - 1)])
 
 
 def growth(samples: Samples, t: Thresholds, mask: Mask) -> tuple[Series, float, float, float] | None:
-    """Length by step over some samples, its early and recent level, and its trend; nothing where steps are too few."""
+    """Return length by step, its early and recent level, and its trend; `None` with too few steps."""
     series = samples.series(samples.tokens, mask & (samples.tokens > 0))
     if len(series) < t.trend_steps:
         return None
@@ -111,13 +112,13 @@ def growth(samples: Samples, t: Thresholds, mask: Mask) -> tuple[Series, float, 
 
 
 def has_exploded(samples: Samples, t: Thresholds, mask: Mask) -> bool:
-    """Whether the lengths of some samples have grown beyond the threshold."""
+    """Return whether the lengths of the masked samples have grown beyond the threshold."""
     grown = growth(samples, t, mask)
     return grown is not None and grown[2] >= t.length_growth * grown[1] and grown[3] >= t.trend
 
 
 def check_length_explosion(samples: Samples, t: Thresholds) -> CheckResult:
-    """Responses have grown several times over, and the reward has not."""
+    """Check for responses that grow without a gain in reward."""
     grown = growth(samples, t, samples.there)
     if grown is None:
         return skipped(f"fewer than {t.trend_steps} steps have enough samples")
@@ -127,13 +128,13 @@ def check_length_explosion(samples: Samples, t: Thresholds) -> CheckResult:
         return passed(f"the mean length is {amount(now)} tokens, {times:.2f} times the early {amount(early)}")
     rewards = samples.series(samples.reward)
     w = samples.window(len(series), t)
-    reward_note = "no rewards are recorded"
+    reward_note = "no rewards recorded"
     if len(rewards) >= t.trend_steps and not samples.constant:
         wide = float(np.subtract(*np.nanquantile(samples.reward, (0.99, 0.01)))) or samples.high - samples.low
         gain = float(np.median(rewards.values[-w:]) - np.median(rewards.values[:w])) / wide
         if gain >= t.length_gain and trend(rewards.values) >= t.trend:
             return passed(f"the mean length is {times:.2f} times the early one, and the reward rose with it")
-        reward_note = f"the reward moved by {gain:+.1%} of its range"
+        reward_note = f"the reward changed by {gain:+.1%} of its range"
     recent = samples.recent(t)
     cut = float(samples.truncated[recent].mean()) if recent.any() else 0.0
     first = _since(series, series.values < t.length_growth * early)
@@ -143,13 +144,12 @@ def check_length_explosion(samples: Samples, t: Thresholds) -> CheckResult:
         Finding(
             "length-explosion",
             "high" if times >= t.length_growth**2 or cut >= 0.3 else "medium",
-            f"Responses are {times:.1f} times as long as they were, without more reward",
+            f"Responses are {times:.1f} times as long as before, without a gain in reward",
             f"The median of step means is {amount(now)} tokens over the last {w} steps and {amount(early)} early "
-            f"(trend: z = {rising:.1f}); {reward_note}; {percent(cut)} of recent samples are truncated. Triggered at "
+            f"(trend z = {rising:.1f}); {reward_note}; {percent(cut)} of recent samples are truncated. Triggered at "
             f"{t.length_growth:g} times, unless the reward rises by {percent(t.length_gain)} of its range.",
-            "Check that the loss does not favour long answers (a mean per sequence pushes long wrong ones less: sum "
-            "over tokens and divide by a constant), punish overlong answers softly, and mask or zero those that are "
-            "truncated.",
+            "Check the loss for a length bias: a per-sequence mean penalizes long wrong responses less, so sum over "
+            "tokens and divide by a constant. Add a soft overlong penalty, and mask or zero truncated responses.",
             (first, int(samples.steps[-1])),
             samples.evidence(affected, samples.tokens, apart=True),
             int(affected.sum()),
@@ -160,14 +160,14 @@ def check_length_explosion(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def check_kl_blowup(samples: Samples, t: Thresholds) -> CheckResult:
-    """The policy runs away from the reference."""
+    """Check for divergence from the reference policy."""
     values = samples.kl
     use = samples.recent(t) & np.isfinite(values)
     n = int(use.sum())
     if not np.isfinite(values).any():
-        return skipped("no log-probs of a reference policy are recorded")
+        return skipped("no reference log-probs recorded")
     if n < t.samples:
-        return skipped(f"only {n} recent samples have a KL, {t.samples} are needed")
+        return skipped(f"only {n} recent samples have a KL, {t.samples} required")
     series = samples.series(values, median=True)
     if not len(series):
         return skipped("no step has enough samples with a KL")
@@ -178,7 +178,7 @@ def check_kl_blowup(samples: Samples, t: Thresholds) -> CheckResult:
     high = now > t.kl
     grew = len(series) >= t.trend_steps and now >= max(t.kl_least, t.kl_growth * max(before, 0.0)) and rising >= t.trend
     if not high and not grew:
-        return passed(f"the KL is {amount(now)} nats per token, before it was {amount(before)}")
+        return passed(f"the KL is {amount(now)} nats per token, previously {amount(before)}")
     bar = min(t.kl if high else np.inf, max(t.kl_least, t.kl_growth / 2 * before) if grew else np.inf)
     first = _since(series, series.values <= bar)
     affected = samples.there & (samples.step >= first) & (values > bar)
@@ -187,12 +187,11 @@ def check_kl_blowup(samples: Samples, t: Thresholds) -> CheckResult:
             "kl-blowup",
             "high" if high else "medium",
             f"KL to the reference is {amount(now)} nats per token",
-            f"The median over samples and the last {w} steps is {amount(now)}, and {amount(before)} over the steps "
-            f"before (trend: z = {rising:.1f}). Triggered above {t.kl:g}, or above {t.kl_least:g} after growing "
+            f"The median over samples and the last {w} steps is {amount(now)}, and {amount(before)} over the earlier "
+            f"steps (trend z = {rising:.1f}). Triggered above {t.kl:g}, or above {t.kl_least:g} after growing "
             f"{t.kl_growth:g} times.",
-            "Lower the learning rate or clip gradients, raise the KL coefficient (or make it adaptive), or move the "
-            f"reference up to a recent checkpoint if the drift is wanted; read samples from step {first} on for what "
-            "the policy has become.",
+            "Lower the learning rate, clip gradients, or raise the KL coefficient (or make it adaptive). If the drift "
+            f"is intended, update the reference to a recent checkpoint. Read samples from step {first} on.",
             (first, int(samples.steps[-1])),
             samples.evidence(affected, values, apart=True),
             int(affected.sum()),
@@ -203,18 +202,18 @@ def check_kl_blowup(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def check_mismatch(samples: Samples, t: Thresholds) -> CheckResult:
-    """Engine and trainer give the same tokens other probabilities: every update is off-policy without saying so."""
+    """Check for train-inference mismatch: different log-probs of the same tokens in engine and trainer."""
     measured = samples.there & np.isfinite(samples.mismatch)
     if not measured.any():
-        return skipped("no record has log-probs of both engine and trainer")
+        return skipped("no record has log-probs from both engine and trainer")
     fresh = measured & ~(samples.lag > t.mismatch_lag)
     use = fresh if int(fresh.sum()) >= t.samples else measured
     n = int(use.sum())
     if n < t.samples:
-        return skipped(f"only {n} samples have log-probs of both, {t.samples} are needed")
+        return skipped(f"only {n} samples have log-probs from both, {t.samples} required")
     over = use & (samples.mismatch > t.mismatch)
     overall = at_least(int(over.sum()), n, t.certainty)
-    # A step whose weights were not synchronised is affected alone.
+    # A failed weight sync affects a single step.
     steps, place, counts = np.unique(samples.step[use], return_inverse=True, return_counts=True)
     hits = np.bincount(place, over[use])
     sick = [
@@ -231,19 +230,18 @@ def check_mismatch(samples: Samples, t: Thresholds) -> CheckResult:
     affected = over if overall > t.mismatch_share else over & np.isin(samples.step, sick)
     first, last = samples.span(affected)
     worst = float(np.median(samples.mismatch[affected]))
-    old = "" if use is fresh else f" All samples are more than {t.mismatch_lag} versions old, which is part of it."
+    old = "" if use is fresh else f" Most samples are more than {t.mismatch_lag} versions old, which adds to it."
     return triggered(
         Finding(
-            "logprob-mismatch",
+            "train-inference-mismatch",
             "high" if worst >= 4 * t.mismatch else "medium",
-            f"Log-probs of engine and trainer differ by {amount(worst)} nats per token",
-            f"{int(affected.sum())} of {n} samples differ by more than {t.mismatch:g} nats per token on average, "
-            f"and by {amount(worst)} in the median; over all samples the median is {amount(level)}. Triggered with "
+            f"Train-inference mismatch of {amount(worst)} nats per token",
+            f"{int(affected.sum())} of {n} samples have a mean |old_logprobs - logprobs| above {t.mismatch:g} nats per "
+            f"token, with a median of {amount(worst)}; the median over all samples is {amount(level)}. Triggered with "
             f"more than {percent(t.mismatch_share)} of samples, or with most of a step.{old}",
-            "Compare one sample token by token: a constant factor is temperature, a jump at certain tokens the chat "
-            "template or tool results, one step alone weights that did not arrive, an even spread precision "
-            "(fp8, MoE routing). Until then train on recomputed log-probs and correct the ratio "
-            "(truncated importance sampling).",
+            "Compare one sample token by token. A constant factor indicates temperature; jumps at certain tokens the "
+            "chat template or tool results; a single step a failed weight sync; an even spread precision (fp8, MoE "
+            "routing). Until it is fixed, train on recomputed log-probs with truncated importance sampling.",
             (first, last),
             samples.evidence(affected, samples.mismatch, apart=True),
             int(affected.sum()),
@@ -259,38 +257,37 @@ def check_mismatch(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def check_nans(samples: Samples, t: Thresholds) -> CheckResult:
-    """Numbers that are no numbers: one of them in a batch makes the whole gradient NaN."""
+    """Check for NaN/Inf in rewards and per-token values."""
     every = samples.there | samples.chosen
     n = int(every.sum())
     if not n:
         return skipped("there are no records")
-    # The reward counts among them in some sources.
+    # Some sources count the reward among the values.
     bad = every & (np.nan_to_num(samples.nans) > samples.unscorable)
     unscorable = every & samples.unscorable
     above_limit = float(bad.sum()) / n > t.nan_records
     some = n >= t.samples and at_least(int(unscorable.sum()), n, t.certainty) > t.nan_rewards
     if not above_limit and not some:
-        return passed(f"{int(bad.sum())} records have NaNs, {int(unscorable.sum())} of {n} a reward that is NaN")
+        return passed(f"{int(bad.sum())} records have NaN/Inf values, {int(unscorable.sum())} of {n} a NaN reward")
     affected = bad | unscorable
     went_in = int((affected & ~samples.dropped).sum())
     reasons = []
     if above_limit:
-        reasons.append(f"{int(bad.sum())} of {n} records have a NaN or an infinity among their per-token numbers")
+        reasons.append(f"{int(bad.sum())} of {n} records have NaN/Inf per-token values")
     if some:
-        reasons.append(f"{int(unscorable.sum())} of {n} records have a reward that is NaN")
+        reasons.append(f"{int(unscorable.sum())} of {n} records have a NaN reward")
     first, last = samples.span(affected)
     return triggered(
         Finding(
             "nans",
             "low" if not went_in else "high" if above_limit else "medium",
-            f"{int(affected.sum())} records have NaNs"
+            f"{int(affected.sum())} records have NaN/Inf values"
             if above_limit
             else f"{percent(unscorable.sum() / n)} of rewards are NaN",
             "; ".join(reasons) + f". {went_in} of them were not dropped. Triggered with more than "
             f"{percent(t.nan_records)} and {percent(t.nan_rewards)} of records.",
-            "Drop such records before training and find where they come from: a log-prob of -inf (a token that top-p "
-            "or a grammar had excluded), a mask without tokens, a standard deviation of 0, an overflow in half "
-            "precision, a grader that failed.",
+            "Drop these records before training and find the source: a log-prob of -inf (a token excluded by top-p or "
+            "a grammar), an empty mask, a standard deviation of 0, an overflow in half precision, a failed grader.",
             (first, last),
             samples.evidence(affected, np.nan_to_num(samples.nans)),
             int(affected.sum()),
@@ -303,14 +300,14 @@ def check_nans(samples: Samples, t: Thresholds) -> CheckResult:
 # --- samples --------------------------------------------------------------------------------------------------------
 
 _FEW = 4
-"""A quarter of the samples that are needed elsewhere are enough where only truncated ones count."""
+"""Divisor of `Thresholds.samples` for checks on truncated samples only."""
 
 
 def check_truncation_rewarded(samples: Samples, t: Thresholds) -> CheckResult:
-    """Answers that were cut off get a good reward: the policy learns never to end."""
+    """Check for truncated samples with a good reward."""
     scored = samples.there & np.isfinite(samples.reward)
     if samples.constant or not scored.any():
-        return skipped("rewards do not differ" if scored.any() else "no sample is scored")
+        return skipped("all rewards are equal" if scored.any() else "no sample is scored")
     low, high = (float(quantile) for quantile in np.quantile(samples.reward[scored], (0.01, 0.99)))
     if high <= low:
         low, high = samples.low, samples.high
@@ -319,12 +316,12 @@ def check_truncation_rewarded(samples: Samples, t: Thresholds) -> CheckResult:
     good = cut & (samples.reward >= bar)
     n, hits = int(cut.sum()), int(good.sum())
     if n < max(t.samples // _FEW, 1):
-        return passed(f"{n} of {int(scored.sum())} scored samples are truncated, {hits} of them rewarded")
+        return passed(f"{n} of {int(scored.sum())} scored samples are truncated, of which {hits} are rewarded")
     if at_least(hits, n, t.certainty) <= t.truncation_rewarded:
         return passed(f"{percent(hits / n)} of {n} truncated samples have a reward of {amount(bar)} or more")
     first, last = samples.span(good)
     ended = scored & ~samples.truncated
-    beside = f"; of those that ended {percent(float((samples.reward[ended] >= bar).mean()))}" if ended.any() else ""
+    beside = f", of finished samples {percent(float((samples.reward[ended] >= bar).mean()))}" if ended.any() else ""
     return triggered(
         Finding(
             "truncation-rewarded",
@@ -332,9 +329,8 @@ def check_truncation_rewarded(samples: Samples, t: Thresholds) -> CheckResult:
             f"{hits} truncated samples are rewarded",
             f"Of {n} truncated samples {percent(hits / n)} have a reward of {amount(bar)} or more{beside}. "
             f"Triggered above {percent(t.truncation_rewarded)}.",
-            "An answer without an end should not be paid: give truncated samples the lowest reward or mask them out of "
-            "the loss, and have the grader look only behind the end of thinking. If these answers are right, raise "
-            "the limit of new tokens.",
+            "Give truncated samples the lowest reward or mask them out of the loss, and let the grader read only the "
+            "text after the thinking block. If these answers are correct, raise max_tokens.",
             (first, last),
             samples.evidence(good, samples.reward, apart=True),
             hits,
@@ -349,16 +345,16 @@ def check_truncation_rewarded(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def are_loops(samples: Samples, t: Thresholds) -> Mask:
-    """[N] samples that are mostly repetition, or were cut off in a loop."""
+    """Return [N] samples that are mostly repetition, or were truncated inside a loop."""
     return samples.there & ((samples.repetition >= t.loop_share) | (np.isfinite(samples.loop_at) & samples.truncated))
 
 
 def check_loops(samples: Samples, t: Thresholds) -> CheckResult:
-    """Responses that say the same thing over and over."""
+    """Check for repetition loops."""
     measured = samples.there & np.isfinite(samples.repetition)
     n = int(measured.sum())
     if n < t.samples:
-        return skipped(f"the tokens of only {n} samples are known, {t.samples} are needed")
+        return skipped(f"only {n} samples have tokens, {t.samples} required")
     affected = are_loops(samples, t) & measured
     worst, part = _worst(samples, t, affected, measured)
     if worst <= t.loops:
@@ -371,12 +367,12 @@ def check_loops(samples: Samples, t: Thresholds) -> CheckResult:
         Finding(
             "repetition-loops",
             "high" if share >= 0.25 else "medium",
-            f"{percent(share)} of samples are caught in loops",
-            f"{int(affected.sum())} of {int((measured & part).sum())} samples repeat themselves over half or more of "
-            f"the response, or were cut off in a loop; {percent(cut)} of these are truncated. Triggered above "
+            f"{percent(share)} of samples are repetition loops",
+            f"{int(affected.sum())} of {int((measured & part).sum())} samples are at least {percent(t.loop_share)} "
+            f"repetition or were truncated inside a loop; {percent(cut)} of these are truncated. Triggered above "
             f"{percent(t.loops)}.",
-            "Give loops the lowest reward and no length bonus, check the end-of-text token and the stop strings, and "
-            "that sampling is not greedy; mask loops out of the loss if they come from the base model.",
+            "Give loops the lowest reward and no length bonus. Check the end-of-text token, the stop strings, and that "
+            "sampling is not greedy. Mask loops out of the loss if they come from the base model.",
             (first, last),
             samples.evidence(affected, samples.repetition, apart=True),
             int(affected.sum()),
@@ -387,17 +383,17 @@ def check_loops(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def find_copies(samples: Samples, t: Thresholds) -> tuple[Mask, Mask, Ints]:
-    """Find responses that several runs of one group share, token for token.
+    """Find identical responses within groups.
 
     Returns:
-        [N] samples that are long enough to count, [N] those whose response another run of the group has too, and [N]
-        how many runs share each response.
+        [N] samples long enough to count, [N] samples whose response another run of the group has too, and [N] the
+        number of runs that share each response.
     """
     counts = samples.there & (samples.digest >= 0) & (samples.tokens >= t.duplicate_tokens) & ~samples.derived
     places = np.flatnonzero(counts)
     groups, digests = samples.group[places], samples.digest[places]
     _, place = np.unique(groups * (int(digests.max(initial=0)) + 1) + digests, return_inverse=True)
-    # The parts of one run may say the same; other runs should not.
+    # Parts of one run may be equal; different runs should not be.
     runs = count_distinct(place, samples.run[places], int(place.max(initial=-1)) + 1)
     shared = np.zeros(len(samples), np.int64)
     shared[places] = runs[place]
@@ -405,12 +401,12 @@ def find_copies(samples: Samples, t: Thresholds) -> tuple[Mask, Mask, Ints]:
 
 
 def check_duplicates(samples: Samples, t: Thresholds) -> CheckResult:
-    """The same response again and again: the batch is smaller than it looks."""
+    """Check for identical responses within groups."""
     counts, twin, shared = find_copies(samples, t)
     n = int(counts.sum())
     if n < t.samples:
-        return skipped(f"only {n} responses have {t.duplicate_tokens} tokens or more, {t.samples} are needed")
-    # One of each set is no duplicate.
+        return skipped(f"only {n} responses have at least {t.duplicate_tokens} tokens, {t.samples} required")
+    # One of each set is not a duplicate.
     extra = np.zeros(len(samples))
     extra[twin] = 1 - 1 / shared[twin]
     worst, part = _worst(samples, t, extra, samples.there)
@@ -429,16 +425,16 @@ def check_duplicates(samples: Samples, t: Thresholds) -> CheckResult:
         Finding(
             "duplicates",
             "low" if solved else "high" if share >= 0.4 else "medium",
-            f"{percent(share)} of responses are copies of another" + (", most of them right" if solved else ""),
-            f"{int(affected.sum())} of {int(part.sum())} responses are shared, token for token, by several samples of "
-            f"their group ({t.duplicate_tokens} tokens or more), {len(sets)} different ones in all; "
+            f"{percent(share)} of responses are duplicates" + (", most of them correct" if solved else ""),
+            f"{int(affected.sum())} of {int(part.sum())} responses are identical to another of their group (at least "
+            f"{t.duplicate_tokens} tokens), {len(sets)} distinct ones; "
             f"{percent(float(right.sum()) / int(affected.sum()))} of them have a good reward. Triggered above "
-            f"{percent(t.duplicates)} that could be left out.",
-            "These prompts have one right answer, and the policy knows it: sample fewer responses to them, or harder "
+            f"{percent(t.duplicates)} redundant responses.",
+            "The policy has solved these prompts, which have one correct answer: sample fewer responses, or use harder "
             "prompts."
             if solved
-            else "If the policy has collapsed, raise the temperature or go back. If not, something writes records "
-            "twice, or the engine gets the same seed for each sample of a group: give each its own.",
+            else "If the policy has collapsed, raise the temperature or return to an earlier checkpoint. Otherwise, "
+            "records are written twice, or the engine uses one seed for all samples of a group.",
             (first, last),
             samples.evidence(affected, shared.astype(np.float64)),
             int(affected.sum()),
@@ -449,11 +445,11 @@ def check_duplicates(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def check_truncation(samples: Samples, t: Thresholds) -> CheckResult:
-    """Most responses are cut off at a limit: the model never gets to its answer."""
+    """Check for responses truncated at a limit."""
     recent = samples.recent(t)
     n, cut = int(recent.sum()), recent & samples.truncated
     if n < t.samples:
-        return skipped(f"only {n} recent samples, {t.samples} are needed")
+        return skipped(f"only {n} recent samples, {t.samples} required")
     share = int(cut.sum()) / n
     if at_least(int(cut.sum()), n, t.certainty) <= t.truncation:
         return passed(f"{percent(share)} of {n} recent samples are truncated; triggered above {percent(t.truncation)}")
@@ -462,11 +458,11 @@ def check_truncation(samples: Samples, t: Thresholds) -> CheckResult:
         Finding(
             "truncation",
             "high" if share >= (1 + t.truncation) / 2 else "medium",
-            f"{percent(share)} of recent samples are cut off at a limit",
-            f"{int(cut.sum())} of {n} samples in steps {first} to {last} ended at a limit of tokens or turns instead "
-            f"of by themselves. Triggered above {percent(t.truncation)}.",
+            f"{percent(share)} of recent samples are truncated",
+            f"{int(cut.sum())} of {n} samples in steps {first} to {last} ended at a token or turn limit. Triggered "
+            f"above {percent(t.truncation)}.",
             "Raise the limit (sampling.max_tokens, environment.max_turns or context_limit), check the end-of-text "
-            "token and the stop strings, or penalize length: answers that are cut off are rewarded for beginnings.",
+            "token and the stop strings, or penalize length.",
             (first, last),
             samples.evidence(cut, samples.tokens, apart=True),
             int(cut.sum()),
@@ -477,7 +473,7 @@ def check_truncation(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def _worst(samples: Samples, t: Thresholds, hits: Mask | Floats, measured: Mask) -> tuple[float, Mask]:
-    """The share of hits that is sure, of the recent steps or of the whole run, whichever is higher; and [N] which."""
+    """Return the lower bound of the share of hits, over recent steps or the run, whichever is higher, and [N] which."""
     best, best_part = 0.0, samples.there
     for part in (samples.there, samples.recent(t)):
         n = int((measured & part).sum())
@@ -486,19 +482,19 @@ def _worst(samples: Samples, t: Thresholds, hits: Mask | Floats, measured: Mask)
     return best, best_part
 
 
-# --- flow of data ---------------------------------------------------------------------------------------------------
+# --- data flow ------------------------------------------------------------------------------------------------------
 
 
 def check_staleness(samples: Samples, t: Thresholds) -> CheckResult:
-    """Samples of policies long gone."""
+    """Check for samples from old policy versions."""
     measured = samples.there & np.isfinite(samples.lag) & ~samples.dropped
     n = int(measured.sum())
     if not n:
-        return skipped("no record says which policy version made it")
+        return skipped("no policy versions recorded")
     if n < t.samples:
-        return skipped(f"only {n} samples have a policy version, {t.samples} are needed")
+        return skipped(f"only {n} samples have a policy version, {t.samples} required")
     newest = by_step(samples.step[measured], samples.version[measured], median=True, least=1)
-    # Trainers that count every optimizer step move by several versions from one step to the next.
+    # Trainers that count every optimizer step advance several versions per step.
     stride = float(np.median(np.diff(newest.values))) if len(newest) >= 3 else 1.0
     limit = t.stale_lag * max(stride, 1.0)
     worst, part = 0.0, measured
@@ -519,12 +515,12 @@ def check_staleness(samples: Samples, t: Thresholds) -> CheckResult:
             "stale-data",
             "high" if share >= 0.5 else "medium",
             f"{percent(share)} of samples are more than {limit:g} versions old",
-            f"Of {int(part.sum())} samples {int(old.sum())} had fallen more than {limit:g} versions behind when they "
-            f"were trained on (or came); the median lag is {lag:g}, the largest {np.max(samples.lag[part]):g}. "
+            f"{int(old.sum())} of {int(part.sum())} samples were more than {limit:g} versions behind when they were "
+            f"trained on (or arrived); the median lag is {lag:g}, the maximum {np.max(samples.lag[part]):g}. "
             f"Triggered above {percent(t.stale)}.",
-            "Bound it when leasing (max_staleness), let generation wait for the trainer or run fewer engines ahead, "
-            "synchronise weights more often, and correct what is left (truncated importance sampling, or decoupled "
-            "clipping against recomputed log-probs).",
+            "Set max_staleness when leasing, let generation wait for the trainer, run fewer engines ahead, or sync "
+            "weights more often. Correct the rest with truncated importance sampling or decoupled clipping against "
+            "recomputed log-probs.",
             (first, last),
             samples.evidence(old, samples.lag, apart=True),
             int(old.sum()),
@@ -535,28 +531,28 @@ def check_staleness(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def check_keep_bias(samples: Samples, t: Thresholds) -> CheckResult:
-    """Long samples are dropped more often than short ones (or the other way): training sees another distribution."""
+    """Check for a keep rate that depends on length."""
     trained = samples.state == "trained"
-    # Overlong answers are often left out on purpose.
+    # Truncated responses are often dropped on purpose.
     use = samples.there & (trained | samples.dropped) & (samples.tokens > 0) & ~samples.truncated
     n, lost = int(use.sum()), int((use & samples.dropped).sum())
     if not trained.any():
-        return skipped("nothing was trained on yet, or the source has no ledger")
+        return skipped("no sample was trained on, or the source has no ledger")
     if n < t.samples or lost < t.samples // 4:
-        return passed(f"{lost} of {n} samples that were decided on were dropped")
+        return passed(f"{lost} of {n} samples were dropped")
     places = np.flatnonzero(use)
     rank = _ranks(samples.step[places], samples.tokens[places])
     was_trained = trained[places]
     short, long = rank < 0.25, rank > 0.75
     few = min(int(short.sum()), int(long.sum()))
     if few < max(t.samples // 4, 1):
-        return skipped(f"only {few} samples are in the longest or the shortest quarter of their steps")
+        return skipped(f"only {few} samples are in the longest or shortest quarter of their steps")
     low, high = float(was_trained[short].mean()), float(was_trained[long].mean())
     pooled = float(was_trained[short | long].mean())
     error = math.sqrt(pooled * (1 - pooled) * (1 / int(short.sum()) + 1 / int(long.sum())))
     if abs(low - high) < t.keep_bias or abs(low - high) < 2 * t.certainty * error:
         return passed(
-            f"of the shortest quarter of each step {percent(low)} were trained on, of the longest {percent(high)}"
+            f"{percent(low)} of the shortest quarter of each step were trained on, {percent(high)} of the longest"
         )
     side = long if high < low else short
     affected = np.zeros(len(samples), bool)
@@ -567,12 +563,12 @@ def check_keep_bias(samples: Samples, t: Thresholds) -> CheckResult:
             "keep-rate-bias",
             "high" if abs(low - high) >= 0.5 else "medium",
             f"{percent(high)} of long samples are trained on, and {percent(low)} of short ones",
-            f"Of {n} samples that were decided on {lost} were dropped. Of the shortest quarter of each step "
-            f"{percent(low)} were trained on, of the longest {percent(high)} (truncated ones left out). Triggered at "
-            f"{percent(t.keep_bias)} between them.",
-            "Look at the reasons of the drops (book.counts, book.keep_rates): long samples are late, and a staleness "
-            "bound or a deadline takes them first. Count staleness from when a sample began, let generation be "
-            "resumed, or allow partial rollouts instead of dropping them.",
+            f"{lost} of {n} samples were dropped. {percent(low)} of the shortest quarter of each step were trained on "
+            f"and {percent(high)} of the longest (truncated samples excluded). Triggered at a difference of "
+            f"{percent(t.keep_bias)}.",
+            "Check the drop reasons (book.counts, book.keep_rates). Long samples finish late, so a staleness limit or "
+            "deadline drops them first. Count staleness from the start of a sample, resume generation, or use partial "
+            "rollouts instead of dropping.",
             (first, last),
             samples.evidence(affected, samples.tokens if side is long else -samples.tokens),
             int(affected.sum()),
@@ -583,7 +579,7 @@ def check_keep_bias(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def _ranks(steps: Ints, values: Floats) -> Floats:
-    """[N] Where each value stands among those of its step, from 0 to 1; equal values stand in their middle."""
+    """Return [N] the rank of each value within its step, from 0 to 1; ties get their mean rank."""
     order = np.lexsort((values, steps))
     step, value = steps[order], values[order]
     new = np.ones(len(order), bool)
@@ -599,27 +595,27 @@ def _ranks(steps: Ints, values: Floats) -> Floats:
 
 
 def check_incomplete_groups(samples: Samples, t: Thresholds) -> CheckResult:
-    """Groups that were to have more runs than ever came: by-group leasing waits for them for ever."""
+    """Check for groups that never become complete."""
     k = len(samples.gids)
     if not np.isfinite(samples.group_size).any():
-        return skipped("no record says how many runs its group has (group_size)")
+        return skipped("no group_size recorded")
     if samples.partial:
-        return skipped("these are some of the records that there were")
+        return skipped("only a selection of the records was saved")
     expected = np.zeros(k)
     np.maximum.at(expected, samples.group, np.nan_to_num(samples.group_size))
     runs = count_distinct(samples.group, samples.run, k)
     step = np.full(k, np.iinfo(np.int64).min, np.int64)
     np.maximum.at(step, samples.group, samples.step)
-    # Steps that come after a group's own.
+    # Number of steps after a group's own.
     later = len(samples.steps) - np.searchsorted(samples.steps, step, side="right")
     old = (expected > 1) & (later >= t.patience)
     n = int(old.sum())
     if n < t.groups:
-        return skipped(f"only {n} groups have seen {t.patience} later steps, {t.groups} are needed")
+        return skipped(f"only {n} groups are followed by {t.patience} steps, {t.groups} required")
     lacking = old & (runs < expected)
     count = int(lacking.sum())
     if at_least(count, n, t.certainty) <= t.incomplete:
-        return passed(f"{count} of {n} groups lack runs")
+        return passed(f"{count} of {n} groups are incomplete")
     affected = np.isin(samples.group, np.flatnonzero(lacking))
     waiting = int((affected & (samples.state == "waiting")).sum())
     first, last = samples.span(affected)
@@ -628,12 +624,12 @@ def check_incomplete_groups(samples: Samples, t: Thresholds) -> CheckResult:
         Finding(
             "groups-incomplete",
             "high" if count >= n / 4 else "medium",
-            f"{count} groups never become complete",
-            f"{count} of {n} groups whose step has passed lack runs, {missing} in all; {waiting} of their samples "
-            f"still wait. Triggered above {percent(t.incomplete)}.",
-            "Tell the book of runs that failed (book.fail), so that their groups count as complete; or lease groups "
-            "without them after a time (partial_after). Then see why runs are lost: time limits of tools, crashed "
-            "workers, requests that were given up.",
+            f"{count} groups are incomplete",
+            f"{count} of {n} groups of past steps are missing {missing} samples; {waiting} of their samples are still "
+            f"waiting. Triggered above {percent(t.incomplete)}.",
+            "Call book.fail for failed samples so that their groups count as complete, or lease incomplete groups "
+            "after a time (partial_after). Then find why samples are lost: tool timeouts, crashed workers, abandoned "
+            "requests.",
             (first, last),
             samples.evidence(affected, (expected - runs)[samples.group], apart=True),
             int(affected.sum()),

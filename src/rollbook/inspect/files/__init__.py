@@ -1,6 +1,7 @@
-"""Rollouts in files that this and other tools wrote, as one run that pages can show.
+"""Rollouts in files of this and other tools, as one run.
 
-A file is known by what is in it (`recognise`); a folder of files is one run. `FAMILIES` says what is read.
+The format of a file is detected from its content (`recognize`); a folder of files is one run. `FAMILIES` lists the
+formats.
 
 >>> import json, pathlib, tempfile
 >>> from rollbook.inspect.index import Index
@@ -15,7 +16,7 @@ A file is known by what is in it (`recognise`); a folder of files is one run. `F
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollbook.core.lazy import lazily
 
@@ -24,31 +25,50 @@ if TYPE_CHECKING:
     from rollbook.inspect.files.source import Family as Family
     from rollbook.inspect.files.source import FileSource as FileSource
     from rollbook.inspect.files.source import UnknownFormatError as UnknownFormatError
+    from rollbook.inspect.records import TokenizerLike
 
 
-def open_file_source(path: str | os.PathLike[str], *, tokenizer: Any = None) -> FileSource:
-    """Open the rollouts of a file, or of a folder of files, as a source; otherwise raise `UnknownFormatError`.
+def open_file_source(path: str | os.PathLike[str], *, tokenizer: TokenizerLike | None = None) -> FileSource:
+    """Open rollouts in a file, or in a folder of files.
 
-    `tokenizer`: a tokenizer, a `Vocabulary`, or the path of a folder with a tokenizer.json, for the text of files that
-    have token ids; what has text alone is shown in words, and needs none.
+    Args:
+        path: A file or a folder.
+        tokenizer: A tokenizer, a `Vocabulary`, or the path of a folder with a tokenizer.json, for files with token ids.
+            Files with only text are split into words and need none.
+
+    Returns:
+        The source; close it after use.
+
+    Raises:
+        UnknownFormatError: If no file is in a known format.
     """
     from rollbook.inspect.files.source import FileSource
 
     return FileSource(path, tokenizer=tokenizer)
 
 
-def recognise(path: str | os.PathLike[str]) -> str:
-    """Return the name, in `FAMILIES`, of the format of a file or a folder."""
+def recognize(path: str | os.PathLike[str]) -> str:
+    """Detect the format of a file or folder.
+
+    Args:
+        path: A file or a folder.
+
+    Returns:
+        The name of the format, a key of `FAMILIES`.
+
+    Raises:
+        UnknownFormatError: If no file is in a known format.
+    """
     with open_file_source(path) as source:
         return source.kind
 
 
-# Other modules of the viewer use the small ones of this package, which must not bring the large ones.
+# Other modules of the viewer import `stores`, which must not load the large modules.
 _HOMES = {
     "FAMILIES": "rollbook.inspect.files.source",
     "Family": "rollbook.inspect.files.source",
     "UnknownFormatError": "rollbook.inspect.files.source",
     "FileSource": "rollbook.inspect.files.source",
 }
-__all__ = sorted((*_HOMES, "open_file_source", "recognise"))
+__all__ = ["FAMILIES", "Family", "FileSource", "UnknownFormatError", "open_file_source", "recognize"]
 __getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -1,17 +1,17 @@
-"""Adapters: rows that other tools wrote, as trajectories.
+"""Adapters: rows of other tools as trajectories.
 
 - verl 0.4 to 0.7 (`{step}.jsonl` of `rollout_data_dir`, Parquet of its generation and of its batches), TRL 0.15 to 0.25
   (`completions_*.parquet`, JSONL of the same columns) and OpenRLHF 0.6 to 0.9.
 - Trajectory savers of LightRFT 0.1 and of Rollbook. LightRFT writes entropies one token early (on the token before the
-  one that was sampled), which is corrected.
-- Conversations: `{"messages": [...]}` with other fields beside, ShareGPT's `conversations`, and logs of inspect_ai
-  0.3.6 to 0.3.28x (log schema 2).
+  sampled one), which is corrected.
+- Conversations: `{"messages": [...]}` with other fields, ShareGPT's `conversations`, and logs of inspect_ai 0.3.6 to
+  0.3.28x (log schema 2).
 - verifiers 0.1 and 0.2 (one row per rollout: prompt, completion, reward, metrics, and in prime-rl the token ids of each
   turn), verifiers 0.3 and 0.4 (one row per episode of traces, or one trace, as prime-rl saves them).
 
-Invariant: every field of a row is shown or is in `info`; numbers beside the reward are metrics. A number belongs to a
-token only if the writer has one for each sampled token; what is left out is reported in `notes`. Every path of a graph
-of messages from its root to a leaf is a trajectory. Nothing that a row names is fetched.
+Invariant: every field of a row is shown or is in `info`; numbers other than the reward are metrics. A number belongs to
+a token only if the writer has one for each sampled token; omitted values are reported in `notes`. Every path of a
+message graph from its root to a leaf is a trajectory. Nothing that a row names is fetched.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rollbook.core.errors import WireError
 from rollbook.core.ids import EID
@@ -33,7 +33,7 @@ from rollbook.inspect.files.stores import Row, number, numbers, whole
 from rollbook.inspect.images import Where, picture, pictured
 from rollbook.inspect.measures import status_of
 from rollbook.inspect.serialization import json_safe
-from rollbook.inspect.trajectory import Picture, Segment, Trajectory, derive, prompt_hash, segments_of
+from rollbook.inspect.trajectory import Json, Picture, Segment, Trajectory, derive, prompt_hash, segments_of
 from rollbook.io import frameworks
 from rollbook.io.frameworks import Sample
 
@@ -44,7 +44,7 @@ _THINK = re.compile(r"<think>.*?(?:</think>\n*|\Z)", re.S)
 
 
 class Part(NamedTuple):
-    """A stretch of text with one speaker."""
+    """A stretch of text of one speaker."""
 
     text: str
     role: str
@@ -56,17 +56,17 @@ class Part(NamedTuple):
 
 
 def words(text: str) -> NDArray[np.int64]:
-    """Where the words of a text end: what stands for tokens where only text is known.
+    """Return the ends of the words of a text, which replace tokens if only text is known.
 
     >>> words("Let me see: 2 + 3\\n\\n五個").tolist()
     [3, 6, 10, 11, 13, 15, 17, 19, 20, 21]
     """
-    # Every character is of a word, so that their lengths say where they end.
+    # Every character belongs to a word, so lengths give the ends.
     return np.cumsum(list(map(len, _WORD.findall(text))), dtype=np.int64)
 
 
 def from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
-    """A trajectory of words: a segment for each part, what stands before the first spoken part is the prompt."""
+    """Create a trajectory of words: a segment per part; everything before the first spoken part is the prompt."""
     texts: list[str] = []
     ends: list[NDArray[np.int64]] = []
     segments: list[Segment] = []
@@ -78,7 +78,7 @@ def from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
         if not part.text:
             continue
         if before and part.role != before:
-            # A turn ends with its last spoken part; what stands between two turns belongs to the one that follows.
+            # A turn ends with its last spoken part; parts between two turns belong to the next one.
             turn += before == "assistant"
         before = part.role
         if part.picture is not None:
@@ -115,7 +115,7 @@ def from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
 
 
 def from_texts(prompt: str, response: str, /, **fields: Any) -> Trajectory:
-    """A trajectory of a prompt's and a response's words; a chat template's marks in them are understood."""
+    """Create a trajectory from the words of a prompt and a response, which may contain chat-template marks."""
     before, behind = words(prompt), words(response)
     text, ends = prompt + response, np.concatenate([before, behind + len(prompt)])
     mask = np.arange(len(ends)) >= len(before)
@@ -132,14 +132,14 @@ def from_texts(prompt: str, response: str, /, **fields: Any) -> Trajectory:
     )
 
 
-def conversation(prompt: Any, answer: Any, where: Where, /, **fields: Any) -> Trajectory:
-    """A trajectory of a prompt and an answer, each a text or messages."""
+def conversation(prompt: Json, answer: Json, where: Where, /, **fields: Any) -> Trajectory:
+    """Create a trajectory from a prompt and an answer, each a text or messages."""
     prompt, answer = without_nulls(prompt), without_nulls(answer)
     if isinstance(prompt, str) and isinstance(answer, str):
         return from_texts(prompt, answer, **fields)
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    behind = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if not is_messages(before) or not (is_messages(behind) or behind == []):
+    before: Json = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    behind: Json = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if not is_messages(before) or not isinstance(behind, list) or (behind and not is_messages(behind)):
         raise WireError(
             f"got a {type(prompt).__name__} and a {type(answer).__name__} where a prompt and an answer should be"
         )
@@ -150,7 +150,7 @@ def conversation(prompt: Any, answer: Any, where: Where, /, **fields: Any) -> Tr
 def chat(
     messages: list[Any], where: Where, spoken: Callable[[int], bool] | None = None, /, **fields: Any
 ) -> Trajectory:
-    """A trajectory of a conversation's words; `spoken` as in `message_parts`."""
+    """Create a trajectory from the words of a conversation; `spoken` as in `message_parts`."""
     notes: list[str] = list(fields.pop("notes", ()))
     seen: dict[str, Picture] = {}
     parts = message_parts(messages, where, notes, seen, spoken)
@@ -164,8 +164,8 @@ def chat(
     return trajectory
 
 
-def without_nulls(value: Any) -> Any:
-    """Messages as they were: in Parquet every message has the keys of all, null where it has none."""
+def without_nulls(value: Json) -> Any:
+    """Remove null entries from messages, which Parquet adds for keys of other messages."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -176,19 +176,21 @@ def from_ids(
     prompt_tokens: int,
     where: Where,
     *,
-    mask: Any = None,
+    mask: ArrayLike | None = None,
     arrays: Mapping[str, Any] | None = None,
-    versions: Any = None,
+    versions: ArrayLike | None = None,
     spans: Sequence[Segment] = (),
     sampled: NDArray[np.bool_] | None = None,
     decoded: tuple[str, Any] | None = None,
-    recorded: Any = None,
+    recorded: Json = None,
     **fields: Any,
 ) -> Trajectory:
-    """A trajectory of token ids [L]. Its text and ends are `decoded` or the vocabulary's, and its segments follow from
-    them and what was `recorded`; without either, they are `spans`. `mask` and `versions` are [L] or [R]; `arrays` are
-    named as a record's fields and [R], or [L] with NaN where there is no value; one of another length is left out, with
-    a note."""
+    """Create a trajectory from token ids [L].
+
+    Text and ends are `decoded`, or from the vocabulary. Segments follow from them and the `recorded` ones; without
+    either, they are `spans`. `mask` and `versions` are [L] or [R]. `arrays` are named as a record's fields and [R], or
+    [L] with NaN without a value; arrays of other lengths are omitted, with a note.
+    """
     try:
         tokens = np.asarray(ids, dtype=np.int64).reshape(-1)
     except (TypeError, ValueError, OverflowError) as error:
@@ -201,7 +203,7 @@ def from_ids(
     if mask is not None:
         trained_column = _column(mask, length, prompt_tokens, 0)
         if trained_column is None:
-            notes.append(f"The mask has {len(mask)} entries for {length} tokens, so all of the response is shown.")
+            notes.append(f"The mask has {_count(mask)} entries for {length} tokens, so all of the response is shown.")
         else:
             trained = trained_column != 0
     columns: dict[str, NDArray[Any]] = {}
@@ -256,8 +258,8 @@ def from_ids(
     return trajectory
 
 
-def _ends(values: Any, characters: int, length: int) -> NDArray[np.int64]:
-    """[L] Ends that a file states, if they are what ends can be."""
+def _ends(values: ArrayLike, characters: int, length: int) -> NDArray[np.int64]:
+    """Return [L] ends stated by a file, if they are valid."""
     try:
         ends = np.asarray(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
@@ -267,12 +269,12 @@ def _ends(values: Any, characters: int, length: int) -> NDArray[np.int64]:
     return ends
 
 
-def _count(values: Any) -> int:
-    return len(values) if hasattr(values, "__len__") else 1
+def _count(values: ArrayLike) -> int:
+    return len(values) if isinstance(values, Sized) else 1
 
 
-def _column(values: Any, length: int, prompt_tokens: int, empty: float) -> NDArray[Any] | None:
-    """[L] from [L], from [R] or from one number; `None` if it is neither."""
+def _column(values: ArrayLike, length: int, prompt_tokens: int, empty: float) -> NDArray[Any] | None:
+    """Return [L] from [L], from [R] or from one number; otherwise `None`."""
     try:
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -291,13 +293,13 @@ def _column(values: Any, length: int, prompt_tokens: int, empty: float) -> NDArr
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
-def is_messages(value: Any) -> bool:
-    """Whether this is a conversation: a list of dicts with roles."""
+def is_messages(value: Json) -> TypeGuard[list[dict[str, Any]]]:
+    """Return whether a value is a conversation: a list of dicts with roles."""
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def text_parts(text: str, role: str, spoken: bool = False) -> list[Part]:
-    """A text, what stands in think tags apart.
+    """Split a text into parts, with think tags as separate parts.
 
     >>> [(part.kind, part.text) for part in text_parts("<think>hm</think>5", "assistant")]
     [('think', '<think>hm</think>'), ('text', '5')]
@@ -323,9 +325,12 @@ def message_parts(
     seen: dict[str, Picture],
     spoken: Callable[[int], bool] | None = None,
 ) -> list[Part]:
-    """The parts of a conversation, in OpenAI's form and its relatives: contents of text, pictures, reasoning, calls of
-    tools and their results. `spoken` says of a message's number whether the model wrote it (all of the assistant's).
-    Pictures are put into `seen` by what stands for them in the messages."""
+    """Return the parts of a conversation in OpenAI's format and its variants: text, pictures, reasoning, tool calls and
+    results.
+
+    `spoken` returns whether the model wrote the message with this index (by default, all of the assistant's). Pictures
+    are added to `seen` by their placeholder in the messages.
+    """
     parts: list[Part] = []
     names: dict[str, str] = {}
     for i, message in enumerate(messages):
@@ -349,19 +354,19 @@ def message_parts(
             part, key = _call(call, by_model)
             names[key] = part.name
             here.append(part)
-        # Two messages do not run into each other.
+        # Keep a separator between two messages.
         if here and i + 1 < len(messages) and not here[-1].text.endswith("\n") and here[-1].picture is None:
             here[-1] = here[-1]._replace(text=here[-1].text + "\n")
         parts += here
     return parts
 
 
-def _name(value: Any) -> str:
+def _name(value: Json) -> str:
     return value if isinstance(value, str) else ""
 
 
 def _content(
-    content: Any, role: str, name: str, by_model: bool, where: Where, notes: list[str], seen: dict[str, Picture]
+    content: Json, role: str, name: str, by_model: bool, where: Where, notes: list[str], seen: dict[str, Picture]
 ) -> list[Part]:
     if content is None:
         return []
@@ -370,7 +375,8 @@ def _content(
             return [Part(content, role, "tool_result", name, by_model)]
         return text_parts(content, role, by_model)
     parts: list[Part] = []
-    for item in content if isinstance(content, list) else [content]:
+    items: list[Any] = content if isinstance(content, list) else [content]
+    for item in items:
         if isinstance(item, str):
             parts += _content(item, role, name, by_model, where, notes, seen)
             continue
@@ -388,14 +394,15 @@ def _content(
     return parts
 
 
-def _call(call: Any, by_model: bool) -> tuple[Part, str]:
-    """A call of a tool as JSON, and its id."""
+def _call(call: Json, by_model: bool) -> tuple[Part, str]:
+    """Return a tool call as JSON, and its id."""
     if isinstance(call, str):
-        # Some writers keep each call as a text of JSON.
+        # Some writers store each call as JSON text.
+        written = call
         try:
-            call = json.loads(call)
+            call = json.loads(written)
         except (ValueError, RecursionError):
-            return Part(call, "assistant", "tool_call", "", by_model), ""
+            return Part(written, "assistant", "tool_call", "", by_model), ""
     if not isinstance(call, dict):
         return Part(json.dumps(call, default=str), "assistant", "tool_call", "", by_model), ""
     inner = call.get("function")
@@ -409,7 +416,7 @@ def _call(call: Any, by_model: bool) -> tuple[Part, str]:
 
 
 def _picture_part(
-    source: Any, role: str, by_model: bool, where: Where, notes: list[str], seen: dict[str, Picture]
+    source: Json, role: str, by_model: bool, where: Where, notes: list[str], seen: dict[str, Picture]
 ) -> Part:
     if isinstance(source, dict):
         source = source.get("url") or source.get("data") or source.get("path")
@@ -425,14 +432,14 @@ _LABELS = ("gts", "ground_truth", "answer", "solution", "label", "labels")
 
 
 def verl(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A row of verl's."""
+    """Convert a row of verl."""
     samples, used = frameworks.split_verl_row(row)
     for sample in samples:
         yield _made(sample, row, used, where)
 
 
 def openrlhf(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A row of OpenRLHF's; a pair is the better answer, with the worse one beside."""
+    """Convert a row of OpenRLHF; a pair becomes the chosen answer with the rejected one."""
     samples, used = frameworks.split_openrlhf_row(row)
     for sample in samples:
         trajectory = _made(sample, row, used, where)
@@ -450,8 +457,9 @@ _TRL_OWN = {
 
 
 def trl(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A row of TRL's. It logs the rewards of all functions and not their weighted sum; with weights of 1, as by
-    default, that is what is shown."""
+    """Convert a row of TRL. It logs the rewards of all functions but not their weighted sum; their plain sum is shown,
+    which is correct for the default weights of 1.
+    """
     floats = {name: number(value) for name, value in row.items() if type(value) is float and name not in _TRL_OWN}
     named = {name: value for name, value in floats.items() if "reward" in name.lower()}
     counted = named or floats
@@ -525,7 +533,7 @@ _PADDING = re.compile(r"(<[^<>\s]{1,40}>)\1+")
 _LAST = re.compile(r"<[^<>\s]{1,40}>")
 
 
-def _dict(value: Any) -> dict[str, Any]:
+def _dict(value: Json) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
@@ -533,7 +541,7 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A record of LightRFT's saver."""
+    """Convert a record of LightRFT's saver."""
     full, pure = _text(row.get("full_sequence")), _text(row.get("pure_generated_text"))
     info = _dict(row.get("info"))
     notes: list[str] = []
@@ -560,7 +568,7 @@ def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
     if row.get("policy_entropy") is not None:
         notes.append("policy_entropy is left out: it is the spread of the log-probs, padding included, no entropy.")
     if prompt is None:
-        # What the model said is not in the whole text as it stands: special tokens in the middle were dropped.
+        # The response is not a substring of the full text: special tokens were dropped from it.
         trajectory = from_texts("", full or pure, **fields)
         trajectory.segments = (
             [Segment("text", "text", "", 0, len(trajectory.ends), True, 0)] if len(trajectory.ends) else []
@@ -577,12 +585,12 @@ def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
     yield trajectory
 
 
-def _text(value: Any) -> str:
+def _text(value: Json) -> str:
     return value if isinstance(value, str) else ""
 
 
 def _around(full: str, pure: str, notes: list[str]) -> tuple[str | None, str]:
-    """The prompt's text, and what follows the response that the file has: the last token, without the padding."""
+    """Return the prompt's text, and the text after the response: the last token, without padding."""
     at = full.rfind(pure) if pure else -1
     if at < 0:
         return (None, "") if pure or full else ("", "")
@@ -596,7 +604,7 @@ def _around(full: str, pure: str, notes: list[str]) -> tuple[str | None, str]:
 
 
 def _pieces(row: Row, pure: str) -> list[str] | None:
-    """The texts of the response's tokens but the last, if the file has them."""
+    """Return the texts of the response's tokens except the last, if the file has them."""
     tokens = row.get("pure_generated_tokens")
     if not isinstance(tokens, list) or not tokens:
         return None
@@ -605,7 +613,7 @@ def _pieces(row: Row, pure: str) -> list[str] | None:
 
 
 def _exact(row: Row, prompt: str, pieces: list[str], tail: str, fields: dict[str, Any], notes: list[str]) -> Trajectory:
-    """Prompt in words, response in its own tokens, and the numbers that belong to them."""
+    """Return the prompt in words, the response in its tokens, and their values."""
     response = "".join(pieces)
     if response != _text(row.get("pure_generated_text")):
         notes.append("The response is shown as its tokens were decoded, one by one: characters of several are lost.")
@@ -615,7 +623,7 @@ def _exact(row: Row, prompt: str, pieces: list[str], tail: str, fields: dict[str
     ends = np.concatenate([before, len(prompt) + np.cumsum(sizes, dtype=np.int64)])
     start, length = len(before), len(ends)
     arrays: dict[str, Any] = {}
-    # Entry j of generated_tokens stands on the token before response token j, whose entropy it has.
+    # Entry j of generated_tokens is at the token before response token j, whose entropy it has.
     tokens = row.get("generated_tokens")
     scores = [number(_dict(entry).get("entropy_score")) for entry in tokens] if isinstance(tokens, list) else []
     if any(score is not None for score in scores):
@@ -663,7 +671,7 @@ def _leave_out(row: Row, notes: list[str], why: str) -> None:
             _left_out(name, row[name], why, notes)
 
 
-def _left_out(name: str, values: Any, why: str, notes: list[str]) -> None:
+def _left_out(name: str, values: Json, why: str, notes: list[str]) -> None:
     if isinstance(values, list):
         notes.append(f"{name} is left out: {len(values)} numbers, and {why}.")
     else:
@@ -689,7 +697,7 @@ _LENSES = {
     "action_entropy": "entropy",
     **{name: name for name in ("logprobs", "teacher_logprobs", "token_level_reward", "loss_weights")},
 }
-"""The saver's names of arrays [R], and a record's."""
+"""Arrays [R] of the saver, and the record's names."""
 _ROLLBOOK_FIELDS = {
     *_LIGHTRFT_FIELDS, *_LENSES, "uid", "gid", "batch", "task", "run", "turn", "kept", "reward", "reward_parts",
     "prompt_tokens", "prompt_text", "response_text", "token_ids", "text", "token_ends", "mask", "segments",
@@ -699,7 +707,7 @@ _ROLLBOOK_FIELDS = {
 
 
 def rollbook(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A record of Rollbook's saver: text, tokens and where they end, and arrays of the response's tokens."""
+    """Convert a record of Rollbook's saver: text, tokens and their ends, and arrays of the response's tokens."""
     ids, text = row.get("token_ids"), _text(row.get("text"))
     prompt, step = whole(row.get("prompt_tokens")), whole(row.get("global_step"))
     if not isinstance(ids, list) or prompt is None:
@@ -748,7 +756,7 @@ def rollbook(row: Row, where: Where) -> Iterator[Trajectory]:
         shown = (_text(other.get("text")), other.get("token_ends"))
         trajectory.rejected = from_ids(other.get("token_ids") or [], prompt, where, decoded=shown, **fields)
     trajectory.uid = _text(row.get("uid"))
-    # Samples whose ids name no batch are of the step in which they were saved.
+    # Samples without a batch in their ids belong to the step in which they were saved.
     trajectory.gid = (
         _text(row.get("gid")) if row.get("batch") not in (None, "") else EID(step or 0, trajectory.task).tid
     )
@@ -764,7 +772,7 @@ _MESSAGES_FIELDS = {
 
 
 def messages(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A row with a conversation, and what stands beside it."""
+    """Convert a row with a conversation and other fields."""
     turns = row.get("messages")
     if isinstance(row.get("conversations"), list):
         turns = [
@@ -801,19 +809,19 @@ def messages(row: Row, where: Where) -> Iterator[Trajectory]:
     yield trajectory
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: Json) -> bool:
     return (isinstance(value, str) and 0 < len(value) <= 256) or type(value) is int
 
 
 # --- inspect --------------------------------------------------------------------------------------------------------
 
 _GRADES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
-"""Correct, incorrect, partly so, no answer: as inspect's own metrics count them."""
+"""Correct, incorrect, partial, no answer: with the values of inspect's metrics."""
 _INSPECT_TRUNCATED = ("max_tokens", "model_length", "length")
 
 
 def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A sample of an inspect log."""
+    """Convert a sample of an inspect log."""
     attachments = row.get("attachments")
     attachments = attachments if isinstance(attachments, dict) else {}
     turns = _attached(without_nulls(row.get("messages")), attachments)
@@ -865,12 +873,12 @@ def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
     yield trajectory
 
 
-def _without_history(score: Any) -> Any:
+def _without_history(score: Json) -> Any:
     return {name: value for name, value in score.items() if name != "history"} if isinstance(score, dict) else score
 
 
-def _attached(value: Any, attachments: dict[str, Any]) -> Any:
-    """The same with what stands beside put in its place."""
+def _attached(value: Json, attachments: dict[str, Any]) -> Any:
+    """Replace references to attachments by their contents."""
     if isinstance(value, str):
         attachment = attachments.get(value.removeprefix("attachment://")) if value.startswith("attachment://") else None
         return attachment if isinstance(attachment, str) else value
@@ -880,7 +888,7 @@ def _attached(value: Any, attachments: dict[str, Any]) -> Any:
 
 
 def _scores(scores: dict[str, Any]) -> dict[str, float]:
-    """Every number that the scorers gave, by scorer, or by scorer and name."""
+    """Return all numbers of the scorers, by scorer, or by scorer and name."""
     grades: dict[str, float | None] = {}
     for name, score in scores.items():
         value = _dict(score).get("value")
@@ -893,7 +901,7 @@ def _scores(scores: dict[str, Any]) -> dict[str, float]:
     return numbers(grades)
 
 
-def _grade(value: Any) -> float | None:
+def _grade(value: Json) -> float | None:
     if isinstance(value, str):
         if value in _GRADES:
             return _GRADES[value]
@@ -914,7 +922,7 @@ _VERIFIERS_TRUNCATED = (
 )  # fmt: skip
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: Json) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
@@ -928,7 +936,7 @@ _VERIFIERS_FIELDS = {
 
 
 def rollout(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A row of `results.jsonl`, or of prime-rl's rollouts of that time."""
+    """Convert a row of `results.jsonl`, or of prime-rl's rollouts of these versions."""
     prompt, completion = without_nulls(row.get("prompt")), without_nulls(row.get("completion"))
     metrics = _dict(row.get("metrics"))
     error = row.get("error")
@@ -986,7 +994,7 @@ def rollout(row: Row, where: Where) -> Iterator[Trajectory]:
 
 
 def _turn_tokens(turns: list[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[Any] | None, list[str]] | None:
-    """Ids, mask and log-probs of a rollout whose turns each have the ids of all that came before."""
+    """Return ids, mask and log-probs of a rollout whose turns each have the ids of all previous turns."""
     recorded = [_dict(_dict(turn).get("tokens")) for turn in turns]
     recorded = [
         turn for turn in recorded if _list(turn.get("prompt_ids")) and isinstance(turn.get("completion_ids"), list)
@@ -1023,7 +1031,7 @@ def _turn_tokens(turns: list[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDA
 
 
 def trace(row: Row, where: Where) -> Iterator[Trajectory]:
-    """An episode of traces, or a trace that stands alone."""
+    """Convert an episode of traces, or a single trace."""
     if "traces" not in row:
         yield from _of_trace(row, row, where)
         return
@@ -1034,7 +1042,7 @@ def trace(row: Row, where: Where) -> Iterator[Trajectory]:
                 any_trace = True
                 yield trajectory
     if not any_trace:
-        # An episode that failed before a model was asked.
+        # The episode failed before the first model call.
         data = _dict(_dict(row.get("task")).get("data"))
         prompt = data.get("prompt")
         yield conversation(
@@ -1101,7 +1109,7 @@ def _of_trace(trace: Row, episode: Row, where: Where) -> Iterator[Trajectory]:
 
 
 def _paths(nodes: list[Row]) -> list[list[int]]:
-    """From the root to each leaf, by the nodes' numbers."""
+    """Return the paths from the root to each leaf, as node indices."""
     parents = [node.get("parent") for node in nodes]
     for i, parent in enumerate(parents):
         if parent is not None and (type(parent) is not int or not 0 <= parent < i):
@@ -1149,7 +1157,7 @@ def _branch(
             if values and len(values) == len(at):
                 column[at] = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
                 filled += len(at)
-        # A token without a number would look like one whose number is NaN.
+        # A token without a value would look like one with NaN.
         if filled == mask.sum() > 0:
             arrays[ours] = column
         elif any(node.get(theirs) for node in nodes):

@@ -1,9 +1,9 @@
-"""`FileSource`: files of rollouts, or a folder of them, as one run; and detection of the tool that wrote a file.
+"""`FileSource`: rollout files, or a folder of them, as one run; and detection of the tool that wrote a file.
 
-Invariant: content decides, never a name alone; a file that fits nothing is rejected with what was found, and a pickle
-is rejected whatever it holds. The source holds where a sample is, not its contents; the same files give the same ids,
-however often they are read. A damaged row is counted and reported in `notes`. Rows that a file or folder gains appear
-at the next refresh.
+Invariant: content decides, never a name alone. An unknown file is rejected with a description of its content, and a
+pickle is always rejected. The source stores where a sample is, not its contents; the same files give the same ids,
+however often they are read. A damaged row is counted and reported in `notes`. New rows and files appear at the next
+refresh.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -37,7 +37,6 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.fields import DTYPES, FIELDS
 from rollbook.core.ids import EID
 from rollbook.core.trxp import MAGIC as TRXP
-from rollbook.core.vocabulary import Vocabulary
 from rollbook.core.wire import MAGIC as FRAME
 from rollbook.core.wire import check_stream
 from rollbook.inspect.files import adapters
@@ -66,9 +65,9 @@ from rollbook.inspect.files.stores import (
     unpack,
 )
 from rollbook.inspect.images import Album, Where
-from rollbook.inspect.records import documents_from, record_json
+from rollbook.inspect.records import TokenizerLike, documents_from, record_json, vocabulary_of
 from rollbook.inspect.serialization import json_safe
-from rollbook.inspect.trajectory import Trajectory
+from rollbook.inspect.trajectory import Json, Trajectory
 from rollbook.io import arrow, formats, trinity_sqlite
 from rollbook.io.formats import read_column_names
 
@@ -80,7 +79,7 @@ _TENSORS = {name: field for name, field in FIELDS.items() if field.kind == "tens
 
 
 def record(row: Row, where: Where) -> Iterator[Trajectory]:
-    """The one record that stands in `row`."""
+    """Return the record of `row`."""
     album = Album()
     for trajectory in documents_from(row["record"], where.vocabulary, album):
         for picture in trajectory.pictures:
@@ -91,19 +90,19 @@ def record(row: Row, where: Where) -> Iterator[Trajectory]:
 
 
 def of_columns(records: Experiences) -> Iterator[Row]:
-    """Each of the records, alone."""
+    """Return each record as a row."""
     for i in range(len(records)):
         yield {"record": records[i : i + 1]}
 
 
 def of_batch(batch: pa.RecordBatch) -> Iterator[Row]:
-    """The records of a table that Rollbook wrote, or of one with its columns' names."""
-    # Taken, not sliced: what is read is judged by its own rows.
+    """Return the records of a table that Rollbook wrote, or of one with its column names."""
+    # Taken, not sliced: limits apply to the rows that are read.
     return of_columns(arrow.from_table(batch.take(pa.array(np.arange(len(batch))))))
 
 
 def of_values(values: Row) -> Row:
-    """A record of plain values and arrays by the names of its fields; free-form ones are JSON with tags, or values."""
+    """Create a record from plain values and arrays by field name; free-form fields are tagged JSON or values."""
     arrays: dict[str, pa.Array] = {}
     for name, value in values.items():
         field = FIELDS.get(name)
@@ -135,7 +134,7 @@ _EID = ("batch", "task", "run", "step", "suffix")
 
 
 def _numpy(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """bfloat16, which numpy lacks, as float32."""
+    """Convert bfloat16, which numpy lacks, to float32."""
     if dtype == "bfloat16" and values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.bool_) if dtype == "bool" else values
@@ -147,8 +146,9 @@ Piece = TypeVar("Piece")
 def _pieces(
     store: Growing, more: bool, read: Callable[[Any, int], tuple[Piece | None, int]]
 ) -> Iterator[tuple[int, Piece | WireError]]:
-    """What lies one after the other in a file, and where each begins, as far as it is complete. `read` gives the piece
-    that begins at a place, and where the next one does."""
+    """Yield consecutive complete pieces of a file and their offsets. `read` returns the piece at an offset and the next
+    offset.
+    """
     store.done = store.done if more else 0
     with open(store.path, "rb") as file:
         while True:
@@ -156,7 +156,7 @@ def _pieces(
             try:
                 piece, store.done = read(file, at)
             except WireError as error:
-                store.done = os.path.getsize(store.path)  # Where the next one begins is not known.
+                store.done = os.path.getsize(store.path)  # the start of the next one is unknown
                 yield at, error
                 break
             if piece is None:
@@ -169,10 +169,10 @@ def _pieces(
 
 
 class Frames(Growing):
-    """Frames one after the other; (a, b): where a frame begins, and which of its records."""
+    """Consecutive frames; (a, b): offset of a frame, and index of a record in it."""
 
-    def _frame(self, file: Any, at: int) -> tuple[Experiences | None, int]:
-        """The frame that begins there, and where the next does; none, if it is not complete yet."""
+    def _frame(self, file: BinaryIO, at: int) -> tuple[Experiences | None, int]:
+        """Return the frame at an offset and the next offset; `None` if it is incomplete."""
         file.seek(at)
         head = file.read(wire.HEADER_BYTES)
         if len(head) < wire.HEADER_BYTES:
@@ -207,8 +207,7 @@ class Frames(Growing):
 
 
 class Arrow(Whole):
-    """The Arrow files of a saved HF dataset, as `decode` makes rows of a batch; (a, b): which batch, and which of its
-    rows."""
+    """The Arrow files of a saved HF dataset, converted by `decode`; (a, b): number of a batch, and of a row in it."""
 
     def __init__(self, path: str, decode: Callable[[pa.RecordBatch], Iterable[Row]]) -> None:
         super().__init__(path)
@@ -249,12 +248,12 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def line(row: Row, where: Where) -> Iterator[Trajectory]:
-    """A line of Rollbook's own JSONL."""
+    """Convert a line of Rollbook's JSONL."""
     yield from record(of_line(row), where)
 
 
 def of_line(row: Row) -> Row:
-    """The record that a line of Rollbook's own JSONL holds."""
+    """Return the record of a line of Rollbook's JSONL."""
     fields: Row = {}
     for name, value in row.items():
         field = FIELDS.get(name)
@@ -271,7 +270,7 @@ def of_line(row: Row) -> Row:
     return of_values(fields)
 
 
-def _listed(name: str, value: Any) -> NDArray[Any]:
+def _listed(name: str, value: Json) -> NDArray[Any]:
     if type(value) is dict and set(value) == {"dtype", "values"}:
         value = value["values"]
     if type(value) is not list:
@@ -286,11 +285,11 @@ def _listed(name: str, value: Any) -> NDArray[Any]:
 
 
 class OldPickle(WireError):
-    """Bytes of a Trinity before 0.5.2."""
+    """Bytes of a Trinity version before 0.5.2."""
 
 
 def payload(data: bytes) -> list[Row]:
-    """The records of a TRXP payload."""
+    """Return the records of a TRXP payload."""
     view = memoryview(data)
     if bytes(view[:4]) != trxp.MAGIC:
         raise OldPickle(
@@ -343,9 +342,9 @@ def _safetensors(view: memoryview) -> dict[str, NDArray[Any]]:
 
 
 class Payloads(Growing):
-    """TRXP payloads one after the other; (a, b): where a payload begins, and which of its records."""
+    """Consecutive TRXP payloads; (a, b): offset of a payload, and index of a record in it."""
 
-    def _rows(self, file: Any, at: int) -> tuple[list[Row] | None, int]:
+    def _rows(self, file: BinaryIO, at: int) -> tuple[list[Row] | None, int]:
         file.seek(at)
         head = file.read(trxp._HEADER.size)
         if len(head) < trxp._HEADER.size:
@@ -382,9 +381,10 @@ class Payloads(Growing):
 
 
 class Database:
-    """The tables of records in Trinity's SQLite buffers, 0.5.2 and later; (a, b): which table, and the row's id.
+    """Record tables in Trinity's SQLite buffers, 0.5.2 and later; (a, b): number of a table, and id of a row.
 
-    Rows are only ever added, with ids that rise."""
+    Rows are only added, with increasing ids.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -418,7 +418,7 @@ class Database:
             tables = list(trinity_sqlite.find_tables(connection, self.path).values())
             for number, at in places:
                 table = tables[number]
-                # The query names the table as t, and orders by its id.
+                # The query uses the alias t and orders by id.
                 query = trinity_sqlite.build_query(table).replace(" ORDER BY t.id", " WHERE t.id = ?")
                 for row in connection.execute(query, (MAX_ROW, MAX_ROW, at)):
                     rows[number, at] = _database_row(row, table)
@@ -455,12 +455,12 @@ class UnknownFormatError(RollbookError, ValueError):
 
 
 class Family(NamedTuple):
-    """What reads the rows of a tool, and what it is."""
+    """A format, and the functions that read its rows."""
 
     read: Callable[[Row, Where], Iterator[Trajectory]]
     words: str
     counted: bool = False
-    """Whether files without a step in their names are steps by their order."""
+    """Whether files without a step in their names are numbered as steps."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -480,13 +480,13 @@ FAMILIES: dict[str, Family] = {
     "trxp": Family(record, "Trinity-RFT's TRXP payloads"),
     "trinity-sqlite": Family(record, "Trinity-RFT's SQLite buffers"),
 }
-"""What is read, by name."""
+"""Known formats by name."""
 
 _PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib")
 
 
 def family_of(path: str, name: str) -> tuple[str, Store]:
-    """The family of a file and the store that reads it; `name` is how a person knows it."""
+    """Return the format of a file and the store that reads it; `name` is used in errors."""
     with open(path, "rb") as file:
         head = file.read(4096)
     if head[:2] == b"PK":
@@ -550,7 +550,7 @@ def _archive(path: str, name: str) -> tuple[str, Store]:
 
 
 def _array(path: str) -> tuple[str, Store]:
-    """A JSON array: its first object tells."""
+    """Return the format of a JSON array, from its first object."""
     store = Elements(path)
     with store._mapped() as data:
         begin = len(data[:4096]) - len(data[:4096].lstrip())
@@ -567,10 +567,10 @@ def _array(path: str) -> tuple[str, Store]:
 
 
 def _objects(path: str) -> tuple[str, Store]:
-    """JSON lines, or one object that is written over several."""
+    """Return the format of JSON lines, or of one object over several lines."""
     with open(path, "rb") as file:
         line = file.readline(MAX_ROW + 1)
-        # A line that is blank, or cut by the limit, is no first row.
+        # Blank and truncated lines do not count as a first row.
         while line and not line.strip():
             line = file.readline(MAX_ROW + 1)
     try:
@@ -596,7 +596,7 @@ def _is_inspect(row: Row) -> bool:
 
 
 def of_keys(row: dict[str, Any], default: str) -> str:
-    """The family of a row's keys (of a Parquet file, with no values); `UnknownFormatError` names them.
+    """Return the format for the keys of a row (for Parquet without values); `UnknownFormatError` names the keys.
 
     >>> of_keys({"input": "2 + 2", "output": "4", "score": 1.0, "step": 3}, "jsonl")
     'verl'
@@ -630,11 +630,11 @@ _SECONDS = 0.5
 _KEPT = 64
 _LISTED = 20
 _WRONG = (ValueError, TypeError, LookupError, OverflowError, RuntimeError, AttributeError, ArithmeticError, OSError)
-"""What a reader of damaged values may stumble over; `WireError` is one of the first."""
+"""Errors of readers on damaged values; includes `WireError`."""
 _OTHERS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".svg", ".safetensors", ".log", ".txt", ".md", ".toml", ".yaml",
            ".yml", ".py", ".sh", ".html", ".csv", "-wal", "-shm", "-journal", ".partial", ".tmp", ".lock",
            "metadata.json", "annotations.jsonl")  # fmt: skip
-"""What stands beside rollouts in a run's folder, and is not looked into."""
+"""Other files of a run's folder, which are skipped."""
 _STEP = re.compile(r"(?:^|[_./-])(?:global_?step|step|iteration|iter|checkpoint|ckpt)s?[_-]?(\d{1,15})(?![0-9])", re.I)
 _NUMBER = re.compile(r"(?:^|/)(?:completions_)?(\d{1,15})\.[^/]*$")
 _EVALUATION = re.compile(r"(?:^|[_./-])(?:eval|evals|evaluation|val|valid|validation|test)(?:[_./-]|$)", re.I)
@@ -643,24 +643,24 @@ _EVALUATION = re.compile(r"(?:^|[_./-])(?:eval|evals|evaluation|val|valid|valida
 @dataclass
 class _File:
     name: str
-    """Relative to the folder."""
+    """Path relative to the folder."""
     path: str
     number: int
     family: str = ""
     store: Store | None = None
     stamp: tuple[int, ...] = ()
-    """Its store's, or the file's, when it was looked at last."""
+    """Stamp of the store or the file at the last look."""
     places: list[int] = field(default_factory=list)
-    """The numbers of its samples."""
+    """Numbers of its samples."""
     damaged: int = 0
     trouble: list[str] = field(default_factory=list)
     step: int | None = None
     spool: str = ""
-    """Where a compressed file was unpacked to."""
+    """Path of the unpacked file."""
 
 
 def step_in(name: str) -> int | None:
-    """The step that a file's name says.
+    """Return the step in a file name.
 
     >>> [step_in(each) for each in ("trajectories_step_20.json", "rollouts/step_3/train.jsonl", "17.jsonl", "a5.jsonl")]
     [20, 3, 17, None]
@@ -673,9 +673,17 @@ def step_in(name: str) -> int | None:
 
 
 class FileSource:
-    """Rollouts in files as the pages read them; see `rollbook.inspect.sources.Source`."""
+    """Rollouts in files as a `rollbook.inspect.sources.Source`.
 
-    def __init__(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
+    Args:
+        path: A file or a folder of files.
+        tokenizer: A tokenizer, a `Vocabulary`, or the path of a folder with a tokenizer.json, for files with token ids.
+
+    Raises:
+        UnknownFormatError: If no file is in a known format.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, tokenizer: TokenizerLike | None = None) -> None:
         address = os.path.abspath(os.fspath(path))
         if not os.path.exists(address):
             raise FileNotFoundError(f"path: {os.fspath(path)!r} does not exist")
@@ -683,7 +691,7 @@ class FileSource:
         self.path = os.path.realpath(address)
         self.root = self.path if self.folder else os.path.dirname(self.path)
         self.name = shown(os.path.basename(address.rstrip("/")) or address)
-        self.vocabulary = _vocabulary(tokenizer)
+        self.vocabulary = vocabulary_of(tokenizer)
         self._lock = threading.Lock()
         """Of the cache: pages ask while a refresh goes on, which takes as long as there is to read."""
         self._refreshing = threading.Lock()
@@ -734,23 +742,23 @@ class FileSource:
         return [name for name in names if not name.lower().endswith(_OTHERS)]
 
     def _look(self) -> None:
-        """Find files that are new, and what they hold."""
+        """Find new files and their formats."""
         for name in self._names():
             file = self._files.get(name)
             if file is None:
                 file = self._files[name] = _File(name, os.path.join(self.root, name), len(self._in_order))
                 self._in_order.append(file)
             if not file.family:
-                self._recognise(file)
+                self._recognize(file)
 
-    def _recognise(self, file: _File) -> None:
+    def _recognize(self, file: _File) -> None:
         try:
             now = stamp(file.path)
             if now == file.stamp:
                 return
             file.stamp = now
             if os.path.getsize(file.path) == 0:
-                return  # a writer has just begun
+                return  # just created by a writer
             path = self._unpacked(file)
             file.family, file.store = family_of(path, file.name)
             file.stamp = ()
@@ -763,7 +771,7 @@ class FileSource:
             return
         file.step = step_in(file.name)
         if file.step is None and FAMILIES[file.family].counted:
-            # Logs that stand beside each other, in the order of their names: each is a step.
+            # Logs in one folder, ordered by name: each is a step.
             file.step = sum(1 for other in self._files.values() if other.family and other is not file)
 
     def _unpacked(self, file: _File) -> str:
@@ -788,7 +796,7 @@ class FileSource:
 
     @property
     def problems(self) -> list[str]:
-        """What a reader should know of the files: what was left out, and why."""
+        """Return notes on skipped files and rows, with reasons."""
         problems = [f"{shown(name)}: not read: {why}" for name, why in list(self._troubles.items())[:_LISTED]]
         problems += [
             f"{shown(file.name)}: {file.damaged} rows cannot be read; the first: {file.trouble[0]}"
@@ -799,14 +807,13 @@ class FileSource:
 
     @property
     def damaged(self) -> int:
-        """How many rows cannot be read."""
+        """Number of unreadable rows."""
         return sum(file.damaged for file in self._files.values())
 
     # --- the index ----------------------------------------------------------------------------------------------
 
     def refresh(self, index: Index) -> set[int] | None:
-        """Bring the index up to date, or nearer to it: works for about half a second at a time. The steps that
-        changed, or `None` if there was nothing to do."""
+        """Update the index for about half a second; return the changed steps, or `None` if there was nothing to do."""
         with self._refreshing:
             if self._index is None or self._index() is not index:
                 if self._index is not None:
@@ -853,9 +860,9 @@ class FileSource:
                 self._forget(file, index)
             yield from self._scanned(file, store, more)
         except FileNotFoundError:
-            return  # removed: what was read of it is listed until the source is closed
+            return  # removed: its samples stay listed until the source is closed
         except _WRONG as error:
-            # The file as a whole: an archive that is being written, a table that is cut short.
+            # The whole file is unreadable: an archive being written, a truncated table.
             self._damaged(file, error)
 
     def _damaged(self, file: _File, error: Exception) -> None:
@@ -883,7 +890,7 @@ class FileSource:
                 yield trajectory
 
     def _documents_of(self, file: _File, row: Row, images: dict[str, Any]) -> Iterator[Trajectory]:
-        """The samples of a row; of the pictures that are `wanted`, their bytes are put there."""
+        """Return the samples of a row; store the bytes of the `wanted` pictures."""
 
         def keep(sha256: str, data: bytes, mime: str) -> None:
             if sha256 in images:
@@ -899,7 +906,7 @@ class FileSource:
             yield trajectory
 
     def _identify(self, trajectory: Trajectory) -> None:
-        """Give a sample its ids: the writer's own where it has some, and else by what it says."""
+        """Set the ids of a sample: the writer's if it has them, otherwise derived from its content."""
         short_uid = trajectory.uid[:128]
         try:
             eid = EID.parse(short_uid)
@@ -909,7 +916,7 @@ class FileSource:
             task, step = trajectory.task or trajectory.prompt, trajectory.step or 0
             run = trajectory.run
             if run < 0:
-                # Counted by the group's order; a graph's further branches are of the same run.
+                # Counted in the group's order; further branches of a graph belong to the same run.
                 run = self._runs.get((step, task), 0) - (1 if trajectory.turn and short_uid else 0)
                 self._runs[step, task] = max(run + 1, 0)
                 run = max(run, 0)
@@ -924,7 +931,7 @@ class FileSource:
         trajectory.uid = uid
 
     def _forget(self, file: _File, index: Index) -> None:
-        """A file that was replaced: what was read of it goes."""
+        """Remove the samples of a replaced file."""
         gone = set(file.places)
         uids = [uid for uid, number in self._uids.items() if number in gone]
         for start in range(0, len(uids), 500):
@@ -947,7 +954,7 @@ class FileSource:
     # --- samples ------------------------------------------------------------------------------------------------
 
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:
-        """The samples of these ids, in that order; `KeyError` names one that is not known."""
+        """Return samples by id, in this order; `KeyError` names an unknown one."""
         trajectories: dict[str, Trajectory] = {}
         by_file: dict[int, list[tuple[str, Place, int]]] = {}
         with self._lock:
@@ -992,7 +999,7 @@ class FileSource:
         return trajectory
 
     def record(self, uid: str) -> dict[str, Any]:
-        """The row that a sample stands in, as it was written, in values that strict JSON has."""
+        """Return the row of a sample as strict JSON."""
         at, a, b, sub = self._place(self._uids[uid])
         file = self._in_order[at]
         row = self._fetched(file, [(a, b)])[a, b]
@@ -1000,14 +1007,14 @@ class FileSource:
         return {"file": shown(file.name), "uid": uid, **({"part": sub} if sub else {}), "row": content}
 
     def media(self, sha256: str) -> tuple[bytes, str] | None:
-        """A picture's bytes and type."""
+        """Return the bytes and type of a picture."""
         number = self._media.get(sha256)
         if number is None:
             return None
         at, a, b, _ = self._place(number)
         file = self._in_order[at]
         images: dict[str, Any] = {sha256: None}
-        # Building the row's samples again passes by all of its pictures.
+        # Rebuilding the row's samples visits all of its pictures.
         for _ in self._documents_of(file, self._fetched(file, [(a, b)])[a, b], images):
             if images[sha256] is not None:
                 break
@@ -1015,15 +1022,15 @@ class FileSource:
         return image
 
     def history(self, uid: str) -> list[dict[str, Any]] | None:
-        """Files have no ledger."""
+        """Return `None`: files have no ledger."""
         return None
 
     def sql(self, query: str, *, seconds: float, rows: int) -> dict[str, Any]:
-        """Files have no tables: `ValueError` says what to do."""
+        """Raise `ValueError`: files have no tables."""
         raise ValueError("SQL needs a book, and these are files: `rollbook import BOOK FILE` makes one of them")
 
     def close(self) -> None:
-        """Remove what was unpacked."""
+        """Remove unpacked files."""
         with self._lock:
             self._cache.clear()
         self._work = None
@@ -1036,14 +1043,6 @@ class FileSource:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _vocabulary(tokenizer: Any) -> Vocabulary | None:
-    if tokenizer is None or isinstance(tokenizer, Vocabulary):
-        return tokenizer
-    if isinstance(tokenizer, (str, os.PathLike)):
-        return Vocabulary.from_path(tokenizer)
-    return Vocabulary.of(tokenizer)
 
 
 def _known() -> str:

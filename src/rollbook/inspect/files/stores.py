@@ -1,13 +1,13 @@
-"""Stores: how rows lie in a file (lines, elements of a JSON array, rows of a table, members of an archive), and limits.
+"""Stores: rows of a file (lines, elements of a JSON array, rows of a table, members of an archive), and size limits.
 
-A store has `grown()`, whether its file only gained rows since it was last read (otherwise it is read again when it has
-changed); `scan(more)`, which yields (a, b, row or `WireError`) of all rows, or of the new ones; `fetch(places)`; `log`,
-what the file says of all its rows; and `stamp()`, which differs when the file has changed.
+A store has `grown()`, whether its file only gained rows since it was last read (otherwise a changed file is read
+again); `scan(more)`, which yields (a, b, row or `WireError`) of all rows, or of new ones; `fetch(places)`; `log`,
+metadata of the file for all rows; and `stamp()`, which differs when the file has changed.
 
 Invariant: `scan` yields every row with two numbers that locate it, and `fetch` returns the same row for them while the
-file is unchanged; neither holds more than a row, a batch or a member. A row that cannot be read is returned as the
-error, and reading goes on behind it. No size, depth or name that a file states is trusted before it is checked, and
-nothing of it is run; what exceeds a limit is a `WireError` that names the limit.
+file is unchanged; neither holds more than a row, a batch or a member. An unreadable row is returned as the error, and
+reading continues behind it. Sizes, depths and names in a file are checked before use, and nothing in it is executed;
+exceeding a limit is a `WireError` that names the limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import orjson
 import pyarrow as pa
@@ -31,26 +31,29 @@ from rollbook.core.wire import FREE_BYTES as FREE_BYTES
 from rollbook.io import parquet
 from rollbook.io.tables import check_depth
 
+if TYPE_CHECKING:
+    from rollbook.inspect.trajectory import Json
+
 MAX_ROW = 256 << 20
-"""Bytes of one line, one element, one member of an archive."""
+"""Maximum bytes of a line, an element or a member of an archive."""
 MAX_JSON = 512 << 20
-"""Bytes of a file that is one JSON value."""
+"""Maximum bytes of a file that is one JSON value."""
 MAX_UNPACKED = 4 << 30
-"""Bytes that a compressed file may become."""
+"""Maximum bytes of an unpacked file."""
 MAX_RATIO = DEFAULT_LIMITS.max_ratio
-"""How many times its size a compressed text may have, from `FREE_BYTES` on."""
+"""Maximum compression ratio, above `FREE_BYTES`."""
 MAX_DEPTH = 128
 MAX_PICTURE = 32 << 20
 MAX_PIXELS = 100_000_000
 MAX_FILES = 100_000
 MAX_FOLDERS = 6
-"""How deep files lie in a folder that is opened."""
+"""Maximum folder depth."""
 
 _DIGITS = re.compile(r"(\d{1,18})")
 
 
 def parse(data: bytes | memoryview, label: str = "the row") -> Any:
-    """A JSON value, NaN and Infinity as Python's json writes them.
+    """Parse a JSON value; NaN and Infinity are accepted as in Python's json.
 
     >>> parse(b'{"reward": NaN}')
     {'reward': nan}
@@ -74,8 +77,8 @@ def parse(data: bytes | memoryview, label: str = "the row") -> Any:
     return value
 
 
-def _sound(value: Any) -> Any:
-    """The same with U+FFFD for halves of surrogate pairs, which no UTF-8 has."""
+def _sound(value: Json) -> Any:
+    """Replace lone surrogates in texts with U+FFFD."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     if isinstance(value, list):
@@ -84,15 +87,15 @@ def _sound(value: Any) -> Any:
 
 
 def row_of(data: bytes | memoryview) -> dict[str, Any]:
-    """A JSON object, as a row is one."""
+    """Parse a JSON object."""
     value = parse(data)
     if type(value) is not dict:
         raise WireError(f"the row is a JSON {type(value).__name__}, expected an object")
     return value
 
 
-def number(value: Any) -> float | None:
-    """A number, or the only one of a list; NaN is one.
+def number(value: Json) -> float | None:
+    """Return a number, or the only number of a list; NaN counts as one.
 
     >>> number(True), number([2]), number("3"), number(None)
     (1.0, 2.0, None, None)
@@ -104,8 +107,8 @@ def number(value: Any) -> float | None:
     return value if isinstance(value, float) else None
 
 
-def whole(value: Any) -> int | None:
-    """A whole number of 64 bits.
+def whole(value: Json) -> int | None:
+    """Return a 64-bit integer.
 
     >>> whole(3.0), whole("17"), whole(2.5), whole(True)
     (3, 17, None, None)
@@ -117,8 +120,8 @@ def whole(value: Any) -> int | None:
     return value if type(value) is int and abs(value) < 2**63 else None
 
 
-def numbers(values: Any) -> dict[str, float]:
-    """Those entries of a dict that are finite numbers, by name.
+def numbers(values: Json) -> dict[str, float]:
+    """Return the finite numbers of a dict by name.
 
     >>> numbers({"acc": True, "note": "x", "len": -0.5, "odd": float("nan")})
     {'acc': 1.0, 'len': -0.5}
@@ -133,7 +136,7 @@ def numbers(values: Any) -> dict[str, float]:
 
 
 def in_order(path: str) -> list[Any]:
-    """What sorts names by the numbers in them.
+    """Return a sort key that orders numbers in names numerically.
 
     >>> sorted(["10.jsonl", "9.jsonl", "a/2.json"], key=in_order)
     ['9.jsonl', '10.jsonl', 'a/2.json']
@@ -142,17 +145,17 @@ def in_order(path: str) -> list[Any]:
 
 
 def shown(name: str) -> str:
-    """A file's name as text, whatever bytes it has."""
+    """Return a file name as text, whatever its bytes."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def inside(root: str, path: str) -> bool:
-    """Whether a path, its links followed, is in the folder `root` (which has none)."""
+    """Return whether a path, with links resolved, is in the folder `root` (which has none)."""
     return os.path.realpath(path).startswith(os.path.join(root, ""))
 
 
 def listed(root: str) -> tuple[list[str], list[str]]:
-    """The files in a folder and in those below it, relative, in order; and those that are links which leave it."""
+    """Return the files in a folder and its subfolders, relative and sorted, and the links that leave it."""
     real = os.path.realpath(root)
     files: list[str] = []
     strangers: list[str] = []
@@ -171,8 +174,8 @@ def listed(root: str) -> tuple[list[str], list[str]]:
     return sorted(files, key=in_order), strangers
 
 
-def beside(root: str, name: Any) -> str | None:
-    """The path of a file that a row names, if it is a plain relative name in the folder `root`."""
+def beside(root: str, name: Json) -> str | None:
+    """Return the path of a file named by a row, if it is a plain relative name in the folder `root`."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name or os.path.isabs(name) or ":" in name:
         return None
     if ".." in name.split("/"):
@@ -190,7 +193,7 @@ Found = tuple[int, int, Row | WireError]
 
 
 class Store(Protocol):
-    """See the module."""
+    """Base class of stores; see the module."""
 
     log: Row
 
@@ -204,13 +207,13 @@ class Store(Protocol):
 
 
 def stamp(path: str) -> tuple[int, ...]:
-    """Size, time of the last change and inode of a file."""
+    """Return size, modification time and inode of a file."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 class Whole:
-    """A file that is read anew when it has changed."""
+    """A file that is read again when it has changed."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -224,7 +227,7 @@ class Whole:
 
 
 class Growing:
-    """A file that others append to: what was read is told from what another file has by its first and last bytes."""
+    """An append-only file; a replaced file is detected by the first and last bytes that were read."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -240,7 +243,7 @@ class Growing:
         return bool(self.done) and self._edges() == self._seen
 
     def remember(self) -> None:
-        """What is read so far, at the end of a scan."""
+        """Store the state at the end of a scan."""
         self._seen = self._edges()
 
     def _edges(self) -> bytes:
@@ -254,9 +257,9 @@ class Growing:
 
 
 class Lines(Growing):
-    """One JSON object a line; (a, b): where the line begins, and its length.
+    """JSON lines; (a, b): offset and length of a line.
 
-    A last line without an end is read if it is an object, else it waits until it is.
+    A last line without a line end is read if it is a complete object.
     """
 
     def scan(self, more: bool) -> Iterator[Found]:
@@ -278,7 +281,7 @@ class Lines(Growing):
                         row = row_of(text)
                     except WireError as error:
                         if not line.endswith(b"\n"):
-                            break  # a writer is at it
+                            break  # being written
                         row = error
                 self.done = at + len(line)
                 if row is not None:
@@ -295,7 +298,7 @@ class Lines(Growing):
 
 
 def unpack(path: str, into: str) -> None:
-    """Write what a gzip or zstd file holds to `into`, within the limits; half a file gives what is there."""
+    """Unpack a gzip or zstd file to `into`, within the limits; of a truncated file, what is there."""
     with open(path, "rb") as file, open(into, "wb") as out:
         head = file.read(4)
         file.seek(0)
@@ -311,7 +314,7 @@ def unpack(path: str, into: str) -> None:
             out.write(piece)
 
 
-def _gunzip(file: Any) -> Iterator[bytes]:
+def _gunzip(file: BinaryIO) -> Iterator[bytes]:
     reader = zlib.decompressobj(31)
     while data := file.read(1 << 20):
         while data:
@@ -325,7 +328,7 @@ def _gunzip(file: Any) -> Iterator[bytes]:
     yield reader.flush()
 
 
-def _unzstd(file: Any) -> Iterator[bytes]:
+def _unzstd(file: BinaryIO) -> Iterator[bytes]:
     try:
         stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")
     except (pa.ArrowException, ValueError, NotImplementedError):
@@ -334,7 +337,7 @@ def _unzstd(file: Any) -> Iterator[bytes]:
         while piece := stream.read(1 << 22):
             yield piece
     except (pa.ArrowException, OSError):
-        # A frame that is not complete yet, or damaged: what came before it is shown.
+        # An incomplete or damaged frame: everything before it is shown.
         return
 
 
@@ -343,9 +346,9 @@ def _unzstd(file: Any) -> Iterator[bytes]:
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]', re.S)
 
 
-def elements(data: Any, at: int) -> Iterator[tuple[int, int]]:
-    """Where the objects and lists in the array or object that begins at byte `at` begin and end; `WireError` after the
-    last whole one if the text ends before it does.
+def elements(data: bytes | mmap.mmap, at: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of the objects and lists in the array or object at byte `at`; `WireError` after the last
+    complete one if the text is truncated.
 
     >>> data = b' [{"a": "]"}, 3, [{"b": 1}]]'
     >>> [data[a:b] for a, b in elements(data, 1)]
@@ -376,7 +379,7 @@ _KEY = re.compile(rb'"((?:[^"\\]|\\.){1,64})"\s*:\s*\Z')
 
 
 class Elements(Whole):
-    """The objects of a JSON array, or of the array under `key` of an object; (a, b): where one is, and its length."""
+    """Objects of a JSON array, or of the array under `key` of an object; (a, b): offset and length of an element."""
 
     def __init__(self, path: str, key: str | None = None) -> None:
         super().__init__(path)
@@ -408,7 +411,7 @@ class Elements(Whole):
                 yield len(data), 0, error
 
     def _first(self, data: mmap.mmap) -> int | None:
-        """Where the array begins; on the way, the objects beside it are kept in `log`."""
+        """Return the offset of the array; objects before it are stored in `log`."""
         begin = len(data[:4096]) - len(data[:4096].lstrip())
         if self.key is None:
             return begin
@@ -421,7 +424,7 @@ class Elements(Whole):
                 elif b - a <= 1 << 20:
                     self.log[name] = parse(data[a:b])
         except WireError:
-            # Cut short inside of the array itself, most likely: what is whole in it is read.
+            # Probably truncated inside the array: its complete elements are read.
             for match in re.finditer(rb'"' + re.escape(self.key.encode()) + rb'"\s*:\s*\[', data):
                 return match.end() - 1
         return first
@@ -441,7 +444,7 @@ class Elements(Whole):
 
 
 class Table(Whole):
-    """The rows of a Parquet file, as `decode` makes them of a batch; (a, b): the row's number, and 0."""
+    """Rows of a Parquet file, converted by `decode`; (a, b): number of the row, and 0."""
 
     def __init__(self, path: str, decode: Callable[[pa.RecordBatch], Iterable[Row]]) -> None:
         super().__init__(path)
@@ -449,7 +452,7 @@ class Table(Whole):
 
     def scan(self, more: bool) -> Iterator[Found]:
         at = 0
-        # Few at a time: as Python values rows take many times their bytes.
+        # Few at a time: as Python values, rows take many times their size.
         for batch in parquet.batches(self.path, 32, max_row_bytes=MAX_ROW):
             for row in self.decode(batch):
                 yield at, 0, row
@@ -480,7 +483,7 @@ class Table(Whole):
 
 
 def dicts(batch: pa.RecordBatch) -> list[Row]:
-    """A batch's rows as Python values, without the columns that are null in a row."""
+    """Return the rows of a batch as dicts without null values."""
     return [{name: value for name, value in row.items() if value is not None} for row in batch.to_pylist()]
 
 
@@ -490,8 +493,9 @@ _ZSTD = 93
 
 
 class Members(Whole):
-    """The members of a zip archive whose names match; (a, b): where the member begins, and 0. What is a member of the
-    same name as a later one was replaced."""
+    """Members of a zip archive with matching names; (a, b): offset of a member, and 0. A later member replaces an
+    earlier one of the same name.
+    """
 
     def __init__(self, path: str, pattern: str, log: tuple[str, ...]) -> None:
         super().__init__(path)
@@ -534,7 +538,7 @@ class Members(Whole):
 
 
 def member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """What one member holds: stored, deflated, or of zstd, which Python's own reader does not know."""
+    """Return the content of a member: stored, deflated or zstd, which Python's zipfile does not support."""
     most = min(MAX_ROW, max(FREE_BYTES, info.compress_size * MAX_RATIO))
     try:
         if info.compress_type == _ZSTD:
@@ -560,7 +564,7 @@ def _zstd_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> 
     file.seek(int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little"), os.SEEK_CUR)
     packed = file.read(min(info.compress_size, MAX_ROW))
     pieces, size = [], 0
-    # Written as several frames one after the other, which the stream goes on through.
+    # Several consecutive frames, which the stream reads through.
     stream = pa.CompressedInputStream(pa.BufferReader(packed), "zstd")
     while size <= most and (piece := stream.read(1 << 22)):
         pieces.append(piece)

@@ -35,7 +35,7 @@ async function apiFetch(path, options) {
     response = await fetch(path.slice(1), { credentials: "same-origin", cache: "no-cache", ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("no answer from the viewer's server; is it still running?", 0);
+    throw new ApiError("The viewer's server does not respond. Is it still running?", 0);
   }
   if (response.ok) return response;
   let message = "the server answered " + response.status;
@@ -63,7 +63,7 @@ function apiRemember(trajectory) {
 // A list inside a single file, which holds all its rows: sorted and cut here. `sort`: a column, "-" before it for the largest first.
 function apiList({ view, sort, filter, offset, limit }) {
   const held = apiBundle.responses["/api/list?view=" + (view || "samples")];
-  if (filter) throw new ApiError("a saved file has no filter: what it holds was chosen when it was saved", 400);
+  if (filter) throw new ApiError("An exported file cannot be filtered.", 400);
   if (!held) throw new ApiError("not in this file", 404);
   const rows = structuredClone(held.rows);
   if (sort) {

@@ -113,7 +113,7 @@ function appCyclePalette() {
   appWrite("palette", next);
   appApplyTheme();
   appPaintButtons();
-  appAnnounce(next === "safe" ? "colour-blind-safe palette" : "default palette");
+  appAnnounce(next === "safe" ? "color-blind-safe palette" : "default palette");
 }
 
 function appPaintButtons() {
@@ -125,7 +125,7 @@ function appPaintButtons() {
   appParts.theme.title = "Theme: " + theme + " (t)";
   empty(appParts.palette, icon("palette"));
   appParts.palette.setAttribute("aria-pressed", String(safe));
-  appParts.palette.title = (safe ? "Palette: colour-blind safe" : "Palette: default") + " (c)";
+  appParts.palette.title = (safe ? "Palette: color-blind safe" : "Palette: default") + " (c)";
 }
 
 // Stars are the browser's, and with --annotate those of samples the run's as well.
@@ -199,7 +199,7 @@ function appHome() {
 function appFailure(error, retry) {
   const missing = error.status === 404;
   return el("section", { class: "panel failure", role: "alert" },
-    el("h1", { text: missing ? "Not here" : "This page could not be shown" }),
+    el("h1", { text: missing ? "Not found" : "This page could not be loaded" }),
     el("p", { text: visible(error.message || String(error)) }),
     el("p", null,
       el("button", { class: "button", type: "button", text: "Try again", on: { click: retry } }), " ",
@@ -215,9 +215,9 @@ function appLocked() {
     el("main", { class: "locked" },
       el("section", { class: "panel" },
         icon("lock"),
-        el("h1", { text: "Open the address that the terminal printed" }),
-        el("p", { text: "This viewer answers only who holds its key. The key is the last part of the address, after “#token=”. Copy the whole address from the terminal where “rollbook view” runs, and open it here: this page then goes on to what you asked for." }),
-        el("p", { class: "muted", text: "A viewer that was started again has a new key." }))));
+        el("h1", { text: "Open the URL printed in the terminal" }),
+        el("p", { text: "This viewer requires an access token, the part of the URL after “#token=”. Copy the full URL from the terminal running “rollbook view” and open it in this tab." }),
+        el("p", { class: "muted", text: "A restarted viewer has a new token." }))));
 }
 
 // ---- export
@@ -225,17 +225,17 @@ function appLocked() {
 /** Asks what a single HTML file shall hold, and saves it. `what`: {uids} or {gid} or {filter}; `words`: what that is, for the reader. */
 function appExport(what, words) {
   const images = el("input", { type: "checkbox", checked: true });
-  const redact = el("input", { type: "text", class: "input wide", placeholder: "a regular expression, such as [\\w.]+@[\\w.]+", spellcheck: "false", autocomplete: "off" });
+  const redact = el("input", { type: "text", class: "input wide", placeholder: "regular expression, such as [\\w.]+@[\\w.]+", spellcheck: "false", autocomplete: "off" });
   const title = el("input", { type: "text", class: "input wide", placeholder: "rollbook", autocomplete: "off", maxlength: "200" });
   const state = el("p", { class: "muted", role: "status" });
   const save = el("button", { class: "button primary", type: "submit", text: "Save HTML" });
   const box = el("dialog", { class: "dialog", aria: { label: "Export" }, on: { close: () => box.remove() } },
     el("form", { class: "dialog-body", method: "dialog", on: { submit: write } },
-      el("div", { class: "dialog-head" }, el("h2", { text: "Export as one HTML file" })),
-      el("p", { text: "Holds " + visible(words) + ": prompts, responses and numbers of each token. It opens anywhere, without a server, and asks the network for nothing." }),
+      el("div", { class: "dialog-head" }, el("h2", { text: "Export as HTML" })),
+      el("p", { text: "Contains " + visible(words) + ": prompts, responses and per-token values. The file needs no server and makes no network requests." }),
       el("label", { class: "field" }, el("span", { text: "Title" }), title),
       el("label", { class: "field" }, el("span", { text: "Redact" }), redact),
-      el("label", { class: "check" }, images, "with images"),
+      el("label", { class: "check" }, images, "include images"),
       state,
       el("div", { class: "dialog-foot" },
         el("button", { class: "button", type: "button", text: "Cancel", on: { click: () => box.close() } }), save)));
@@ -379,7 +379,7 @@ function appFacts() {
   appParts.progress.hidden = !reading;
   if (reading) {
     appParts.progress.textContent = "reading " + Math.floor((100 * progress.measured) / progress.total) + "%";
-    appParts.progress.title = count(progress.measured) + " of " + count(progress.total) + " samples measured so far";
+    appParts.progress.title = count(progress.measured) + " of " + count(progress.total) + " samples indexed";
   }
 }
 
@@ -389,9 +389,9 @@ function appStatus(status) {
   const idle = appRun.idle === null || appRun.idle === undefined ? null : appRun.idle + (performance.now() - appAskedAt) / 1000;
   const state = appConnection === "waiting" ? "waiting" : idle !== null && idle < appLiveSeconds ? "live" : "idle";
   const words = {
-    waiting: "waiting for the viewer's server",
-    live: "live: new samples appear as they come",
-    idle: "last change " + (idle === null ? "unknown" : ago(Date.now() / 1000 - idle)) + "; new samples appear as they come",
+    waiting: "disconnected from the server, retrying",
+    live: "live: new samples appear automatically",
+    idle: "last change " + (idle === null ? "unknown" : ago(Date.now() / 1000 - idle)) + "; new samples appear automatically",
   }[state];
   appParts.live.hidden = api.isStatic;
   appParts.live.title = words;
@@ -418,8 +418,8 @@ function appHeader() {
     .filter(([name, , , wanted]) => wanted && appPages.has(name) && !api.isStatic)
     .map(([name, text, href]) => ({ name, node: el("a", { href, text }) }));
   const theme = el("button", { class: "icon-button", type: "button", on: { click: appCycleTheme } });
-  const palette = el("button", { class: "icon-button", type: "button", aria: { label: "Colour-blind-safe palette" }, on: { click: appCyclePalette } });
-  const help = el("button", { class: "icon-button", type: "button", title: "Keys (?)", aria: { label: "Keys" }, text: "?", on: { click: () => appKeys() } });
+  const palette = el("button", { class: "icon-button", type: "button", aria: { label: "Color-blind-safe palette" }, on: { click: appCyclePalette } });
+  const help = el("button", { class: "icon-button", type: "button", title: "Keyboard shortcuts (?)", aria: { label: "Keys" }, text: "?", on: { click: () => appKeys() } });
   const live = el("span", { class: "live", role: "status" });
   const facts = el("span", { class: "facts" });
   const progress = el("span", { class: "chip", hidden: true });
@@ -428,15 +428,15 @@ function appHeader() {
   const announcer = el("div", { class: "sr", aria: { live: "polite" } });
   const toasts = el("div", { class: "toasts", aria: { live: "polite" } });
   const header = el("header", { class: "top" },
-    el("a", { class: "skip", href: "#main", text: "Skip to the page", on: { click: (event) => {
+    el("a", { class: "skip", href: "#main", text: "Skip to content", on: { click: (event) => {
       event.preventDefault();
       main.focus();
     } } }),
-    el("nav", { class: "where", aria: { label: "Where you are" } },
+    el("nav", { class: "where", aria: { label: "Breadcrumb" } },
       el("a", { class: "brand", href: appHome(), title: api.isStatic ? "Start" : "Overview" }, appMark(), el("span", { class: "run-name", text: visible(appRun.name) })),
       crumbs),
     live, facts, progress,
-    api.isStatic ? el("span", { class: "chip", text: "saved file", title: "One file: what it holds was chosen when it was saved" }) : null,
+    api.isStatic ? el("span", { class: "chip", text: "saved file", title: "Exported file: a fixed selection of samples" }) : null,
     el("span", { class: "spring" }),
     search,
     nav.length ? el("nav", { class: "pages", aria: { label: "Pages" } }, nav.map((item) => item.node)) : null,
@@ -477,10 +477,10 @@ function appBindKeys() {
       return true;
     } },
     { key: "o", label: api.isStatic ? "" : "overview", run: () => (api.isStatic ? false : appGo(link())) },
-    { key: "t", label: "theme: system, light, dark", run: appCycleTheme },
-    { key: "c", label: "palette: default, colour-blind safe", run: appCyclePalette },
-    { key: "?", label: "this list", run: appKeys },
-    { key: "Escape", label: "back: leave a box, or one level up", run: appUp },
+    { key: "t", label: "switch theme (system, light, dark)", run: appCycleTheme },
+    { key: "c", label: "switch palette (default, color-blind safe)", run: appCyclePalette },
+    { key: "?", label: "show keyboard shortcuts", run: appKeys },
+    { key: "Escape", label: "leave the input, or go one level up", run: appUp },
   ]);
 }
 

@@ -269,7 +269,7 @@ export function stepChart(options) {
   let area = null;
   let ready = null; // what does not change while the pointer moves
 
-  const frame = chartFrame({ ...options, hint: "arrow keys move from step to step, Enter opens one, Shift and arrows mark two to compare" }, draw);
+  const frame = chartFrame({ ...options, hint: "arrow keys move between steps, Enter opens a step, Shift and arrow keys select two steps to compare" }, draw);
   const legend = names.map((name, i) => ({ name, value: el("b"), swatch: el("canvas", { width: "36", height: "20", aria: { hidden: "true" } }), i }));
 
   function nearest(x) {
@@ -293,7 +293,7 @@ export function stepChart(options) {
     if (names.length) return names.map((name, i) => name + " " + format(point.values ? point.values[i] : null)).join(", ");
     const b = point.band;
     if (options.line) return b ? format(b.mean) + (b.low < b.high ? ", interval " + format(b.low) + " to " + format(b.high) : "") : point.text || "nothing recorded";
-    return b ? "mean " + format(b.mean) + ", median " + format(b.p50) + ", middle half " + format(b.p25) + " to " + format(b.p75) + ", 5% to 95% " + format(b.p5) + " to " + format(b.p95) : "nothing recorded";
+    return b ? "mean " + format(b.mean) + ", median " + format(b.p50) + ", 25–75% " + format(b.p25) + " to " + format(b.p75) + ", 5% to 95% " + format(b.p5) + " to " + format(b.p95) : "nothing recorded";
   }
   function say() {
     const point = shown();
@@ -303,7 +303,7 @@ export function stepChart(options) {
     else if (options.line) empty(frame.now, "step " + point.x + "  ", el("b", { text: point.band ? format(point.band.mean) : point.text || "–" }), point.band && point.band.low < point.band.high ? "  " + format(point.band.low) + " – " + format(point.band.high) : "");
     else if (point.band) empty(frame.now, "step " + point.x + "  ", el("b", { text: format(point.band.mean) }), "  " + format(point.band.p25) + " – " + format(point.band.p75));
     else empty(frame.now, "step " + point.x + "  –");
-    frame.now.title = names.length || drag || options.line ? "" : "step, mean, and the middle half of its samples (25% to 75%)";
+    frame.now.title = names.length || drag || options.line ? "" : "step, mean, and 25–75% of its samples";
     for (const item of legend) item.value.textContent = format(point.values ? point.values[item.i] : null);
     frame.hit.setAttribute("aria-valuenow", String(point.x));
     frame.hit.setAttribute("aria-valuetext", (drag ? "compare step " + drag.from + " with step " + drag.to + ". " : "") + "step " + point.x + ": " + words(point));
@@ -452,7 +452,7 @@ export function stepChart(options) {
   if (options.group) options.group.members.add(point);
   frame.rows = () => {
     const rows = points.slice(-chartMostRows).reverse();
-    const cut = points.length > rows.length ? el("p", { class: "muted panel-body", text: "the last " + count(rows.length) + " steps; the table of steps has all" }) : null;
+    const cut = points.length > rows.length ? el("p", { class: "muted panel-body", text: "the last " + count(rows.length) + " steps; the table of steps lists all" }) : null;
     if (names.length) return [plainTable(["step", ...names], rows.map((p) => [String(p.x), ...names.map((_, i) => format(p.values ? p.values[i] : null))])), cut];
     if (options.line) {
       const wide = points.some((p) => p.band && p.band.low < p.band.high);
@@ -498,7 +498,7 @@ export function histogram(options) {
   const total = counts.reduce((a, b) => a + b, 0);
   let at = null;
   let area = null;
-  const frame = chartFrame({ ...options, hint: "arrow keys move from bar to bar" + (options.onPick ? ", Enter lists its samples" : "") }, draw);
+  const frame = chartFrame({ ...options, hint: "arrow keys move between bars" + (options.onPick ? ", Enter lists the samples of a bar" : "") }, draw);
 
   function bar(i) {
     return format(edges[i]) + (edges[i] === edges[i + 1] ? "" : " to " + format(edges[i + 1])) + ": " + count(counts[i]) + (total ? " (" + Math.round((100 * counts[i]) / total) + "%)" : "");
@@ -585,7 +585,7 @@ export function scatter(options) {
   const [formatX, formatY] = options.format || [number, number];
   let at = null;
   let area = null;
-  const frame = chartFrame({ ...options, hint: "arrow keys move from point to point, Enter opens one" }, draw);
+  const frame = chartFrame({ ...options, hint: "arrow keys move between points, Enter opens a sample" }, draw);
   const words = (p) => options.words ? options.words(p) : formatX(p[0]) + ", " + formatY(p[1]);
 
   function say() {

@@ -212,7 +212,7 @@ function diffJoined(pieces, texts) {
 const DIFF_EQUAL_SHOWN = 60; // items of an equal run shown on either side of a fold
 
 // diffView(a, b, {by, labels}) -> element: rows of two cells, equal text on both sides, changes marked as text decoration
-// and colour; long equal runs are folded.
+// and color; long equal runs are folded.
 export function diffView(a, b, { by, labels }) {
   const left = diffItems(a, by);
   const right = diffItems(b, by);
@@ -259,7 +259,7 @@ export function diffView(a, b, { by, labels }) {
     const hidden = length - before - after;
     const fold = el("button", {
       class: "diff-fold", type: "button", text: `${count(hidden)} equal ${by}s`,
-      title: "show them",
+      title: "show",
     });
     fold.addEventListener("click", () => {
       const cells = [el("div", { class: "diff-cell" }), el("div", { class: "diff-cell" })];
@@ -281,8 +281,8 @@ export function diffView(a, b, { by, labels }) {
   const sum = el("p", {
     class: "diff-sum muted",
     text: total === 0
-      ? "both are empty"
-      : `${percent(same / total)} of the ${by}s are the same · ${count(gone)} only on the left · ${count(come)} only on the right`,
+      ? "both texts are empty"
+      : `${percent(same / total)} of ${by}s equal · ${count(gone)} only on the left · ${count(come)} only on the right`,
   });
   const element = el("div", { class: "diff-view" });
   empty(element, sum, head, rows);

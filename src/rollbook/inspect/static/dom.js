@@ -132,7 +132,7 @@ export function ago(seconds) {
   return plural(Math.floor(past / 86400), "day") + " ago";
 }
 
-/** A theme's colour for a canvas, by the name of its CSS variable ("--accent"). */
+/** A theme's color for a canvas, by the name of its CSS variable ("--accent"). */
 export function themeColor(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim() || "#808080";
 }

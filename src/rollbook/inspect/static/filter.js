@@ -34,18 +34,18 @@ export function filterSuggestions(text, columns) {
   const found = columns.filter((c) => c.name.toLowerCase().includes(begun));
   found.sort((a, b) => Number(b.name.toLowerCase().startsWith(begun)) - Number(a.name.toLowerCase().startsWith(begun)));
   const list = found.slice(0, 40).map((c) => ({ insert: c.name + (c.type === "flag" ? " " : ""), from, label: c.name, help: c.help || c.label || "" }));
-  if ("not".startsWith(begun)) list.push({ insert: "not ", from, label: "not", help: "the opposite of what follows" });
+  if ("not".startsWith(begun)) list.push({ insert: "not ", from, label: "not", help: "negates the next condition" });
   return list;
 }
 
-// What a filter can say, and every name that it knows.
+// The filter syntax, and the columns that filters can use.
 function filterHelp(columns) {
   const code = (text) => el("code", { text });
   const box = el("dialog", { class: "dialog keys", aria: { label: "Filters" }, on: { close: () => box.remove(), click: (event) => event.target === box && box.close() } },
     el("div", { class: "dialog-body" },
       el("div", { class: "dialog-head" }, el("h2", { text: "Filters" }), el("button", { class: "button", type: "button", text: "Close", on: { click: () => box.close() } })),
-      el("p", null, "A name, a sign and a value: ", code("reward < 0.2"), ", ", code("length > 2k"), ", ", code("prompt ~ boxes"), ", ", code("response ~ wait"), " (~ is “contains”). A flag stands alone: ", code("truncated"),
-        ". Join them with ", code("and"), ", ", code("or"), ", ", code("not"), " and brackets: ", code("step >= 100 and (loop or duplicate)"), "."),
+      el("p", null, "A column, an operator and a value: ", code("reward < 0.2"), ", ", code("length > 2k"), ", ", code("prompt ~ boxes"), ", ", code("response ~ wait"), " (~ means “contains”). A flag needs no operator: ", code("truncated"),
+        ". Combine conditions with ", code("and"), ", ", code("or"), ", ", code("not"), " and parentheses: ", code("step >= 100 and (loop or duplicate)"), "."),
       el("table", { class: "plain names" },
         el("thead", null, el("tr", null, ["Name", "Kind", "Meaning"].map((text) => el("th", { scope: "col", text })))),
         el("tbody", null, columns.map((column) => el("tr", null, el("th", { scope: "row" }, code(visible(column.name))), el("td", { text: visible(column.type) }), el("td", { text: visible(column.help || column.label || "") })))))));
@@ -67,7 +67,7 @@ export function filterBox(options) {
     apply();
     input.focus();
   } } });
-  const help = el("button", { class: "icon-button", type: "button", title: "What a filter can say", aria: { label: "What a filter can say" }, text: "?", on: { click: () => filterHelp(options.columns) } });
+  const help = el("button", { class: "icon-button", type: "button", title: "Filter syntax", aria: { label: "Filter syntax" }, text: "?", on: { click: () => filterHelp(options.columns) } });
   const error = el("p", { class: "filter-error", role: "alert", hidden: true });
   let items = [];
   let chosen = -1;

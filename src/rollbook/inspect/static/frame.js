@@ -23,7 +23,7 @@ function frameHalfTable() {
 function frameArray(buffer, base, blob) {
   const [offset, bytes, type] = blob;
   const at = base + offset;
-  if (at + bytes > buffer.byteLength) throw new RangeError("the frame ends before one of its arrays: it was cut off");
+  if (at + bytes > buffer.byteLength) throw new RangeError("truncated frame: an array is incomplete");
   if (type === "f2") {
     const halves = new Uint16Array(buffer.slice(at, at + bytes));
     const table = frameHalfTable();
@@ -32,7 +32,7 @@ function frameArray(buffer, base, blob) {
     return out;
   }
   const Type = FRAME_ARRAYS[type];
-  if (Type === undefined) throw new RangeError("the frame holds an array of an unknown type");
+  if (Type === undefined) throw new RangeError("the frame has an array of an unknown type");
   const size = Type.BYTES_PER_ELEMENT;
   return at % size === 0 ? new Type(buffer, at, bytes / size) : new Type(buffer.slice(at, at + bytes));
 }
@@ -50,7 +50,7 @@ function frameTrajectory(buffer, base, header) {
     end += widths[i];
     ends[i] = end;
   }
-  if (end !== text.length) throw new RangeError("the widths of the tokens do not add up to their text");
+  if (end !== text.length) throw new RangeError("token widths do not add up to the text");
   const arrays = {};
   for (const [name, blob] of Object.entries(blobs)) {
     if (name.startsWith("array:")) arrays[name.slice(6)] = frameArray(buffer, base, blob);
@@ -73,11 +73,11 @@ function frameTrajectory(buffer, base, header) {
 
 // decodeFrame(buffer) -> trajectories, in the order of the frame; RangeError where the bytes are not a whole frame.
 export function decodeFrame(buffer) {
-  if (buffer.byteLength < 8) throw new RangeError("a frame has at least eight bytes");
+  if (buffer.byteLength < 8) throw new RangeError("truncated frame: expected at least 8 bytes");
   const length = new DataView(buffer).getUint32(0, true);
-  if (4 + length > buffer.byteLength) throw new RangeError("the frame ends before its header: it was cut off");
+  if (4 + length > buffer.byteLength) throw new RangeError("truncated frame: the header is incomplete");
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
-  if (header.version !== 1) throw new RangeError("the frame is of a version this page does not read: reload the page");
+  if (header.version !== 1) throw new RangeError("unsupported frame version: reload the page");
   const base = Math.ceil((4 + length) / 8) * 8;
   return header.trajectories.map((trajectory) => frameTrajectory(buffer, base, trajectory));
 }

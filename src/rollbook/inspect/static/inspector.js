@@ -52,7 +52,7 @@ export function inspectorWords(trajectory, index, lens) {
 export function tokenInspector({ trajectory, run, onJump }) {
   const facts = el("div", { class: "ti-facts" });
   const list = el("ol", { class: "ti-list" });
-  const choices = el("div", { class: "ti-by", role: "group", "aria-label": "order the list by" });
+  const choices = el("div", { class: "ti-by", role: "group", "aria-label": "sort tokens by" });
   const element = el(
     "aside",
     { class: "ti", "aria-label": "token inspector" },
@@ -74,7 +74,7 @@ export function tokenInspector({ trajectory, run, onJump }) {
     for (const item of list.querySelectorAll(".ti-item")) item.setAttribute("aria-current", String(Number(item.parentElement.dataset.token) === current));
     if (index === null) {
       empty(facts, el("p", { class: "ti-empty muted" }, "Click a token, or press ", el("kbd", { text: "l" }), " and ", el("kbd", { text: "h" }),
-        " to walk; ", el("kbd", { text: "]" }), " goes to the next that stands out."));
+        " to move; ", el("kbd", { text: "]" }), " jumps to the next peak."));
       return;
     }
     const text = tokenText(trajectory, index);
@@ -85,16 +85,16 @@ export function tokenInspector({ trajectory, run, onJump }) {
     const logprob = inspectorValue(trajectory, "logprob", index);
     const id = trajectory.ids === null || trajectory.tokenized === "words" ? null : trajectory.ids[index];
     if (id !== null) rows.push(row("id", String(id), trajectory.flags[index] & SPECIAL_BIT ? "special" : ""));
-    if (zero) rows.push(row("text", "none of its own", `part of ${inspectorQuote(tokenShown(trajectory, index))}`));
+    if (zero) rows.push(row("text", "empty", `part of ${inspectorQuote(tokenShown(trajectory, index))}`));
     else rows.push(row("bytes", inspectorBytes(text).slice(0, 96)));
     for (const lens of lenses) {
       const values = lensValues(trajectory, lens);
       const value = values[index];
       if (!Number.isFinite(value)) continue;
       const place = lensPercentile(trajectory, lens, value);
-      let note = place === null ? "" : `${place.of === "run" ? "run pct" : "pct here"} ${Math.round(place.percent)}`;
+      let note = place === null ? "" : `${place.of === "run" ? "run pct" : "sample pct"} ${Math.round(place.percent)}`;
       if (lens.id === "logprob") note = `p ${number(Math.exp(value))} · ${note}`;
-      if (lens.id === "version") note = versionChanges(trajectory).has(index) ? "changed at this token" : "";
+      if (lens.id === "version") note = versionChanges(trajectory).has(index) ? "changes at this token" : "";
       rows.push(row(lens.label, lens.id === "version" ? String(value) : number(value), note));
     }
     // The reference's own log-prob follows from k3 only up to a sign: it is shown where it was recorded.
@@ -106,7 +106,7 @@ export function tokenInspector({ trajectory, run, onJump }) {
     if (logprob === null && lenses.length === 0) rows.push(row("numbers", "none recorded"));
     rows.push(row("mask", trajectory.flags[index] & MASK_BIT ? "trained on" : "masked"));
     if (trajectory.versions !== null && trajectory.versions[index] >= 0 && !lenses.some((lens) => lens.id === "version")) {
-      rows.push(row("policy", `v${trajectory.versions[index]}`, versionChanges(trajectory).has(index) ? "changed at this token" : ""));
+      rows.push(row("policy", `v${trajectory.versions[index]}`, versionChanges(trajectory).has(index) ? "changes at this token" : ""));
     }
     const segment = trajectory.segments.find((one) => index >= one.start && index < one.stop);
     if (segment !== undefined) {
@@ -122,7 +122,7 @@ export function tokenInspector({ trajectory, run, onJump }) {
       el("h2", { class: "ti-title" }, `Token #${count(index)} `, el("span", { class: "muted", text: `of ${count(trajectory.ends.length)}` })),
       el("p", { class: "ti-token", text: inspectorQuote(zero ? tokenShown(trajectory, index) : text) }),
       el("dl", { class: "ti-table" }, rows),
-      el("p", { class: "ti-context", "aria-label": "around it" }, visible(before).replace(/\n/g, "⏎"), el("mark", { text: visible(text).replace(/\n/g, "⏎") }), visible(after).replace(/\n/g, "⏎")),
+      el("p", { class: "ti-context", "aria-label": "context" }, visible(before).replace(/\n/g, "⏎"), el("mark", { text: visible(text).replace(/\n/g, "⏎") }), visible(after).replace(/\n/g, "⏎")),
     );
   }
 
@@ -130,7 +130,7 @@ export function tokenInspector({ trajectory, run, onJump }) {
     by = lens;
     for (const button of choices.children) button.setAttribute("aria-pressed", String(lens !== null && button.dataset.lens === lens.id));
     if (lens === null) {
-      empty(list, el("li", { class: "muted", text: "no per-token numbers to order by" }));
+      empty(list, el("li", { class: "muted", text: "no per-token values to sort by" }));
       return;
     }
     const values = lensValues(trajectory, lens);

@@ -1,11 +1,11 @@
-// Lenses: what a token's colour means, on scales fixed for the run.
-// Invariant: a value has the same colour on every page and in every sample, until a person pins another domain.
+// Lenses: what a token's color means, on scales fixed for the run.
+// Invariant: a value has the same color on every page and in every sample, until a person pins another domain.
 
 import { compact, el, empty, number } from "./dom.js";
 
 export const LENS_NONE = 63; // no value
-export const LENS_OVER = 16; // beyond the domain's high end: the colour of bucket 15, underlined more
-export const LENS_UNDER = 17; // below a diverging domain: the colour of bucket 0
+export const LENS_OVER = 16; // beyond the domain's high end: the color of bucket 15, underlined more
+export const LENS_UNDER = 17; // below a diverging domain: the color of bucket 0
 
 const lensKept = new WeakMap(); // trajectory -> {key of lens and domain: codes}
 
@@ -17,7 +17,7 @@ function lensNegative(value) {
   return -value;
 }
 
-// Colour is by these: a log-prob as surprise, a ratio by its logarithm (0.5 and 2 are equally far from 1).
+// Color is by these: a log-prob as surprise, a ratio by its logarithm (0.5 and 2 are equally far from 1).
 function lensShown(lens) {
   if (lens.id === "logprob" || lens.id === "teacher") return lensNegative;
   if (lens.id === "ratio") return Math.log;
@@ -30,7 +30,7 @@ function lensRead(lens) {
   return lensIdentity;
 }
 
-// lensScale(lens, low, high) -> {kind, low, high, middle, pinned} in the units that colour is by; low and high are the
+// lensScale(lens, low, high) -> {kind, low, high, middle, pinned} in the units that color is by; low and high are the
 // person's own ends as read (strings or numbers), or null.
 export function lensScale(lens, low = null, high = null) {
   const given = lens.scale ?? {};
@@ -44,7 +44,7 @@ export function lensScale(lens, low = null, high = null) {
   const place = lens.id === "ratio" ? Math.log : lensIdentity;
   let from = place(given.low ?? 0);
   let to = place(given.high ?? 1);
-  // The server gives the domain of a log-prob as it is recorded; colour is by surprise, its negative.
+  // The server gives the domain of a log-prob as it is recorded; color is by surprise, its negative.
   if (lensShown(lens) === lensNegative) [from, to] = [-to + 0, -from + 0];
   if (pinnedLow !== null) from = place(pinnedLow);
   if (pinnedHigh !== null) to = place(pinnedHigh);
@@ -121,12 +121,12 @@ export function lensRank(code, diverging) {
   return code >= 8 ? code - 8 : 7 - code;
 }
 
-// The colour's number 0..15 of a code (OVER and UNDER have the colours of the ends).
-export function lensColour(code) {
+// The color's number 0..15 of a code (OVER and UNDER have the colors of the ends).
+export function lensColor(code) {
   return code === LENS_OVER ? 15 : code === LENS_UNDER ? 0 : code;
 }
 
-// Tokens of [from, to) that stand out: in the upper quarter of the colours, else the strongest there are; ascending.
+// Tokens of [from, to) that stand out: in the upper quarter of the colors, else the strongest there are; ascending.
 export function lensPeaks(codes, scale, from, to) {
   const diverging = scale.kind === "diverging";
   let top = 0;
@@ -191,7 +191,7 @@ export function lensBar({ run, trajectories, params, onChange }) {
   let lens = lensChosen(run, trajectories, params.get("lens", null));
   let scale = lens === null ? null : lensScale(lens, params.get("lo", null), params.get("hi", null));
   const buttons = new Map();
-  const row = el("div", { class: "lens-buttons", role: "group", "aria-label": "colour tokens by" });
+  const row = el("div", { class: "lens-buttons", role: "group", "aria-label": "color tokens by lens" });
   const legend = el("div", { class: "lens-legend" });
   const element = el("div", { class: "lens-bar" }, row, legend);
 
@@ -211,7 +211,7 @@ export function lensBar({ run, trajectories, params, onChange }) {
   for (const one of lenses) {
     add(one.id, one.key ? String(one.key) : null, one.label, one.help ?? one.label, lensReason(trajectories, one));
   }
-  add("off", "0", "off", "plain text, no colours", "");
+  add("off", "0", "off", "plain text", "");
 
   function choose(id) {
     const next = id === "off" ? null : lenses.find((one) => one.id === id);
@@ -238,19 +238,19 @@ export function lensBar({ run, trajectories, params, onChange }) {
       button.setAttribute("aria-pressed", String(id === (lens === null ? "off" : lens.id)));
     }
     if (lens === null) {
-      empty(legend, el("span", { class: "muted", text: lenses.length === 0 ? "no per-token numbers were recorded" : "" }));
+      empty(legend, el("span", { class: "muted", text: lenses.length === 0 ? "no per-token values recorded" : "" }));
       return;
     }
     const read = lensRead(lens);
     const field = (label, value, keep) =>
       el("input", {
         class: "lens-end", type: "text", inputmode: "decimal", size: "5", value: compact(value).replace("−", "-"), "aria-label": label,
-        title: `${label}; type another to pin it, empty for the run's own`,
+        title: `${label}; enter a number to fix it, empty for the run's value`,
         on: { change: (event) => keep(event.target.value) },
       });
     const low = read(scale.low);
     const high = read(scale.high);
-    const ramp = el("span", { class: "lens-ramp", role: "img", "aria-label": `16 colours from ${number(low, 3)} to ${number(high, 3)}` });
+    const ramp = el("span", { class: "lens-ramp", role: "img", "aria-label": `16 colors from ${number(low, 3)} to ${number(high, 3)}` });
     const prefix = scale.kind === "diverging" ? "tq-d" : "tq-s";
     for (let bucket = 0; bucket < 16; bucket += 1) {
       const from = read(scale.low + ((scale.high - scale.low) * bucket) / 16);
@@ -259,20 +259,20 @@ export function lensBar({ run, trajectories, params, onChange }) {
     }
     empty(
       legend,
-      field("low end of the colours", low, (text) => pin(text, params.get("hi", null))),
+      field("low end of the color scale", low, (text) => pin(text, params.get("hi", null))),
       ramp,
-      field("high end of the colours", high, (text) => pin(params.get("lo", null), text)),
+      field("high end of the color scale", high, (text) => pin(params.get("lo", null), text)),
       scale.pinned
-        ? el("button", { class: "lens-unpin", type: "button", text: "unpin", title: "back to the run's own domain", on: { click: () => pin(null, null) } })
-        : el("span", { class: "muted lens-note", text: "run p1–p99", title: "The colours' ends are the 1st and 99th percentile of this run: the same on every page." }),
-      lensShown(lens) === lensNegative ? el("span", { class: "muted lens-note", text: "coloured by surprise, −log p" }) : null,
+        ? el("button", { class: "lens-unpin", type: "button", text: "unpin", title: "reset to the run's scale", on: { click: () => pin(null, null) } })
+        : el("span", { class: "muted lens-note", text: "run p1–p99", title: "The color scale spans the 1st to 99th percentile of this run and is the same on every page." }),
+      lensShown(lens) === lensNegative ? el("span", { class: "muted lens-note", text: "colored by surprise, −log p" }) : null,
     );
   }
   draw();
 
   const keys = lenses
     .filter((one) => one.key)
-    .map((one) => ({ key: String(one.key), label: `colour by ${one.label}`, run: () => choose(one.id) }));
-  keys.push({ key: "0", label: "colours off", run: () => choose("off") });
+    .map((one) => ({ key: String(one.key), label: `color by ${one.label}`, run: () => choose(one.id) }));
+  keys.push({ key: "0", label: "no colors", run: () => choose("off") });
   return { element, lens: () => lens, scale: () => scale, choose, keys };
 }

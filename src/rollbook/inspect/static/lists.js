@@ -7,17 +7,17 @@ import { dataTable, pagedRows, tableFoot } from "./table.js";
 
 // What is worst comes first: a row shows only so many.
 const listFlags = {
-  nan: ["bad", "NaN", "a number that is not finite"],
-  mismatch: ["bad", "mismatch", "trainer and engine disagree about log-probabilities"],
+  nan: ["bad", "NaN/Inf", "NaN or infinite values"],
+  mismatch: ["bad", "mismatch", "train-inference mismatch: trainer and engine log-probs differ"],
   loop: ["bad", "loop", "a response repeats itself"],
-  truncated: ["warn", "truncated", "a response was cut off at its limit"],
-  "zero-variance": ["warn", "zero var.", "all samples have the same reward: nothing to learn from this group"],
-  duplicates: ["warn", "duplicates", "long responses of the group are token for token the same"],
-  incomplete: ["warn", "incomplete", "fewer samples came than the group was to have"],
-  stale: ["warn", "stale", "made by a policy more than one version old"],
-  "all-solved": ["good", "all solved", "every sample has nearly the run's top reward"],
-  "some-solved": ["good", "some solved", "some samples have nearly the run's top reward, some have not"],
-  "none-solved": ["", "none solved", "no sample has nearly the run's top reward"],
+  truncated: ["warn", "truncated", "a response was truncated at its limit"],
+  "zero-variance": ["warn", "zero var.", "all samples have the same reward: no learning signal"],
+  duplicates: ["warn", "duplicates", "long responses of the group are identical"],
+  incomplete: ["warn", "incomplete", "fewer samples than the group size"],
+  stale: ["warn", "stale", "sampled from a policy more than one version old"],
+  "all-solved": ["good", "all solved", "every sample is near the run's top reward"],
+  "some-solved": ["good", "some solved", "some samples are near the run's top reward"],
+  "none-solved": ["", "none solved", "no sample is near the run's top reward"],
 };
 const listCells = 16; // as many as the column has room for
 const listQuick = [
@@ -45,7 +45,7 @@ export function rewardCells(rewards, scale) {
     const share = Math.min(1, Math.max(0, (reward - low) / (high - low || 1)));
     return el("span", { class: "cell r" + Math.min(4, Math.floor(share * 5)) }, el("i", { style: { "--fill": share === 0 ? "0%" : Math.max(12, Math.round(share * 100)) + "%" } }));
   });
-  const which = rewards.length > shown.length ? "rewards, best first, " + listCells + " of " + count(rewards.length) + " at even distances: " : "rewards, best first: ";
+  const which = rewards.length > shown.length ? "rewards, best first (" + listCells + " of " + count(rewards.length) + " evenly spaced): " : "rewards, best first: ";
   const words = which + shown.map((r) => number(r, 2)).join(" ");
   return el("span", { class: "cells", role: "img", aria: { label: words }, title: words }, cells);
 }
@@ -68,16 +68,16 @@ function listChips(chips) {
 function listSampleFlags(row, note = "") {
   const chips = [];
   const add = (tone, text, help) => chips.push(el("span", { class: tone ? "chip " + tone : "chip", title: visible(help), text: visible(text) }));
-  if (row.status !== "finished" && row.status) add(row.status === "truncated" ? "warn" : row.status === "unfinished" ? "" : "bad", row.status, "how the sample ended");
-  if (row.loop_at !== null && row.loop_at !== undefined) add("bad", "loop@" + count(row.loop_at), "the response repeats itself from this token on");
-  if (row.nans) add("bad", "NaN", plural(row.nans, "number") + " not finite");
-  if (row.scored === 2) add("bad", "NaN reward", "the reward is not a number");
-  if (row.duplicate) add("warn", "duplicate", "another sample of the group is token for token the same");
-  if (row.lag > 1) add("warn", "stale " + row.lag, "the policy had moved on by so many versions");
+  if (row.status !== "finished" && row.status) add(row.status === "truncated" ? "warn" : row.status === "unfinished" ? "" : "bad", row.status, "how generation ended");
+  if (row.loop_at !== null && row.loop_at !== undefined) add("bad", "loop@" + count(row.loop_at), "repetition loop starts at this token");
+  if (row.nans) add("bad", "NaN", plural(row.nans, "number") + " NaN or infinite");
+  if (row.scored === 2) add("bad", "NaN reward", "the reward is NaN or infinite");
+  if (row.duplicate) add("warn", "duplicate", "identical to another sample of the group");
+  if (row.lag > 1) add("warn", "stale " + row.lag, "policy versions between sampling and training");
   if (row.state === "dropped") add("warn", "dropped", row.reason ? "dropped: " + row.reason : "dropped");
   if (row.images) add("", plural(row.images, "image"), "the prompt has images");
   if (row.tool_calls) add("", plural(row.tool_calls, "tool call"), "");
-  if (row.kept) add("", row.kept, "why the saver kept it");
+  if (row.kept) add("", row.kept, "why the saver selected it");
   if (row.removed_reason) add("", "removed", row.removed_reason);
   if (note) add("", "note", note);
   return listChips(chips);
@@ -126,11 +126,11 @@ export function recordList(context, options) {
     { id: "gid", label: "Group", width: "108px", cell: (row) => link1(row, groupName(row)) },
     { id: "opening", label: "Prompt", width: "auto", cell: opening },
     { id: "n", label: "n", help: "samples", drop: 2, width: "56px", num: true, sort: "n", first: "-", cell: (row) => count(row.n) + (row.expected && row.expected > row.n ? "/" + row.expected : "") },
-    { id: "rewards", label: "Rewards", help: "each sample's reward, best first, on the run's scale " + number(scale[0], 2) + " to " + number(scale[1], 2), width: "186px", cell: (row) => rewardCells(row.rewards, scale) },
-    { id: "mean", label: "Mean ± sd", help: "mean reward and its standard deviation", drop: 2, width: "118px", num: true, sort: "mean", first: "-", cell: (row) => (row.mean === null ? "–" : number(row.mean, 2) + " ± " + number(row.std, 2)) },
-    { id: "length", label: "Length", help: "mean tokens of a response", drop: 2, width: "72px", num: true, sort: "length", first: "-", cell: (row) => compact(row.length) },
+    { id: "rewards", label: "Rewards", help: "reward of each sample, best first, on the run's scale " + number(scale[0], 2) + " to " + number(scale[1], 2), width: "186px", cell: (row) => rewardCells(row.rewards, scale) },
+    { id: "mean", label: "Mean ± sd", help: "mean and standard deviation of the reward", drop: 2, width: "118px", num: true, sort: "mean", first: "-", cell: (row) => (row.mean === null ? "–" : number(row.mean, 2) + " ± " + number(row.std, 2)) },
+    { id: "length", label: "Length", help: "mean response tokens", drop: 2, width: "72px", num: true, sort: "length", first: "-", cell: (row) => compact(row.length) },
     { id: "entropy", label: "Entropy", help: "mean entropy of trained tokens", drop: 1, width: "74px", num: true, sort: "entropy", first: "-", cell: (row) => number(row.entropy, 3) },
-    { id: "kl_max", label: "Max KL", help: "largest KL to the reference at one token", drop: 1, width: "74px", num: true, sort: "kl_max", first: "-", cell: (row) => number(row.kl_max, 3) },
+    { id: "kl_max", label: "Max KL", help: "largest per-token KL to the reference", drop: 1, width: "74px", num: true, sort: "kl_max", first: "-", cell: (row) => number(row.kl_max, 3) },
     { id: "flags", label: "Flags", width: "230px", cell: (row) => groupFlags(row.flags || []) },
   ].filter(Boolean);
   const sampleColumns = () => [
@@ -139,11 +139,11 @@ export function recordList(context, options) {
     { id: "uid", label: "Sample", width: "132px", cell: (row) => el("a", { class: "row-link name-cell", href: hrefOf(row), tabindex: "-1" }, el("span", { text: groupName(row) }), el("span", { text: "#" + row.run + (row.turn ? "." + row.turn : "") })) },
     { id: "reward", label: "Reward", width: "78px", num: true, sort: "reward", first: "-", cell: (row) => (row.scored === 2 ? "NaN" : number(row.reward, 3)) },
     { id: "advantage", label: "Advantage", help: "mean over trained tokens", drop: 1, width: "94px", num: true, sort: "advantage", first: "-", cell: (row) => number(row.advantage, 2) },
-    { id: "closing", label: "How the response ends", width: "auto", cell: (row) => el("div", { class: "end-cell", title: visible(row.closing || "") }, el("span", { text: visible(row.closing || "") })) },
-    { id: "response_tokens", label: "Length", help: "tokens of the response", width: "72px", num: true, sort: "response_tokens", first: "-", cell: (row) => count(row.response_tokens) },
+    { id: "closing", label: "End of response", width: "auto", cell: (row) => el("div", { class: "end-cell", title: visible(row.closing || "") }, el("span", { text: visible(row.closing || "") })) },
+    { id: "response_tokens", label: "Length", help: "response tokens", width: "72px", num: true, sort: "response_tokens", first: "-", cell: (row) => count(row.response_tokens) },
     { id: "entropy", label: "Entropy", help: "mean entropy of trained tokens", drop: 2, width: "74px", num: true, sort: "entropy", first: "-", cell: (row) => number(row.entropy, 3) },
-    { id: "kl_max", label: "Max KL", help: "largest KL to the reference at one token", drop: 2, width: "74px", num: true, sort: "kl_max", first: "-", cell: (row) => number(row.kl_max, 3) },
-    { id: "mismatch_max", label: "Max |Δ|", help: "largest difference between the trainer's and the engine's log-probability of one token", drop: 1, width: "74px", num: true, sort: "mismatch_max", first: "-", cell: (row) => number(row.mismatch_max, 3) },
+    { id: "kl_max", label: "Max KL", help: "largest per-token KL to the reference", drop: 2, width: "74px", num: true, sort: "kl_max", first: "-", cell: (row) => number(row.kl_max, 3) },
+    { id: "mismatch_max", label: "Max |Δ|", help: "train-inference mismatch: largest per-token log-prob difference", drop: 1, width: "74px", num: true, sort: "mismatch_max", first: "-", cell: (row) => number(row.mismatch_max, 3) },
     { id: "flags", label: "Flags", width: "230px", cell: (row) => listSampleFlags(row, context.notes.get(row.uid)) },
   ].filter(Boolean);
 
@@ -251,8 +251,8 @@ export function recordList(context, options) {
     if (!none) return;
     const filtered = params.get("filter", "");
     empty(message, filtered
-      ? emptyState("Nothing matches this filter", el("p", null, el("button", { class: "button small", type: "button", text: "Clear the filter", on: { click: () => setFilter("") } })))
-      : emptyState("No " + view() + " yet", api.isStatic ? "This file has none." : "They appear here as they come."));
+      ? emptyState("No matches", el("p", null, el("button", { class: "button small", type: "button", text: "Clear filter", on: { click: () => setFilter("") } })))
+      : emptyState("No " + view() + " yet", api.isStatic ? "This file contains none." : "They appear here automatically."));
   }
   function reload(keep) {
     fresh = 0;
@@ -268,11 +268,11 @@ export function recordList(context, options) {
     const ids = [params.get("x"), params.get("y")].filter(Boolean);
     const what = isGroups() ? "group" : "sample";
     if (!ids.length) empty(chosen);
-    else if (ids.length === 1) empty(chosen, el("span", { class: "muted", text: "1 " + what + " selected; x on another one to compare" }), clearButton());
+    else if (ids.length === 1) empty(chosen, el("span", { class: "muted", text: "1 " + what + " selected; press x on another to compare" }), clearButton());
     else empty(chosen, el("span", { class: "muted", text: "2 " + what + "s selected" }), el("button", { class: "button small primary", type: "button", on: { click: compare } }, "Compare"), clearButton());
   }
   function clearButton() {
-    return el("button", { class: "icon-button small", type: "button", aria: { label: "Clear the selection" }, on: { click: () => {
+    return el("button", { class: "icon-button small", type: "button", aria: { label: "Clear selection" }, on: { click: () => {
       params.set({ x: null, y: null });
       paintSelection();
       table.refresh();
@@ -290,7 +290,7 @@ export function recordList(context, options) {
     paintSelection();
     table.refresh();
     const now = [params.get("x"), params.get("y")].filter(Boolean).length;
-    context.announce(now + " selected" + (now === 2 ? "; d compares them" : ""));
+    context.announce(now + " selected" + (now === 2 ? "; press d to compare" : ""));
     return true;
   }
   function compare() {
@@ -304,7 +304,7 @@ export function recordList(context, options) {
     const { rows } = await api.json("/api/list", { view: view(), filter: wanted, limit: 2 });
     const one = rows.find((row) => keyOf(row) === x);
     const other = rows.find((row) => keyOf(row) === y);
-    if (!one || !other) throw new Error("one of the two is no longer there");
+    if (!one || !other) throw new Error("one of the two samples no longer exists");
     if (!isGroups() && one.gid === other.gid) context.go(link("group", one.gid, { diff: x + "," + y }));
     else if (one.prompt && one.prompt === other.prompt && one.step !== other.step) {
       const [early, late] = one.step < other.step ? [one, other] : [other, one];
@@ -318,7 +318,7 @@ export function recordList(context, options) {
     const row = table.current();
     if (!row) return false;
     const on = context.stars.toggle(keyOf(row), isGroups() ? null : row.uid);
-    context.announce(on ? "starred" : "no longer starred");
+    context.announce(on ? "starred" : "unstarred");
     // The row is drawn anew: its star is a part of it.
     source.replace(keyOf(row), { ...row });
     table.refresh();
@@ -344,7 +344,7 @@ export function recordList(context, options) {
       return togglePeek();
     }
     params.set({ peek: "1" });
-    peek = el("aside", { class: "peek", aria: { label: "Peek" } });
+    peek = el("aside", { class: "peek", aria: { label: "Preview" } });
     root.append(peek);
     context.root.style.setProperty("padding-bottom", "48vh"); // the last row too can be above the peek
     paintPeek(row);
@@ -353,7 +353,7 @@ export function recordList(context, options) {
   function peekHead(title, row, href) {
     return el("div", { class: "peek-head" }, el("h2", { text: title }), row, el("span", { class: "spring" }),
       el("a", { class: "button small", href, text: "Open" }),
-      el("button", { class: "icon-button small", type: "button", aria: { label: "Close the peek" }, on: { click: closePeek } }, icon("close")));
+      el("button", { class: "icon-button small", type: "button", aria: { label: "Close preview" }, on: { click: closePeek } }, icon("close")));
   }
   function sampleFacts(row) {
     const parts = splitNumbers(run, row.parts).parts.slice(0, 6).map(([name, value]) => visible(name) + " " + number(value));
@@ -368,8 +368,8 @@ export function recordList(context, options) {
     const prompt = el("p", { class: "peek-text prompt", text: visible(row.opening || "") });
     if (!isGroups()) {
       const end = el("p", { class: "peek-text", text: "…" + visible(row.closing || "") });
-      empty(peek, peekHead(rowName(row), sampleFacts(row), hrefOf(row)), el("div", { class: "peek-body" }, el("h3", { text: "Prompt" }), prompt, el("h3", { text: "How the response ends" }), end));
-      context.announce("peek: " + rowName(row) + ", reward " + number(row.reward));
+      empty(peek, peekHead(rowName(row), sampleFacts(row), hrefOf(row)), el("div", { class: "peek-body" }, el("h3", { text: "Prompt" }), prompt, el("h3", { text: "End of response" }), end));
+      context.announce("preview: " + rowName(row) + ", reward " + number(row.reward));
       try {
         const [whole] = await api.frame([row.uid]);
         if (mine !== peeks || !peek) return;
@@ -383,13 +383,13 @@ export function recordList(context, options) {
     }
     const body = el("div", { class: "peek-body" }, el("h3", { text: "Prompt" }), prompt);
     empty(peek, peekHead("Group " + groupName(row), [rewardCells(row.rewards, scale), groupFlags(row.flags || [])], hrefOf(row)), body);
-    context.announce("peek: group " + groupName(row));
+    context.announce("preview: group " + groupName(row));
     try {
       const group = await api.json("/api/group", { gid: row.gid });
       if (mine !== peeks || !peek) return;
       const best = group.rows[0];
       const worst = group.rows[group.rows.length - 1];
-      for (const [name, each] of group.rows.length > 1 ? [["Best", best], ["Worst", worst]] : [["The one sample", best]]) {
+      for (const [name, each] of group.rows.length > 1 ? [["Best", best], ["Worst", worst]] : [["Only sample", best]]) {
         if (each) body.append(el("div", { class: "bar" }, el("h3", { text: name }), sampleFacts(each)), el("p", { class: "peek-text", text: "…" + visible(each.closing || "") }));
       }
     } catch {
@@ -404,7 +404,7 @@ export function recordList(context, options) {
     const ids = [params.get("x"), params.get("y")].filter(Boolean);
     if (!isGroups() && ids.length) context.exportHtml({ uids: ids }, plural(ids.length, "selected sample"));
     else if (isGroups() && row && params.get("at")) context.exportHtml({ gid: row.gid }, "group " + groupName(row) + " (" + plural(row.n, "sample") + ")");
-    else context.exportHtml({ filter: both }, plural(source.total(), isGroups() ? "group" : "sample") + " of this list, as many as one file takes");
+    else context.exportHtml({ filter: both }, plural(source.total(), isGroups() ? "group" : "sample") + " of this list, the limit of one file");
     return true;
   }
 
@@ -426,17 +426,17 @@ export function recordList(context, options) {
       { key: ["j", "ArrowDown"], label: "next row", run: (event) => (event.key === "ArrowDown" && !holder.contains(document.activeElement) ? false : table.move(1)) },
       { key: ["k", "ArrowUp"], label: "previous row", run: (event) => (event.key === "ArrowUp" && !holder.contains(document.activeElement) ? false : table.move(-1)) },
       { key: "Enter", label: "open the row", run: (event) => table.open(event) },
-      { key: " ", label: "peek at it", run: togglePeek },
+      { key: " ", label: "preview", run: togglePeek },
       { key: "Escape", label: "", run: closePeek },
       api.isStatic ? null : { key: "x", label: "select two to compare", run: select },
-      api.isStatic ? null : { key: "d", label: "compare the two selected", run: compare },
+      api.isStatic ? null : { key: "d", label: "compare the selected two", run: compare },
       { key: "*", label: "star", run: toggleStar },
       api.isStatic ? null : { key: ":", label: "filter", run: () => {
         filter.input.focus();
         filter.input.select();
       } },
-      options.views.length > 1 ? { key: "v", label: "groups or samples", run: () => setView(isGroups() ? "samples" : "groups") } : null,
-      canExport ? { key: "e", label: "export as one HTML file", run: exportList } : null,
+      options.views.length > 1 ? { key: "v", label: "switch groups/samples", run: () => setView(isGroups() ? "samples" : "groups") } : null,
+      canExport ? { key: "e", label: "export as HTML", run: exportList } : null,
     ].filter(Boolean),
     ready: () => ready,
     /** `n` more samples came: the list stays as it is until the reader asks. */

@@ -1,5 +1,5 @@
 // plots.js: small drawings of lines, areas and dots in SVG, whose marks can be pointed at.
-// Invariant: a drawing is made anew for the width it has; its colours are classes, so that a theme changes them without a word from here.
+// Invariant: a drawing is made anew for the width it has; its colors are classes, so that a theme changes them without a word from here.
 
 import { el, empty, icon, svg } from "./dom.js";
 

@@ -3,24 +3,24 @@
 
 import { el, count, number, themeColor } from "./dom.js";
 import { MASK_BIT } from "./frame.js";
-import { LENS_NONE, lensCodes, lensColour, lensRank, lensValues } from "./lenses.js";
+import { LENS_NONE, lensCodes, lensColor, lensRank, lensValues } from "./lenses.js";
 import { versionChanges } from "./tokens.js";
 
 const STRIP_FRAME = 3; // pixels of the band above the heat: who speaks, and where turns begin
 
-let stripColours = null; // {seq: [16], div: [16], ...} of the theme in force
+let stripColors = null; // {seq: [16], div: [16], ...} of the theme in force
 
 export function stripTheme() {
-  if (stripColours !== null) return stripColours;
+  if (stripColors !== null) return stripColors;
   const row = (name) => Array.from({ length: 16 }, (_, i) => themeColor(`--${name}-${i}`));
-  stripColours = {
+  stripColors = {
     sequential: row("seq"), diverging: row("div"), panel: themeColor("--panel"), raised: themeColor("--raised"), line: themeColor("--line"),
     edge: themeColor("--edge"), text: themeColor("--text"), muted: themeColor("--muted"), accent: themeColor("--accent"), warn: themeColor("--warn"),
   };
-  return stripColours;
+  return stripColors;
 }
 document.addEventListener("themechange", () => {
-  stripColours = null;
+  stripColors = null;
 });
 
 // The size comes from the observer, which knows it: asking the canvas would lay the page out once for every strip.
@@ -43,7 +43,7 @@ function stripBands(trajectory, from, to) {
   return bands;
 }
 
-// The colour numbers of each pixel: of its strongest token, and of the mean over its tokens; LENS_NONE where none has a value.
+// The color numbers of each pixel: of its strongest token, and of the mean over its tokens; LENS_NONE where none has a value.
 function stripPooled(codes, diverging, from, total, per, reach) {
   const strong = new Uint8Array(reach).fill(LENS_NONE);
   const mean = new Uint8Array(reach).fill(LENS_NONE);
@@ -56,12 +56,12 @@ function stripPooled(codes, diverging, from, total, per, reach) {
     for (let i = first; i < last; i += 1) {
       if (codes[i] === LENS_NONE) continue;
       const own = lensRank(codes[i], diverging);
-      const colour = lensColour(codes[i]);
-      sum += colour;
+      const color = lensColor(codes[i]);
+      sum += color;
       n += 1;
       if (own > rank) {
         rank = own;
-        strong[x] = colour;
+        strong[x] = color;
       }
     }
     if (n > 0) mean[x] = Math.round(sum / n);
@@ -153,7 +153,7 @@ export class TokenStrip {
   paint() {
     if (this.room === null || this.room.width === 0) return;
     const { trajectory, from, length, fork } = this.options;
-    const colours = stripTheme();
+    const colors = stripTheme();
     const { width, height, ratio } = stripSize(this.canvas, this.room);
     const pen = this.canvas.getContext("2d");
     pen.clearRect(0, 0, width, height);
@@ -161,7 +161,7 @@ export class TokenStrip {
     const per = length / width;
     const top = Math.round(STRIP_FRAME * ratio);
     const reach = Math.min(width, Math.ceil((total - from) / per));
-    pen.fillStyle = colours.raised;
+    pen.fillStyle = colors.raised;
     pen.fillRect(0, top, reach, height - top);
     const codes = this.lens === null ? null : lensCodes(trajectory, this.lens, this.scale);
     if (codes !== null) {
@@ -175,15 +175,15 @@ export class TokenStrip {
         for (let x = 1; x <= reach; x += 1) {
           if (x < reach && pooled[x] === pooled[start]) continue;
           if (pooled[start] !== LENS_NONE) {
-            pen.fillStyle = colours[this.scale.kind][pooled[start]];
+            pen.fillStyle = colors[this.scale.kind][pooled[start]];
             pen.fillRect(start, y, x - start, tall);
           }
           start = x;
         }
       }
     }
-    // Masked stretches: a hatch, which is no colour.
-    pen.strokeStyle = colours.muted;
+    // Masked stretches: a hatch, which is no color.
+    pen.strokeStyle = colors.muted;
     pen.globalAlpha = 0.5;
     pen.lineWidth = ratio;
     let begin = -1;
@@ -215,21 +215,21 @@ export class TokenStrip {
     for (const band of stripBands(trajectory, from, total)) {
       const x0 = (band.start - from) / per;
       const x1 = (band.stop - from) / per;
-      pen.fillStyle = band.kind === "tool" || band.kind === "tool_call" ? colours.warn : band.kind === "think" ? colours.edge : band.role === "assistant" ? colours.muted : colours.line;
+      pen.fillStyle = band.kind === "tool" || band.kind === "tool_call" ? colors.warn : band.kind === "think" ? colors.edge : band.role === "assistant" ? colors.muted : colors.line;
       pen.fillRect(x0, 0, Math.max(1, x1 - x0), top - ratio);
       if (turn !== null && band.role === "assistant" && band.turn !== turn) {
-        pen.fillStyle = colours.text;
+        pen.fillStyle = colors.text;
         pen.fillRect(x0, 0, ratio, height);
       }
       if (band.role === "assistant") turn = band.turn;
     }
-    pen.fillStyle = colours.accent;
+    pen.fillStyle = colors.accent;
     for (const token of versionChanges(trajectory)) {
       if (token >= from) pen.fillRect((token - from) / per, 0, Math.max(1, 1.5 * ratio), height);
     }
     if (fork !== undefined && fork >= from) {
       const x = (fork - from) / per;
-      pen.fillStyle = colours.text;
+      pen.fillStyle = colors.text;
       for (let y = 0; y < height; y += 4 * ratio) pen.fillRect(x - ratio / 2, y, 1.5 * ratio, 2 * ratio);
     }
   }
@@ -275,7 +275,7 @@ export class TokenCurve {
     this.at = el("div", { class: "strip-at" });
     this.note = el("div", { class: "curve-note" });
     this.whole = el("button", { class: "curve-whole", type: "button", text: "whole sample", on: { click: () => this.zoom(null) } });
-    this.element = el("div", { class: "curve", role: "img", "aria-label": "the lens over the positions of the sample" }, this.canvas, this.brush, this.at, this.note, this.whole);
+    this.element = el("div", { class: "curve", role: "img", "aria-label": "lens values by token position" }, this.canvas, this.brush, this.at, this.note, this.whole);
     stripWatch(this);
     this.listen();
   }
@@ -353,13 +353,13 @@ export class TokenCurve {
     if (this.room === null || this.room.width === 0) return;
     const { trajectory } = this.options;
     const [from, to] = this.range;
-    const colours = stripTheme();
+    const colors = stripTheme();
     const { width, height, ratio } = stripSize(this.canvas, this.room);
     const pen = this.canvas.getContext("2d");
     pen.clearRect(0, 0, width, height);
     this.whole.hidden = from === 0 && to === trajectory.ends.length;
     const per = (to - from) / width;
-    pen.fillStyle = colours.raised;
+    pen.fillStyle = colors.raised;
     let begin = -1;
     for (let i = from; i <= to; i += 1) {
       const masked = i < to && !(trajectory.flags[i] & MASK_BIT);
@@ -372,7 +372,7 @@ export class TokenCurve {
     let turn = null;
     for (const band of stripBands(trajectory, from, to)) {
       if (turn !== null && band.role === "assistant" && band.turn !== turn) {
-        pen.fillStyle = colours.edge;
+        pen.fillStyle = colors.edge;
         pen.fillRect((band.start - from) / per, 0, ratio, height);
       }
       if (band.role === "assistant") turn = band.turn;
@@ -395,7 +395,7 @@ export class TokenCurve {
     const pad = 3 * ratio;
     const y = (value) => height - pad - ((value - low) / (high - low)) * (height - 2 * pad);
     const means = [];
-    pen.fillStyle = colours.accent;
+    pen.fillStyle = colors.accent;
     pen.globalAlpha = 0.3;
     for (let x = 0; x < width; x += 1) {
       const first = from + Math.floor(x * per);
@@ -416,7 +416,7 @@ export class TokenCurve {
       if (n > 1) pen.fillRect(x, y(most), 1, Math.max(1, y(least) - y(most)));
     }
     pen.globalAlpha = 1;
-    pen.strokeStyle = colours.accent;
+    pen.strokeStyle = colors.accent;
     pen.lineWidth = 1.2 * ratio;
     pen.lineJoin = "round";
     pen.beginPath();
@@ -430,7 +430,7 @@ export class TokenCurve {
       }
     });
     pen.stroke();
-    pen.fillStyle = colours.muted;
+    pen.fillStyle = colors.muted;
     pen.font = `${10 * ratio}px system-ui, sans-serif`;
     pen.textBaseline = "top";
     pen.fillText(number(high), 3 * ratio, 2 * ratio);

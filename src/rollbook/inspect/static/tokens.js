@@ -1,4 +1,4 @@
-// A pane of one trajectory's tokens: plain text first, colours where somebody looks, one listener for all tokens.
+// A pane of one trajectory's tokens: plain text first, colors where somebody looks, one listener for all tokens.
 // Invariant: the text in a chunk is the display form of its tokens in order, so a place in it is always a token, whatever
 // is escaped, shortened or hidden.
 
@@ -10,7 +10,7 @@ const TOKENS_CHUNK = 256; // a chunk is cut at the first newline after so many t
 const TOKENS_CHUNK_MOST = 1024;
 const TOKENS_PAGE = 200_000; // tokens shown at once
 const TOKENS_MARGIN = "400px 0px";
-const TOKENS_SCREEN = 700; // pixels that are coloured before anything is seen
+const TOKENS_SCREEN = 700; // pixels that are colored before anything is seen
 const TOKENS_ELEMENTS = 24_000; // elements a pane may hold before chunks out of sight go back to plain text
 const TOKENS_FOLD_SYSTEM = 48; // a system prompt longer than this opens folded, other prompts from TOKENS_FOLD_PROMPT
 const TOKENS_FOLD_PROMPT = 2500;
@@ -24,7 +24,7 @@ const TOKENS_HIDDEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u115f\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|\udb40[\udc00-\udc7f]/;
 const TOKENS_HIDDEN_ALL = new RegExp(TOKENS_HIDDEN.source, "g");
 
-const TOKENS_SPECIAL = 1 << 8; // bits of a token's look, beside its colour code
+const TOKENS_SPECIAL = 1 << 8; // bits of a token's look, beside its color code
 const TOKENS_MASKED = 1 << 9;
 const TOKENS_VERSION = 1 << 10;
 const TOKENS_EVEN = 1 << 11;
@@ -241,7 +241,7 @@ export class TokenPane {
     this.lens = options.lens ?? null;
     this.scale = this.lens === null ? null : options.scale;
     this.codes = this.lens === null ? null : lensCodes(this.trajectory, this.lens, this.scale);
-    this.look = 0; // rises with every recolouring: a chunk painted under another number is stale
+    this.look = 0; // rises with every recoloring: a chunk painted under another number is stale
     this.cursor = -1;
     this.marks = [-1, -1]; // token range of search hits' current one
     this.fork = -1;
@@ -384,7 +384,7 @@ export class TokenPane {
     const changed = [...versionChanges(trajectory)].some((token) => token >= start && token < stop);
     if (versions !== "") facts.push(changed ? `${versions} (the policy changed)` : versions);
     facts.push(plural(stop - start, "token"));
-    if (start < from || stop > to) facts.push("cut by the page");
+    if (start < from || stop > to) facts.push("continues on another page");
     const folder = last === index && trajectory.segments[index].kind === "text" ? this.foldButton(index) : null;
     return el(
       "header",
@@ -392,9 +392,9 @@ export class TokenPane {
       folder,
       el("span", { class: "tk-role-name", text: role }),
       el("span", { class: "tk-facts", text: facts.join(" · ") }),
-      share === 1 ? el("span", { class: "tk-badge", text: "masked", title: "No token here is trained on." }) : null,
+      share === 1 ? el("span", { class: "tk-badge", text: "masked", title: "None of these tokens are trained on." }) : null,
       share > 0 && share < 1 && role === "assistant"
-        ? el("span", { class: "tk-badge", text: `${share < 0.01 ? "<1" : share > 0.99 ? ">99" : Math.round(100 * share)}% masked`, title: "Some tokens here are not trained on." })
+        ? el("span", { class: "tk-badge", text: `${share < 0.01 ? "<1" : share > 0.99 ? ">99" : Math.round(100 * share)}% masked`, title: "Some of these tokens are not trained on." })
         : null,
     );
   }
@@ -402,7 +402,7 @@ export class TokenPane {
   foldButton(index) {
     const folded = this.folded(index);
     const button = el("button", {
-      class: "tk-fold", type: "button", "aria-expanded": String(!folded), "aria-label": "fold this part", text: folded ? "▸" : "▾",
+      class: "tk-fold", type: "button", "aria-expanded": String(!folded), "aria-label": "collapse", text: folded ? "▸" : "▾",
       on: { click: () => this.toggleFold(index) },
     });
     this.bodies.set(index, { button, body: null });
@@ -473,7 +473,7 @@ export class TokenPane {
     if (url === "") return el("div", { class: "tk-figure tk-figure-gone muted", text: `${name}: not in this file` });
     const image = el("img", {
       src: url, alt: name, loading: "lazy", decoding: "async", width: picture.width ?? null, height: picture.height ?? null,
-      on: { error: () => figure.replaceChildren(el("span", { class: "muted", text: `${name}: its bytes are missing` })) },
+      on: { error: () => figure.replaceChildren(el("span", { class: "muted", text: `${name}: image data missing` })) },
     });
     const { width, height } = picture;
     const small = width > 0 && height > 0 && Math.min(width, height) < TOKENS_SMALL;
@@ -515,7 +515,7 @@ export class TokenPane {
     this.scrolled();
   }
 
-  // ---- colours
+  // ---- colors
 
   setLens(lens, scale) {
     this.lens = lens;
@@ -526,7 +526,7 @@ export class TokenPane {
     if (this.seen.size === 0) this.fillFirst();
   }
 
-  // The first screenful is coloured before it is painted, so that opening a page does not flash.
+  // The first screenful is colored before it is painted, so that opening a page does not flash.
   fillFirst() {
     let height = 0;
     for (const chunk of this.shown) {
@@ -601,7 +601,7 @@ export class TokenPane {
     let spans = 0;
     let from = 0;
     let current = LENS_NONE;
-    let carried = LENS_NONE; // the strongest colour of the zero-width tokens before a character's last
+    let carried = LENS_NONE; // the strongest color of the zero-width tokens before a character's last
     let version = "";
     const flush = (to) => {
       if (to === from) return;
@@ -752,7 +752,7 @@ export class TokenPane {
 
   // ---- cursor, hits
 
-  // Moves the cursor; scroll: "near" (only if out of sight), "centre", or false.
+  // Moves the cursor; scroll: "near" (only if out of sight), "center", or false.
   setCursor(index, scroll = "near") {
     const before = this.cursor;
     this.cursor = index === null ? -1 : Math.max(this.from, Math.min(this.trajectory.ends.length - 1, index));
@@ -902,7 +902,7 @@ export class TokenPane {
     const box = this.range(chunk, from, to).getBoundingClientRect();
     const shown = box.height > 0 ? box : chunk.element.getBoundingClientRect();
     const room = Math.min(48, pane.height / 4);
-    if (how === "centre") this.element.scrollTop += shown.top - pane.top - pane.height / 2;
+    if (how === "center") this.element.scrollTop += shown.top - pane.top - pane.height / 2;
     else if (how === "top") this.element.scrollTop += shown.top - pane.top - 8;
     else if (shown.top < pane.top + room) this.element.scrollTop += shown.top - pane.top - room;
     else if (shown.bottom > pane.bottom - room) this.element.scrollTop += shown.bottom - pane.bottom + room;
@@ -1057,16 +1057,16 @@ export function choiceBar(label, choices, value, choose) {
 export function sampleFlags(row, trajectory) {
   const flags = [];
   const status = row?.status ?? trajectory?.status;
-  if (status === "truncated") flags.push(["truncated", "warn", "it was cut off before it ended"]);
-  else if (status === "aborted" || status === "error") flags.push([status, "bad", `it ended as ${status}`]);
-  else if (status === "unfinished") flags.push(["unfinished", "", "it has no end yet"]);
-  if (row?.loop_at !== null && row?.loop_at !== undefined) flags.push([`loop @${count(row.loop_at)}`, "warn", "the response repeats itself from this response token on"]);
-  if (row?.nans > 0) flags.push([`${plural(row.nans, "NaN")}`, "bad", "numbers that are not finite"]);
-  if (row?.scored === 2) flags.push(["reward NaN", "bad", "the reward is not a number"]);
-  if (row?.duplicate) flags.push(["duplicate", "warn", "another sample of the group has the same response"]);
-  if (row?.lag > 1) flags.push([`lag ${row.lag}`, "", "versions that the policy had moved on by when it was trained"]);
-  if (row?.state === "dropped") flags.push([`dropped${row.reason ? `: ${visible(row.reason)}` : ""}`, "bad", "it was taken out and not trained on"]);
-  if (row?.removed_reason) flags.push(["bytes removed", "warn", visible(row.removed_reason)]);
+  if (status === "truncated") flags.push(["truncated", "warn", "truncated at a limit"]);
+  else if (status === "aborted" || status === "error") flags.push([status, "bad", `ended with status ${status}`]);
+  else if (status === "unfinished") flags.push(["unfinished", "", "not finished"]);
+  if (row?.loop_at !== null && row?.loop_at !== undefined) flags.push([`loop @${count(row.loop_at)}`, "warn", "repetition loop starts at this response token"]);
+  if (row?.nans > 0) flags.push([`${plural(row.nans, "NaN")}`, "bad", "NaN or infinite values"]);
+  if (row?.scored === 2) flags.push(["reward NaN", "bad", "the reward is NaN or infinite"]);
+  if (row?.duplicate) flags.push(["duplicate", "warn", "identical to another sample of the group"]);
+  if (row?.lag > 1) flags.push([`lag ${row.lag}`, "", "policy versions between sampling and training"]);
+  if (row?.state === "dropped") flags.push([`dropped${row.reason ? `: ${visible(row.reason)}` : ""}`, "bad", "dropped before training"]);
+  if (row?.removed_reason) flags.push(["data removed", "warn", visible(row.removed_reason)]);
   if (row?.evaluation || trajectory?.evaluation) flags.push(["evaluation", "", "not trained on"]);
   return flags;
 }

@@ -79,7 +79,7 @@ function treeShort(text, end) {
 
 /**
  * forkTreeView({trajectories, rewards, names, onFocus(samples, position)}) -> {element, tree}. A node's button shows the text
- * its samples go on with; the thickness of a line is how many go that way, its colour their mean reward.
+ * its samples go on with; the thickness of a line is how many go that way, its color their mean reward.
  */
 export function forkTreeView({ trajectories, rewards, names, onFocus, most }) {
   const tree = forkTree(trajectories, most);
@@ -110,7 +110,7 @@ export function forkTreeView({ trajectories, rewards, names, onFocus, most }) {
   const width = (depth + 1) * level;
   const height = row * TREE_ROW + 8;
   const lines = svg("svg", { class: "fork-lines", width: String(width), height: String(height), viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
-  const holder = el("div", { class: "fork-canvas", role: "tree", "aria-label": "where the samples part" }, lines);
+  const holder = el("div", { class: "fork-canvas", role: "tree", "aria-label": "where samples diverge" }, lines);
   holder.style.setProperty("width", `${width}px`);
   holder.style.setProperty("height", `${height}px`);
   const all = trajectories.length;
@@ -136,8 +136,8 @@ export function forkTreeView({ trajectories, rewards, names, onFocus, most }) {
     }
     const words = [`${plural(node.samples.length, "sample")}`];
     if (mean !== null) words.push(`mean reward ${number(mean)}`);
-    if (node.opened) words.push(`parts in ${node.children.length} after ${count(node.stop)} response tokens`);
-    if (node.entropy !== null) words.push(`entropy there ${number(node.entropy)}`);
+    if (node.opened) words.push(`splits into ${node.children.length} after ${count(node.stop)} response tokens`);
+    if (node.entropy !== null) words.push(`entropy at the split ${number(node.entropy)}`);
     if (!node.opened && node.samples.length === 1) words.push(names[node.samples[0]]);
     const single = node.samples.length === 1;
     const button = el(

@@ -15,11 +15,11 @@ const compareShares = [["truncated", "Truncated"], ["loops", "Loops"], ["errors"
 
 /** What the test says, in words: [tone, words]. */
 export function compareWords(p) {
-  if (p === null || p === undefined) return ["", "not on both sides"];
+  if (p === null || p === undefined) return ["", "not in both"];
   return p < 0.001 ? ["warn", "clear change"] : p < 0.05 ? ["", "change"] : ["", "no clear change"];
 }
 
-const compareTest = "Kolmogorov–Smirnov: the largest difference between the distributions of the two sides' group means, and how likely one as large is when groups are put on either side at random";
+const compareTest = "Kolmogorov–Smirnov statistic of the group means of A and B, with a permutation p-value (groups permuted)";
 
 // A mean with half the width of its 95 % interval.
 function compareMean(side, format) {
@@ -63,7 +63,7 @@ function compareOverlay(title, m, format) {
     return plotPath(points);
   };
   const frame = plotFrame({
-    height: 160, label: title + ": shares of A and of B", xs: [edges[0], edges[edges.length - 1]], ys: [0, most * 1.06], formatX: compact, formatY: percent,
+    height: 160, label: title + ": shares of A and B", xs: [edges[0], edges[edges.length - 1]], ys: [0, most * 1.06], formatX: compact, formatY: percent,
     draw: (area) => [
       sums[0] ? svg("path", { class: "plot-a-fill", d: outline(area, shares[0], true) }) : null,
       sums[1] ? svg("path", { class: "plot-b-fill", d: outline(area, shares[1], true) }) : null,
@@ -75,16 +75,16 @@ function compareOverlay(title, m, format) {
   });
   frame.root.tabIndex = 0;
   frame.root.setAttribute("role", "slider");
-  frame.root.setAttribute("aria-label", title + ": arrow keys move from bar to bar");
+  frame.root.setAttribute("aria-label", title + ": arrow keys move between bars");
   frame.root.setAttribute("aria-valuemin", "0");
   frame.root.setAttribute("aria-valuemax", String(edges.length - 2));
   const [tone, words] = compareWords(m.p);
   const note = el("figcaption", { class: "compare-words" },
-    el("span", { title: "mean and its 95% interval; samples of one group count together" }, "mean ", el("b", { text: compareMean(m.a, format) }), " → ", el("b", { text: compareMean(m.b, format) })),
+    el("span", { title: "mean and 95% confidence interval, clustered by group" }, "mean ", el("b", { text: compareMean(m.a, format) }), " → ", el("b", { text: compareMean(m.b, format) })),
     el("span", { class: tone ? "chip " + tone : "chip", text: words }),
     m.ks === null ? null : el("span", { title: compareTest, text: "KS " + number(m.ks, 2) + ", " + compareChance(m.p) }));
   const figure = plotFigure({
-    title, help: "Share of each side's samples; upright lines are the medians", plot: frame.root, note,
+    title, help: "Share of each side's samples; vertical lines are medians", plot: frame.root, note,
     rows: () => plainTable(["from", "to", "A", "B"], edges.slice(1).map((edge, i) => [format(edges[i]), format(edge), count(m.counts_a[i]), count(m.counts_b[i])])),
   });
   function move(i) {
@@ -125,7 +125,7 @@ function comparePicker(steps, spans, active, choose) {
   const high = Math.max(...values);
   let drag = null;
   const frame = plotFrame({
-    height: 96, label: "Mean reward of each step, with the steps of A and of B marked", xs: [rows[0].step, rows[rows.length - 1].step], ys: [low - (high - low || 1) * 0.08, high + (high - low || 1) * 0.08], formatX: compact, formatY: compact, whole: true,
+    height: 96, label: "Mean reward per step, with A and B marked", xs: [rows[0].step, rows[rows.length - 1].step], ys: [low - (high - low || 1) * 0.08, high + (high - low || 1) * 0.08], formatX: compact, formatY: compact, whole: true,
     draw: (area) => {
       const band = (name, [first, last]) => {
         const from = Math.max(area.left, area.x(first - 0.5));
@@ -186,13 +186,13 @@ function compareMoved(link, rows) {
 
 function comparePhrases(link, rows, show) {
   const shown = rows.filter((each) => show === "all" || (show === "more" ? each.z > 0 : each.z < 0));
-  if (!shown.length) return emptyState(rows.length ? "None in this direction" : "No phrase is clearly more or less common");
-  return plainTable(["Phrase", "", "In A", "In B", "Times a response", "With reward", ""], shown.map((each) => [
+  if (!shown.length) return emptyState(rows.length ? "None" : "No phrase changed clearly");
+  return plainTable(["Phrase", "", "In A", "In B", "Per response", "Reward corr.", ""], shown.map((each) => [
     el("a", { class: "compare-phrase", href: link("search", { q: '"' + each.phrase + '"' }), title: "Search for it", text: visible(each.phrase) }),
     compareBars(each.share_a, each.share_b), percent(each.share_a), percent(each.share_b),
     number(each.a, 2) + " → " + number(each.b, 2),
     each.reward === null ? "–" : el("span", { class: Math.abs(each.reward) < 0.1 ? "muted" : each.reward > 0 ? "good" : "bad", text: compareSigned(each.reward, (v) => number(v, 2)) }),
-    each.uids.length ? el("a", { href: link("t", each.uids[each.uids.length - 1], { q: each.phrase }), text: "show one", aria: { label: "Show a response with “" + visible(each.phrase) + "”" } }) : ""]));
+    each.uids.length ? el("a", { href: link("t", each.uids[each.uids.length - 1], { q: each.phrase }), text: "example", aria: { label: "Show a response with “" + visible(each.phrase) + "”" } }) : ""]));
 }
 
 /** Opens the comparison of two spans of steps. */
@@ -200,7 +200,7 @@ export async function openCompare(context) {
   const { root, params, run, api, link } = context;
   const steps = run.steps || {};
   if (!steps.count) {
-    empty(root, el("h1", { text: "Compare" }), el("section", { class: "panel" }, emptyState("There is nothing to compare yet", "Comparisons need samples of at least one step.")));
+    empty(root, el("h1", { text: "Compare" }), el("section", { class: "panel" }, emptyState("Nothing to compare yet", "Comparisons need at least one step.")));
     return { title: "Compare" };
   }
   const quarter = Math.max(0, Math.floor((steps.last - steps.first) / 4));
@@ -215,7 +215,7 @@ export async function openCompare(context) {
   const boxes = {};
   for (const side of ["a", "b"]) boxes[side] = el("input", { class: "input span", value: text(spans[side]), spellcheck: "false", autocomplete: "off", aria: { label: "Steps of " + side.toUpperCase() } });
   const state = el("span", { class: "muted", role: "status" });
-  const again = el("button", { class: "button small", type: "button", text: "New samples: compare again", hidden: true, on: { click: () => go(spans) } });
+  const again = el("button", { class: "button small", type: "button", text: "New samples: refresh", hidden: true, on: { click: () => go(spans) } });
   const picks = ["a", "b"].map((side) => el("button", { type: "button", text: side.toUpperCase(), aria: { pressed: String(side === active) }, on: { click: () => {
     active = side;
     picks.forEach((button, i) => button.setAttribute("aria-pressed", String(["a", "b"][i] === side)));
@@ -226,7 +226,7 @@ export async function openCompare(context) {
     event.preventDefault();
     const next = { a: compareSpan(boxes.a.value), b: compareSpan(boxes.b.value) };
     for (const side of ["a", "b"]) boxes[side].setAttribute("aria-invalid", String(!next[side]));
-    if (!next.a || !next.b) state.textContent = "Expected a step such as 7, or a span such as 3-9";
+    if (!next.a || !next.b) state.textContent = "Expected a step (7) or a range (3-9)";
     else go(next);
   } } },
     el("div", { class: "bar" },
@@ -243,14 +243,14 @@ export async function openCompare(context) {
     const picker = context.closed ? null : comparePicker(answer.steps.sort((a, b) => a.step - b.step), spans, () => active, (span) => go({ ...spans, [active]: span, pick: active === "a" ? "b" : null }));
     if (!picker) return;
     charts.push(picker);
-    empty(strip, el("div", { class: "bar" }, el("span", { class: "muted", text: "Drag over steps to choose" }), el("span", { class: "segmented", role: "group", aria: { label: "Which side dragging sets" } }, picks)), picker.root);
+    empty(strip, el("div", { class: "bar" }, el("span", { class: "muted", text: "Drag over steps to select" }), el("span", { class: "segmented", role: "group", aria: { label: "Side set by dragging" } }, picks)), picker.root);
     strip.hidden = false;
   }, () => {}); // without the strip there are still the boxes
 
   const page = {
     title: "Compare " + compareName(spans.a) + " with " + compareName(spans.b),
     crumbs: [{ text: "compare" }],
-    keys: [{ key: "s", label: "swap A and B", run: swap }, { key: "i", label: "to the steps of A", run: () => boxes.a.focus() }],
+    keys: [{ key: "s", label: "swap A and B", run: swap }, { key: "i", label: "edit the steps of A", run: () => boxes.a.focus() }],
     live(change) {
       const inside = (step) => ["a", "b"].some((side) => step >= spans[side][0] && step <= spans[side][1]);
       if (change.steps && change.steps.some(inside)) again.hidden = false;
@@ -265,7 +265,7 @@ export async function openCompare(context) {
   const sizes = ["a", "b"].map((side) => side.toUpperCase() + ": " + plural(answer[side].n, "sample") + " in " + plural(answer[side].groups, "group"));
   state.textContent = sizes.join(" · ");
   if (!answer.a.n || !answer.b.n) {
-    empty(body, el("section", { class: "panel" }, emptyState("No samples in " + (answer.a.n ? "B, " + compareName(spans.b) : "A, " + compareName(spans.a)), "Steps " + steps.first + " to " + steps.last + " have some.")));
+    empty(body, el("section", { class: "panel" }, emptyState("No samples in " + (answer.a.n ? "B, " + compareName(spans.b) : "A, " + compareName(spans.a)), "Steps " + steps.first + " to " + steps.last + " have samples.")));
     return page;
   }
   const there = compareMetrics.filter(([id]) => answer.metrics[id] && answer.metrics[id].edges.length);
@@ -304,17 +304,17 @@ export async function openCompare(context) {
     empty(phraseBox, comparePhrases(link, answer.phrases, way));
   } } }));
   empty(phraseBox, comparePhrases(link, answer.phrases, way));
-  const both = prompts.common ? plural(prompts.common, "prompt") + (prompts.common === 1 ? " is" : " are") + " in both spans." : "No prompt is in both spans: choose spans that see the same ones, such as one epoch each.";
+  const both = prompts.common ? plural(prompts.common, "prompt") + (prompts.common === 1 ? " is" : " are") + " in both ranges." : "No prompt is in both ranges. Choose ranges that share prompts, such as one epoch each.";
   empty(body,
-    el("div", { class: "compare-legend" }, el("span", { class: "side side-a", text: "A" }), compareName(spans.a), el("span", { class: "side side-b", text: "B" }), compareName(spans.b), el("span", { class: "muted", text: "· upright lines are medians" })),
+    el("div", { class: "compare-legend" }, el("span", { class: "side side-a", text: "A" }), compareName(spans.a), el("span", { class: "side side-b", text: "B" }), compareName(spans.b), el("span", { class: "muted", text: "· vertical lines are medians" })),
     el("div", { class: "compare-plots" }, plots),
     el("div", { class: "compare-halves compare-moved" },
       compareSection("Newly solved", prompts.solved_from === null ? "" : plural(prompts.solved_count, "prompt") + " with more samples solved (reward of " + number(prompts.solved_from, 2) + " or more)", prompts.newly_solved.length ? compareMoved(link, prompts.newly_solved) : emptyState("None", both)),
       compareSection("Newly broken", prompts.solved_from === null ? "" : plural(prompts.broken_count, "prompt") + " with fewer samples solved", prompts.newly_broken.length ? compareMoved(link, prompts.newly_broken) : emptyState("None", both))),
     el("section", { class: "panel", aria: { label: "Phrases" } },
-      el("div", { class: "panel-head" }, el("h2", { text: "Phrases" }), el("span", { class: "muted", text: "in " + count(answer.texts.a) + " responses of A and " + count(answer.texts.b) + " of B; “with reward”: correlation of saying it with the reward" }), el("span", { class: "spring" }), el("span", { class: "segmented small", role: "group", aria: { label: "Which phrases" } }, wayButtons)),
+      el("div", { class: "panel-head" }, el("h2", { text: "Phrases" }), el("span", { class: "muted", text: "in " + count(answer.texts.a) + " responses of A and " + count(answer.texts.b) + " of B; “reward corr.” is the correlation of the phrase with the reward" }), el("span", { class: "spring" }), el("span", { class: "segmented small", role: "group", aria: { label: "Direction" } }, wayButtons)),
       el("div", { class: "wide-table" }, phraseBox)),
-    compareSection("Shifts", "means with their 95% intervals, quantiles, and the distance of group means", shifts),
+    compareSection("Shifts", "means with 95% confidence intervals, quantiles, and the KS distance of group means", shifts),
     el("div", { class: "compare-halves" }, compareSection("Shares", "of samples and of groups", shares), numbers.map(([name, rows]) => compareSection(name, "means", plainTable(["", "A", "B", "Change"], rows)))));
   context.announce(state.textContent);
   return page;

@@ -57,15 +57,15 @@ function groupChips(group, rows) {
   const rewards = rows.map((row) => row.reward).filter((reward) => Number.isFinite(reward));
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / (rewards.length || 1);
   const spread = Math.sqrt(rewards.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / (rewards.length || 1));
-  if (rewards.length > 1 && spread < 1e-9) chips.push(["zero variance", "warn", "all samples have the same reward: a group-relative advantage is 0 for all of them"]);
+  if (rewards.length > 1 && spread < 1e-9) chips.push(["zero variance", "warn", "all samples have the same reward, so group-relative advantages are 0"]);
   const cut = rows.filter((row) => row.status === "truncated").length;
-  if (cut > 0) chips.push([`${count(cut)} truncated`, "warn", "cut off before they ended"]);
+  if (cut > 0) chips.push([`${count(cut)} truncated`, "warn", "truncated responses"]);
   const loops = rows.filter((row) => row.loop_at !== null && row.loop_at !== undefined).length;
-  if (loops > 0) chips.push([plural(loops, "loop"), "warn", "responses that repeat themselves to their end"]);
+  if (loops > 0) chips.push([plural(loops, "loop"), "warn", "responses that end in a repetition loop"]);
   const twice = rows.filter((row) => row.duplicate).length;
-  if (twice > 0) chips.push([plural(twice, "duplicate"), "warn", "long responses that another sample of the group has too"]);
+  if (twice > 0) chips.push([plural(twice, "duplicate"), "warn", "long responses identical to another sample"]);
   const size = Math.max(0, ...rows.map((row) => row.group_size ?? 0));
-  if (size > rows.length) chips.push([`${count(rows.length)} of ${count(size)} here`, "warn", "the group is not complete"]);
+  if (size > rows.length) chips.push([`${count(rows.length)} of ${count(size)} here`, "warn", "incomplete group"]);
   if (group.evaluation) chips.push(["evaluation", "", "not trained on"]);
   return { chips, mean: rewards.length > 0 ? mean : null, spread };
 }
@@ -142,10 +142,10 @@ export async function openGroup(context) {
     run.features?.export && !api.isStatic ? el("button", { class: "button small", type: "button", title: "Export the group as one HTML file (e)", on: { click: exportHtml } }, icon("download"), "HTML") : null);
 
   const notices = [];
-  if (held.length < group.rows.length) notices.push(`The bytes of ${plural(group.rows.length - held.length, "sample")} were removed; what the ledger knows of them is in the list of the step.`);
-  if (read.length < held.length) notices.push(`Of ${count(held.length)} samples the ${count(read.length)} with the best rewards are read.`);
-  if (trajectories.some((one) => one.tokenized === "ids")) notices.push("No tokenizer is known for this run, so tokens are shown as their ids: start the viewer with --tokenizer DIR to see text.");
-  if (trajectories.length > 0 && trajectories.every((one) => one.tokenized === "words")) notices.push("Only texts were recorded: they are cut into words, which are not the model's tokens.");
+  if (held.length < group.rows.length) notices.push(`The bytes of ${plural(group.rows.length - held.length, "sample")} were removed; their ledger entries are in the step's list.`);
+  if (read.length < held.length) notices.push(`Of ${count(held.length)} samples, the ${count(read.length)} with the best rewards are loaded.`);
+  if (trajectories.some((one) => one.tokenized === "ids")) notices.push("No tokenizer found, so token ids are shown. Start the viewer with --tokenizer DIR to see text.");
+  if (trajectories.length > 0 && trajectories.every((one) => one.tokenized === "words")) notices.push("Only text was recorded, so it is split into words instead of tokens.");
 
   // ---- prompt
   const first = trajectories[0];
@@ -168,23 +168,23 @@ export async function openGroup(context) {
     el("span", { class: "muted", text: "Prompt" }), thumbs,
     el("span", { class: "gp-opening", text: visible((first === undefined ? "" : questionText(first)) || (group.opening ?? "")) }),
     first === undefined ? null : el("span", { class: "muted", text: plural(first.prompt_tokens, "token") }),
-    answer === null ? null : el("span", { class: "gp-answer", title: "the answer that was expected" }, "answer ", el("b", { text: visible(typeof answer === "object" ? JSON.stringify(answer) : String(answer)) }))));
+    answer === null ? null : el("span", { class: "gp-answer", title: "reference answer" }, "answer ", el("b", { text: visible(typeof answer === "object" ? JSON.stringify(answer) : String(answer)) }))));
 
   if (samples.length === 0) {
-    empty(root, el("div", { class: "tk-top" }, head, prompt), emptyState("No sample of this group can be shown.", "Their bytes were removed, or they have not been read yet."));
+    empty(root, el("div", { class: "tk-top" }, head, prompt), emptyState("No sample of this group is available.", "Their data was removed or is not loaded yet."));
     return { title: `group ${visible(gid)}`, crumbs: groupCrumbs() };
   }
 
   // ---- controls
-  const bar = lensBar({ run, trajectories: samples.map((sample) => sample.trajectory), params, onChange: recolour });
+  const bar = lensBar({ run, trajectories: samples.map((sample) => sample.trajectory), params, onChange: recolor });
   const masks = choiceBar("masked tokens", MASK_MODES.map((mode) => [mode, mode, `masked tokens: ${mode} (m)`]), mask, setMask);
   const syncs = choiceBar("scroll together", GROUP_SYNC.map((mode) => [mode, mode, `scroll together by ${mode} (s)`]), sync, setSync);
-  const sorts = el("select", { class: "select", "aria-label": "order of the samples", on: { change: (event) => setSort(event.target.value) } },
+  const sorts = el("select", { class: "select", "aria-label": "sort samples", on: { change: (event) => setSort(event.target.value) } },
     GROUP_SORTS.map(([id, label]) => el("option", { value: id, text: label, selected: id === sort })));
   const counts = el("select", { class: "select", "aria-label": "columns", on: { change: (event) => setColumns(Number(event.target.value)) } },
     [...new Set([1, 2, 3, 4, 5, 6, Math.min(GROUP_MOST_COLUMNS, samples.length), columns])].sort((a, b) => a - b).map((n) => el("option", { value: String(n), text: String(n), selected: n === columns })));
-  const maps = choiceBar("map", [["strips", "Strips", "a line for each sample"], ["tree", "Fork tree", "where the samples part"], ["off", "Hide", "more room for the text"]], map, setMap);
-  const differ = el("button", { class: "button small", type: "button", title: "Word and token differences of two samples (d)", text: "Diff", on: { click: toggleDiff } });
+  const maps = choiceBar("map", [["strips", "Strips", "one row per sample"], ["tree", "Fork tree", "where samples diverge"], ["off", "Hide", "hide the map"]], map, setMap);
+  const differ = el("button", { class: "button small", type: "button", title: "Diff two samples (d)", text: "Diff", on: { click: toggleDiff } });
   const controls = el("div", { class: "tp-bar" }, bar.element, el("span", { class: "spring" }), el("span", { class: "tp-label" }, "mask", masks.element));
   const strips = el("div", { class: samples.length > 5 ? "gp-strips gp-two" : "gp-strips" });
   const tree = el("div", { class: "gp-tree" });
@@ -210,7 +210,7 @@ export async function openGroup(context) {
     });
     const tone = Number.isFinite(row.reward) && facts.mean !== null && facts.spread > 1e-9 ? (row.reward > facts.mean ? "gp-reward good" : "gp-reward bad") : "gp-reward";
     sample.button = el("button", {
-      class: "gp-name", type: "button", "aria-pressed": "false", title: "show or hide as a column", on: { click: () => toggle(sample) },
+      class: "gp-name", type: "button", "aria-pressed": "false", title: "show or hide column", on: { click: () => toggle(sample) },
     }, el("span", { class: "gp-on" }), el("span", { text: sample.name.split(" ")[0] }), el("span", { class: tone, text: `r ${number(row.reward)}` }),
     el("span", { class: "muted", text: `${count(row.response_tokens)}t` }), el("span", { class: "gp-flag", text: sample.rejected ? "rejected" : flags.map(([text]) => text).join(" · "), title: flags.map(([text]) => text).join(" · ") }));
     sample.line = el("div", { class: "gp-strip" }, sample.button, sample.strip.element);
@@ -245,14 +245,14 @@ export async function openGroup(context) {
     const { parts } = splitNumbers(run, row.parts ?? trajectory.parts);
     const element = el("section", { class: "gp-column", "aria-label": `sample ${sample.name}` },
       el("header", { class: "gp-column-head" },
-        el("h2", null, el("a", { href: context.link("t", row.uid, { lens: params.get("lens", null) }), text: sample.name, title: "open this sample" })),
+        el("h2", null, el("a", { href: context.link("t", row.uid, { lens: params.get("lens", null) }), text: sample.name, title: "open sample" })),
         sample.rejected ? null : el("span", null, "r ", el("b", { text: number(row.reward) })),
         row.advantage === null || row.advantage === undefined || sample.rejected ? null : el("span", { class: "muted", text: `A ${row.advantage > 0 ? "+" : ""}${number(row.advantage)}` }),
         el("span", { class: "muted", text: `${count(row.response_tokens)} tokens` }),
         flagChips(sampleFlags(sample.rejected ? null : row, trajectory)),
         el("span", { class: "gp-acts" },
-          el("button", { class: "icon-button small", type: "button", title: "differences from another sample", "aria-label": `differences of ${sample.name}`, text: "⇄", on: { click: () => diffWith(sample) } }),
-          el("button", { class: "icon-button small", type: "button", title: "hide this column", "aria-label": `hide ${sample.name}`, on: { click: () => toggle(sample) } }, icon("close")))),
+          el("button", { class: "icon-button small", type: "button", title: "diff with another sample", "aria-label": `diff ${sample.name}`, text: "⇄", on: { click: () => diffWith(sample) } }),
+          el("button", { class: "icon-button small", type: "button", title: "hide column", "aria-label": `hide ${sample.name}`, on: { click: () => toggle(sample) } }, icon("close")))),
       pane.element,
       parts.length > 0 && !sample.rejected ? el("footer", { class: "gp-column-foot" }, parts.map(([name, value]) => el("span", null, `${visible(name)} `, el("b", { text: number(value) })))) : null);
     const lead = () => {
@@ -323,7 +323,7 @@ export async function openGroup(context) {
     const one = shown.get(sample.key);
     leader = one.pane;
     activate(sample);
-    one.pane.reveal(token, "centre");
+    one.pane.reveal(token, "center");
   }
 
   // ---- scrolling together
@@ -362,7 +362,7 @@ export async function openGroup(context) {
   // ---- cursor
   function say(sample, token, hovered) {
     if (sample === undefined || token === null) {
-      empty(readout, el("span", null, "Click a token, or walk with ", el("kbd", { text: "h" }), " ", el("kbd", { text: "l" }), " · ", el("kbd", { text: "]" }), " next that stands out · dashed box: first difference from the best sample"));
+      empty(readout, el("span", null, "Click a token, or move with ", el("kbd", { text: "h" }), " ", el("kbd", { text: "l" }), " · ", el("kbd", { text: "]" }), " next peak · dashed box: first difference from the best sample"));
       return;
     }
     const { trajectory } = sample;
@@ -409,14 +409,14 @@ export async function openGroup(context) {
     const one = shown.get(active);
     const codes = one === undefined || bar.lens() === null ? null : lensCodes(one.sample.trajectory, bar.lens(), bar.scale());
     if (codes === null) {
-      context.toast("choose a lens first (1 to 9)");
+      context.toast("select a lens first (1 to 9)");
       return;
     }
     const peaks = lensPeaks(codes, bar.scale(), one.sample.trajectory.prompt_tokens, codes.length);
     const now = one.pane.cursor;
     const next = by > 0 ? peaks.find((token) => token > now) : peaks.filter((token) => token < (now < 0 ? Infinity : now)).pop();
-    if (next === undefined) context.toast(by > 0 ? "no later token stands out" : "no earlier token stands out");
-    else moveTo(one.sample, next, "centre");
+    if (next === undefined) context.toast(by > 0 ? "no later peak" : "no earlier peak");
+    else moveTo(one.sample, next, "center");
   }
 
   function turn(by) {
@@ -439,7 +439,7 @@ export async function openGroup(context) {
   }
 
   // ---- settings
-  function recolour(lens, scale) {
+  function recolor(lens, scale) {
     for (const one of shown.values()) one.pane.setLens(lens, scale);
     for (const sample of samples) sample.strip.draw(lens, scale);
     say(activeSample(), cursor(), false);
@@ -495,9 +495,9 @@ export async function openGroup(context) {
             layOut();
             for (const one of shown.values()) {
               const at = one.sample.trajectory.prompt_tokens + position;
-              if (at < one.sample.trajectory.ends.length) one.pane.reveal(at, "centre");
+              if (at < one.sample.trajectory.ends.length) one.pane.reveal(at, "center");
             }
-            context.announce(`${plural(indices.length, "sample")} that go this way`);
+            context.announce(`${plural(indices.length, "sample")} on this branch`);
           },
         });
         empty(tree, made.element, made.tree.cut === 0 ? null : el("p", { class: "gp-prompt-note muted" }, `${plural(made.tree.cut, "more fork")} `,
@@ -519,7 +519,7 @@ export async function openGroup(context) {
   // The best sample against the worst; any other against the best.
   function diffWith(sample) {
     const other = sample === best ? groupSorted(samples, "worst").find((one) => one !== best) : best;
-    if (other === undefined) context.toast("there is only one sample");
+    if (other === undefined) context.toast("the group has only one sample");
     else openDiff(sample.key, other.key);
   }
 
@@ -557,7 +557,7 @@ export async function openGroup(context) {
     const [left, right] = diff.map((key) => byKey.get(key));
     const label = (sample) => `${sample.name} · reward ${number(sample.row.reward)} · ${count(sample.row.response_tokens)} tokens`;
     empty(diffBox, el("div", { class: "tp-bar gp-prompt-note" }, pick(0), el("button", { class: "icon-button small", type: "button", title: "swap", "aria-label": "swap sides", text: "⇄", on: { click: () => openDiff(diff[1], diff[0]) } }), pick(1), ways.element,
-      el("span", { class: "spring" }), el("button", { class: "button small", type: "button", text: "Close", title: "back to the columns (d)", on: { click: closeDiff } })),
+      el("span", { class: "spring" }), el("button", { class: "button small", type: "button", text: "Close", title: "back to columns (d)", on: { click: closeDiff } })),
     diffView(left.trajectory, right.trajectory, { by, labels: [label(left), label(right)] }));
   }
 
@@ -572,7 +572,7 @@ export async function openGroup(context) {
   drawDiff();
   const at = params.get("at", null);
   const on = params.get("on", null);
-  if (at !== null && /^\d+$/.test(at) && shown.has(on)) moveTo(byKey.get(on), Number(at), "centre");
+  if (at !== null && /^\d+$/.test(at) && shown.has(on)) moveTo(byKey.get(on), Number(at), "center");
 
   const back = api.isStatic ? "" : "this prompt over training";
   return {
@@ -586,25 +586,25 @@ export async function openGroup(context) {
       { key: "K", label: "previous group", run: () => (group.previous ? context.go(context.link("group", group.previous, { lens: params.get("lens", null) })) : false) },
       { key: "l", label: "next token", run: () => step(1) },
       { key: "h", label: "previous token", run: () => step(-1) },
-      { key: "]", label: "next token that stands out", run: () => peak(1) },
-      { key: "[", label: "previous token that stands out", run: () => peak(-1) },
+      { key: "]", label: "next peak", run: () => peak(1) },
+      { key: "[", label: "previous peak", run: () => peak(-1) },
       { key: "}", label: "next turn", run: () => turn(1) },
       { key: "{", label: "previous turn", run: () => turn(-1) },
       ...bar.keys,
       { key: "m", label: "mask: dim, hatch, off", run: () => setMask(MASK_MODES[(MASK_MODES.indexOf(mask) + 1) % MASK_MODES.length]) },
       { key: "s", label: "scroll together: off, by token, percent, turn", run: () => setSync(GROUP_SYNC[(GROUP_SYNC.indexOf(sync) + 1) % GROUP_SYNC.length]) },
-      { key: "d", label: "differences of two samples", run: toggleDiff },
-      { key: "f", label: "strips, fork tree, neither", run: () => setMap({ strips: "tree", tree: "off", off: "strips" }[map]) },
-      { key: "+", label: "one column more", run: () => setColumns(Math.min(GROUP_MOST_COLUMNS, samples.length, columns + 1)) },
-      { key: "-", label: "one column fewer", run: () => setColumns(Math.max(1, columns - 1)) },
-      { key: "v", label: "the prompt", run: () => (prompt.open = !prompt.open) || true },
+      { key: "d", label: "diff two samples", run: toggleDiff },
+      { key: "f", label: "switch map: strips, fork tree, none", run: () => setMap({ strips: "tree", tree: "off", off: "strips" }[map]) },
+      { key: "+", label: "add a column", run: () => setColumns(Math.min(GROUP_MOST_COLUMNS, samples.length, columns + 1)) },
+      { key: "-", label: "remove a column", run: () => setColumns(Math.max(1, columns - 1)) },
+      { key: "v", label: "show the prompt", run: () => (prompt.open = !prompt.open) || true },
       { key: "p", label: back, run: () => (api.isStatic ? false : context.go(context.link("prompt", group.prompt))) },
       { key: "Escape", label: "", run: () => {
         if (diff.length !== 2) return false;
         closeDiff();
         return true;
       } },
-      { key: ["e", "H"], label: api.isStatic ? "" : "export as one HTML file", run: () => (api.isStatic ? false : exportHtml()) },
+      { key: ["e", "H"], label: api.isStatic ? "" : "export as HTML", run: () => (api.isStatic ? false : exportHtml()) },
     ],
     close() {
       for (const one of shown.values()) one.pane.close();

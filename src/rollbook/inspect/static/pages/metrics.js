@@ -7,14 +7,14 @@ import { chartGroup, stepChart } from "../charts.js";
 const metricsFirst = ["loss", "grad_norm", "lr", "reward", "success", "entropy", "kl", "length", "policy/pg_clipfrac"];
 const metricsHelp = {
   loss: "Mean loss of the step's updates",
-  grad_norm: "Norm of the gradient before it was clipped",
+  grad_norm: "Gradient norm before clipping",
   lr: "Learning rate",
-  reward: "Mean reward of the records that the step trained on",
-  success: "Share of the step's records that count as a success",
+  reward: "Mean reward of the records trained on in the step",
+  success: "Share of the step's records that succeeded",
   entropy: "Mean entropy of the sampled tokens",
-  kl: "Divergence from the reference; without one, of the policy within the step",
-  length: "Mean tokens of a response",
-  "policy/pg_clipfrac": "Share of tokens whose ratio of new to old policy the loss clipped",
+  kl: "KL to the reference policy; without one, KL between old and new policy in the step",
+  length: "Mean response length in tokens",
+  "policy/pg_clipfrac": "Share of tokens whose importance ratio was clipped",
 };
 const metricsEvaluation = "eval";
 const metricsFewest = 3; // names of a section of their own

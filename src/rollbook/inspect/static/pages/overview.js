@@ -6,25 +6,25 @@ import { chartGroup, sparkline, stepChart } from "../charts.js";
 import { dataTable, heldRows, tableFoot } from "../table.js";
 
 const overviewCards = [
-  { id: "reward", title: "Reward", help: "Reward of a sample: median and quantiles over the step's samples", advice: "Give records a reward, and its curve appears here.", zero: false },
-  { id: "length", title: "Response length", help: "Tokens of a response", advice: "Lengths appear with the first samples.", zero: true, format: compact },
-  { id: "entropy", title: "Entropy", help: "Entropy of the distribution a token was drawn from, mean over a sample's trained tokens", advice: "Record “entropy” for each response token to see whether the policy still explores.", zero: true },
-  { id: "kl", title: "KL", help: "k3 estimate of the KL to the reference policy, mean over a sample's trained tokens", advice: "Record “ref_logprobs” to see how far the policy has moved.", zero: true },
-  { id: "mismatch", title: "|Δ log-prob|", help: "Mean absolute difference between the trainer's and the engine's log-probability of the same token", advice: "Record “old_logprobs” beside “logprobs” to see whether trainer and engine agree.", zero: true },
-  { id: "lag", title: "Staleness", format: compact, help: "Versions the policy had moved on by the time a sample was trained on", advice: "Record “policy_versions” to see how old the data is that is trained on.", zero: true },
+  { id: "reward", title: "Reward", help: "Reward per sample: mean, median and quantiles of the step", advice: "Records have no reward yet.", zero: false },
+  { id: "length", title: "Response length", help: "Response length in tokens", advice: "No samples yet.", zero: true, format: compact },
+  { id: "entropy", title: "Entropy", help: "Entropy of the policy, mean over a sample's trained tokens", advice: "Record “entropy” per response token to track exploration.", zero: true },
+  { id: "kl", title: "KL", help: "KL to the reference policy (k3 estimate), mean over a sample's trained tokens", advice: "Record “ref_logprobs” to track KL to the reference.", zero: true },
+  { id: "mismatch", title: "Train-inference mismatch", help: "Mean |old_logprobs - logprobs|: difference between the trainer's and the engine's log-probs of the sampled tokens", advice: "Record “logprobs” and “old_logprobs” to track the train-inference mismatch.", zero: true },
+  { id: "lag", title: "Staleness", format: compact, help: "Policy versions between sampling and training", advice: "Record “policy_versions” to track staleness.", zero: true },
 ];
 
 const overviewHealth = [
-  ["zero_variance", "Zero-variance groups", "Groups whose samples all have the same reward: they teach nothing. Share of the step's groups.", 0.5, 0.8],
-  ["solved", "Groups solved", "Groups with at least one sample at nearly the run's top reward, and those whose samples all are. Shares of the step's groups.", null, null],
-  ["truncated", "Truncated", "Samples cut off at their length limit.", 0.1, 0.3],
-  ["loops", "Loops", "Samples at least half of which repeats itself.", 0.02, 0.1],
-  ["duplicates", "Duplicates", "Responses of 16 tokens or more that are token for token the same as an earlier one of their group.", 0.1, 0.3],
-  ["stale", "Stale > 1", "Samples made by a policy more than one version older than the one trained.", 0.2, 0.5],
-  ["masked", "Masked tokens", "Response tokens that are not trained on: tool results, padding, what was masked on purpose.", null, null],
-  ["incomplete", "Incomplete groups", "Groups with fewer samples than they were to have. Share of the step's groups.", 0.02, 0.2],
+  ["zero_variance", "Zero-variance groups", "Groups whose samples all have the same reward and give no learning signal. Share of the step's groups.", 0.5, 0.8],
+  ["solved", "Groups solved", "Groups with at least one sample near the run's top reward, and groups where all samples are. Shares of the step's groups.", null, null],
+  ["truncated", "Truncated", "Samples truncated at their length limit.", 0.1, 0.3],
+  ["loops", "Loops", "Samples that are at least half repetition.", 0.02, 0.1],
+  ["duplicates", "Duplicates", "Responses of at least 16 tokens that are identical to an earlier one of their group.", 0.1, 0.3],
+  ["stale", "Stale > 1", "Samples from a policy more than one version older than the trained one.", 0.2, 0.5],
+  ["masked", "Masked tokens", "Response tokens that are not trained on, such as tool results.", null, null],
+  ["incomplete", "Incomplete groups", "Groups with fewer samples than their group size. Share of the step's groups.", 0.02, 0.2],
   ["errors", "Errors", "Samples that ended with an error.", 0.01, 0.1],
-  ["nans", "Not finite", "Samples with a NaN or an infinity in a reward or a per-token number.", 1e-9, 0.01],
+  ["nans", "NaN/Inf", "Samples with NaN or infinite rewards or per-token values.", 1e-9, 0.01],
 ];
 const overviewShares = ["zero_variance", "solved", "truncated", "loops", "duplicates", "stale"];
 const overviewShareNames = ["zero variance", "solved", "truncated", "loops", "duplicates", "stale"];
@@ -62,7 +62,7 @@ export async function openOverview(context) {
   const partNames = () => run.parts || [];
   function partPicker(names) {
     const now = params.get("part", "");
-    return el("select", { class: "select", aria: { label: "Reward, or its parts" }, on: { change: (event) => {
+    return el("select", { class: "select", aria: { label: "Reward or reward part" }, on: { change: (event) => {
       params.set({ part: event.target.value });
       buildCards();
     } } },
@@ -72,7 +72,7 @@ export async function openOverview(context) {
   }
   // KL and the trainer's difference to the engine share a card: both say how far two policies are apart.
   function gapPicker(now) {
-    return el("select", { class: "select", aria: { label: "Which difference" }, on: { change: (event) => {
+    return el("select", { class: "select", aria: { label: "KL or mismatch" }, on: { change: (event) => {
       params.set({ gap: event.target.value === "kl" ? null : event.target.value });
       buildCards();
     } } }, el("option", { value: "kl", text: "to the reference", selected: now === "kl" }), el("option", { value: "mismatch", text: "trainer − engine", selected: now === "mismatch" }));
@@ -137,14 +137,14 @@ export async function openOverview(context) {
       item.value.textContent = percent(now);
       if (item.id === "solved" && now !== null) item.value.append(el("span", { class: "muted", text: " all " + percent(stepShare(last, "all_solved")) }));
       item.value.setAttribute("class", tone ? "value " + tone : "value");
-      item.node.setAttribute("aria-label", item.name + " " + percent(now) + (tone === "bad" ? ", high" : tone === "warn" ? ", worth a look" : "") + ". " + item.help);
+      item.node.setAttribute("aria-label", item.name + " " + percent(now) + (tone === "bad" ? ", high" : tone === "warn" ? ", elevated" : "") + ". " + item.help);
       item.spark.redraw(ordered.map((step) => stepShare(step, item.id)));
     }
     healthStep.textContent = last ? "at step " + last.step : "";
   }
   const healthStep = el("span", { class: "muted" });
 
-  // ---- look here
+  // ---- findings
 
   const lookList = el("div", { class: "look" });
   const lookCount = el("span", { class: "muted" });
@@ -155,8 +155,8 @@ export async function openOverview(context) {
     const quarter = Math.floor(ordered.length / 4);
     if (quarter < 1 || evaluation()) return null;
     const span = (list) => list[0].step + "-" + list[list.length - 1].step;
-    return el("a", { class: "button small", href: link("compare", { a: span(ordered.slice(0, quarter)), b: span(ordered.slice(-quarter)) }), text: "What changed since the start",
-      title: "The first quarter of the steps against the last: distributions, phrases that came and went, prompts newly solved and newly broken" });
+    return el("a", { class: "button small", href: link("compare", { a: span(ordered.slice(0, quarter)), b: span(ordered.slice(-quarter)) }), text: "Compare start and end",
+      title: "Compare the first and last quarter of the steps: distributions, phrases, newly solved and newly broken prompts" });
   }
   function lookOpen(item) {
     const filter = item.filter || "";
@@ -169,10 +169,10 @@ export async function openOverview(context) {
   function paintLook(answer) {
     const items = answer.items || [];
     const all = params.get("look") === "all";
-    lookCount.textContent = items.length ? plural(items.length, "finding") + ", most urgent first" : "";
+    lookCount.textContent = items.length ? plural(items.length, "finding") + ", most severe first" : "";
     if (!items.length) {
-      empty(lookList, answer.error ? emptyState("The queue could not be made", visible(answer.error))
-        : el("div", { class: "look-item" }, el("span", { class: "good" }, icon("check")), el("p", null, "Nothing stands out.", run.records < lookFew ? el("span", { class: "muted", text: " With so few samples, most checks cannot say anything yet." }) : null)));
+      empty(lookList, answer.error ? emptyState("The checks could not run", visible(answer.error))
+        : el("div", { class: "look-item" }, el("span", { class: "good" }, icon("check")), el("p", null, "No findings.", run.records < lookFew ? el("span", { class: "muted", text: " Most checks need more samples." }) : null)));
       return;
     }
     empty(lookList,
@@ -212,15 +212,15 @@ export async function openOverview(context) {
     { id: "n", label: "Samples", width: "80px", num: true, sort: "n", first: "-", cell: (s) => count(s.n) },
     { id: "groups", label: "Groups", drop: 2, width: "76px", num: true, sort: "groups", first: "-", cell: (s) => count(s.groups) },
     { id: "reward", label: "Reward", help: "mean reward", width: "84px", num: true, sort: "reward", first: "-", cell: (s) => (s.reward ? number(s.reward.mean, 3) : "–") },
-    { id: "change", label: "Δ", help: "mean reward against the step before", drop: 2, width: "80px", num: true, cell: change },
+    { id: "change", label: "Δ", help: "change from the previous step", drop: 2, width: "80px", num: true, cell: change },
     { id: "spread", label: "25 / 50 / 75%", help: "quantiles of the reward", drop: 1, width: "150px", num: true, cell: (s) => spread(s.reward) },
-    { id: "length", label: "Length", help: "mean tokens of a response", width: "80px", num: true, sort: "length", first: "-", cell: middle("length", compact) },
+    { id: "length", label: "Length", help: "mean response tokens", width: "80px", num: true, sort: "length", first: "-", cell: middle("length", compact) },
     { id: "entropy", label: "Entropy", help: "mean over trained tokens", width: "84px", num: true, sort: "entropy", first: "-", cell: middle("entropy", number) },
     { id: "kl", label: "KL", help: "to the reference, mean", drop: 2, width: "84px", num: true, sort: "kl", first: "-", cell: middle("kl", number) },
     { id: "zero_variance", label: "Zero var.", help: "groups whose samples all have the same reward", width: "84px", num: true, sort: "zero_variance", first: "-", cell: share("zero_variance") },
-    { id: "solved", label: "Solved", help: "groups with at least one sample at nearly the run's top reward", drop: 1, width: "84px", num: true, sort: "solved", first: "-", cell: share("solved") },
+    { id: "solved", label: "Solved", help: "groups with at least one sample near the run's top reward", drop: 1, width: "84px", num: true, sort: "solved", first: "-", cell: share("solved") },
     { id: "truncated", label: "Truncated", width: "88px", num: true, sort: "truncated", first: "-", cell: share("truncated") },
-    { id: "versions", label: "Policy", help: "versions of the policy that made the samples", drop: 2, width: "110px", num: true, cell: (s) => (s.versions ? "v" + (s.versions[0] === s.versions[1] ? s.versions[0] : s.versions[0] + "–" + s.versions[1]) : "–") },
+    { id: "versions", label: "Policy", help: "policy versions of the samples", drop: 2, width: "110px", num: true, cell: (s) => (s.versions ? "v" + (s.versions[0] === s.versions[1] ? s.versions[0] : s.versions[0] + "–" + s.versions[1]) : "–") },
   ];
   const table = dataTable({
     label: "Steps", columns: stepColumns, source: rows, key: (step) => step.step,
@@ -261,7 +261,7 @@ export async function openOverview(context) {
     if (!list.length || Number(problems.dataset.count) === list.length) return;
     problems.dataset.count = String(list.length);
     empty(problems, el("details", { class: "notice", open: list.length === 1 || !ordered.length },
-      el("summary", { text: "Not everything could be read: " + plural(list.length, "problem") }),
+      el("summary", { text: "Read errors: " + plural(list.length, "problem") }),
       el("ul", null, list.map((text) => el("li", { text: visible(text) })))));
   }
 
@@ -281,20 +281,20 @@ export async function openOverview(context) {
     overviewFacts,
     run.evaluation ? el("div", { class: "segmented", role: "group", aria: { label: "Which samples" } }, modes) : null,
     el("span", { class: "spring" }),
-    !ordered.length ? null : el("span", { class: "legend muted" }, swatch("mean"), "mean", swatch("median"), "median", swatch("inner"), "25–75%", swatch("outer"), "5–95%", el("span", { text: "click opens a step, a drag compares two" })));
+    !ordered.length ? null : el("span", { class: "legend muted" }, swatch("mean"), "mean", swatch("median"), "median", swatch("inner"), "25–75%", swatch("outer"), "5–95%", el("span", { text: "click to open a step, drag to compare two" })));
   if (!ordered.length) {
     empty(root, heading, problems, el("section", { class: "panel" }, emptyState(evaluation() ? "No evaluation samples yet" : "No samples yet",
-      api.isStatic ? "Nothing has been written to this run." : "This page fills by itself as soon as the first samples are written.")));
+      api.isStatic ? "This run is empty." : "This page updates automatically when samples are written.")));
   } else {
     empty(root, heading, problems, cards,
       el("section", { class: "panel", aria: { label: "Health" } }, el("div", { class: "panel-head" }, el("h2", { text: "Health" }), healthStep), el("div", { class: "health" }, health.map((item) => item.node))),
-      el("section", { class: "panel", aria: { label: "Look here" } }, el("div", { class: "panel-head" }, el("h2", { text: "Look here" }), lookCount, el("span", { class: "spring" }), lookChange()), lookList),
+      el("section", { class: "panel", aria: { label: "Findings" } }, el("div", { class: "panel-head" }, el("h2", { text: "Findings" }), lookCount, el("span", { class: "spring" }), lookChange()), lookList),
       el("section", { class: "panel", aria: { label: "Steps" } }, el("div", { class: "panel-head" }, el("h2", { text: "Steps" }), el("span", { class: "muted", text: "newest first" })), table.root,
         tableFoot([foot], [el("span", { class: "muted" }, el("kbd", { text: "j" }), " ", el("kbd", { text: "k" }), " move · ", el("kbd", { text: "⏎" }), " open")])));
     paintFacts();
     buildCards();
     paintHealth();
-    empty(lookList, el("div", { class: "look-item" }, el("span"), el("p", { class: "muted", text: "Looking through the samples…" })));
+    empty(lookList, el("div", { class: "look-item" }, el("span"), el("p", { class: "muted", text: "Running checks…" })));
     look().catch((error) => ({ items: [], error: error.message })).then((answer) => !context.closed && paintLook(answer));
     sortRows();
     table.refresh();

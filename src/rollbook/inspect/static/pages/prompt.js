@@ -44,7 +44,7 @@ function promptChart(steps, sides, choose, open) {
   const every = Math.max(1, Math.ceil(rewards.length / promptMostDots));
   let at = null; // the step under the pointer
   const frame = plotFrame({
-    height: 220, label: "Reward of every sample of this prompt, by step", xs: [first - side, last + side], ys: [low - pad, high + pad], formatX: count, formatY: (v) => number(v, high - low < 0.5 ? 2 : 1), whole: true,
+    height: 220, label: "Reward of each sample of this prompt, by step", xs: [first - side, last + side], ys: [low - pad, high + pad], formatX: count, formatY: (v) => number(v, high - low < 0.5 ? 2 : 1), whole: true,
     draw: (area) => {
       const mark = (name, step) => [
         svg("line", { class: "plot-side-" + name, x1: area.x(step), x2: area.x(step), y1: area.top, y2: area.bottom }),
@@ -71,11 +71,11 @@ function promptChart(steps, sides, choose, open) {
       ];
     },
   });
-  const words = (s) => "step " + s.step + ": mean " + number(s.mean) + ", middle half " + number(s.p25) + " to " + number(s.p75) + ", " + plural(s.n, "sample");
+  const words = (s) => "step " + s.step + ": mean " + number(s.mean) + ", 25–75% " + number(s.p25) + " to " + number(s.p75) + ", " + plural(s.n, "sample");
   const figure = plotFigure({
-    title: "Reward over training", help: "Each dot is a sample, the line the mean, the band the middle half", plot: frame.root,
+    title: "Reward over training", help: "Dots: samples. Line: mean. Band: 25–75%", plot: frame.root,
     rows: () => plainTable(["step", "samples", "mean", "25%", "median", "75%", "best"], steps.map((s) => [String(s.step), count(s.n), number(s.mean), number(s.p25), number(s.p50), number(s.p75), number(s.rows[0].reward)])),
-    note: el("figcaption", { class: "chart-note" }, "Click a dot to open the sample; click a step to put it on side B, with Shift on side A.", every > 1 ? " One dot in " + every + " is drawn." : ""),
+    note: el("figcaption", { class: "chart-note" }, "Click a dot to open the sample. Click a step to select it as side B, Shift-click as side A.", every > 1 ? " One dot in " + every + " is drawn." : ""),
   });
   const nearest = (event) => {
     const x = frame.area().back(event.clientX - frame.root.getBoundingClientRect().left);
@@ -91,7 +91,7 @@ function promptChart(steps, sides, choose, open) {
   };
   frame.root.tabIndex = 0;
   frame.root.setAttribute("role", "slider");
-  frame.root.setAttribute("aria-label", "Reward over training: arrow keys move from step to step, Enter puts one on side B, Shift and Enter on side A");
+  frame.root.setAttribute("aria-label", "Reward over training: arrow keys move between steps, Enter selects side B, Shift and Enter side A");
   frame.root.setAttribute("aria-valuemin", String(first));
   frame.root.setAttribute("aria-valuemax", String(last));
   frame.root.setAttribute("aria-valuenow", String(sides().b));
@@ -133,8 +133,8 @@ export async function openPrompt(context) {
   const body = el("div", { class: "prompt-diff" });
   const choosers = el("div", { class: "prompt-pair" });
   const pair = el("section", { class: "panel", aria: { label: "Two steps side by side" } },
-    el("div", { class: "panel-head" }, el("h2", { text: "Side by side" }), el("span", { class: "muted", text: "words that only one side says are marked" }), el("span", { class: "spring" }),
-      el("button", { class: "button small", type: "button", text: "Swap", title: "Swap the sides (s)", on: { click: swap } })),
+    el("div", { class: "panel-head" }, el("h2", { text: "Side by side" }), el("span", { class: "muted", text: "words on one side only are highlighted" }), el("span", { class: "spring" }),
+      el("button", { class: "button small", type: "button", text: "Swap", title: "Swap sides (s)", on: { click: swap } })),
     choosers, body);
   let turn = 0;
 
@@ -171,7 +171,7 @@ export async function openPrompt(context) {
     try {
       const uids = [chosen("a").uid, chosen("b").uid];
       if (uids[0] === uids[1]) {
-        empty(body, emptyState("The same sample on both sides", "Choose another step or sample on one side."));
+        empty(body, emptyState("The same sample on both sides", "Select another step or sample on one side."));
         return;
       }
       const found = await api.frame(uids);
@@ -179,7 +179,7 @@ export async function openPrompt(context) {
       empty(body, diffView(found[0], found[1], { by: "word", labels: ["a", "b"].map((side, i) => "step " + sides[side] + ", reward " + number(found[i].reward)) }));
       context.announce("step " + sides.a + " beside step " + sides.b);
     } catch (error) {
-      if (mine === turn && !context.closed) empty(body, emptyState("These samples cannot be shown", visible(error.message)));
+      if (mine === turn && !context.closed) empty(body, emptyState("These samples are not available", visible(error.message)));
     }
   }
 
@@ -195,7 +195,7 @@ export async function openPrompt(context) {
       count(s.rows.reduce((sum, row) => sum + row.length, 0) / s.n), el("a", { href: link("group", s.rows[0].gid), text: visible(s.rows[0].gid) })])));
   }
   paint();
-  const fresh = el("button", { class: "button small", type: "button", hidden: true, text: "New samples: show them", on: { click: () => context.go(link(...context.path, params.all())) } });
+  const fresh = el("button", { class: "button small", type: "button", hidden: true, text: "New samples: refresh", on: { click: () => context.go(link(...context.path, params.all())) } });
   empty(root, el("div", { class: "bar" }, el("h1", { text: "One prompt over training" }), fresh),
     el("section", { class: "panel panel-body prompt-opening", aria: { label: "Prompt" } }, el("p", { class: "prompt-words", text: visible(answer.opening || "(no text)") }), facts),
     chart ? chart.root : el("section", { class: "panel" }, emptyState("No sample of this prompt has a reward")), pair,
@@ -211,7 +211,7 @@ export async function openPrompt(context) {
       { key: "[", label: "side B: previous step", run: near("b", -1) },
       { key: "}", label: "side A: next step", run: near("a", 1) },
       { key: "{", label: "side A: previous step", run: near("a", -1) },
-      { key: "s", label: "swap the sides", run: swap },
+      { key: "s", label: "swap sides", run: swap },
     ],
     async live() {
       if (checking || !fresh.hidden) return;

@@ -9,7 +9,7 @@ export async function openSamples(context) {
   const list = recordList(context, { step: null, views: ["samples", "groups"], label: "Samples of all steps" });
   empty(root,
     el("div", { class: "bar" }, el("h1", { text: "Samples" }),
-      el("span", { class: "muted", text: context.api.isStatic ? "of this file" : "of all steps; the filter takes any column, such as reward < 0.2 and truncated" })),
+      el("span", { class: "muted", text: context.api.isStatic ? "of this file" : "of all steps; filter by any column, such as reward < 0.2 and truncated" })),
     list.root);
   let known = run.records;
   return {

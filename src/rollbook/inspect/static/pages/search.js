@@ -4,9 +4,9 @@
 import { count, el, empty, emptyState, number, plural, visible } from "../dom.js";
 
 const searchModes = [
-  ["phrase", "Words", "whole words, one after the other; quoted phrases must all be there"],
-  ["substring", "Anywhere", "these letters, anywhere in a text, whatever their case"],
-  ["regex", "Regex", "a regular expression, as Python has them; it is stopped when it takes too long"],
+  ["phrase", "Words", "whole words in sequence; all quoted phrases must match"],
+  ["substring", "Anywhere", "substring, case-insensitive"],
+  ["regex", "Regex", "Python regular expression, with a time limit"],
 ];
 const searchPage = 100; // hits shown at first, and added by each press of the button
 const searchMost = 1000;
@@ -32,7 +32,7 @@ function searchHit(context, row) {
 /** Opens the search. */
 export async function openSearch(context) {
   const { root, params, api } = context;
-  const box = el("input", { type: "search", class: "input wide", value: params.get("q", ""), placeholder: "Words of a prompt or a response", aria: { label: "Search for" }, autocomplete: "off", spellcheck: "false", maxlength: "1000" });
+  const box = el("input", { type: "search", class: "input wide", value: params.get("q", ""), placeholder: "Search prompts and responses", aria: { label: "Search for" }, autocomplete: "off", spellcheck: "false", maxlength: "1000" });
   const step = el("input", { type: "number", class: "input jump", value: params.get("step", ""), min: "0", placeholder: "All steps", aria: { label: "Only in step" } });
   let mode = searchModes.some(([id]) => id === params.get("mode")) ? params.get("mode") : "phrase";
   let limit = Math.max(searchPage, Math.min(searchMost, Number(params.get("limit", 0)) || searchPage));
@@ -50,7 +50,7 @@ export async function openSearch(context) {
     limit = searchPage;
     find(true);
   } } },
-    el("div", { class: "search-line" }, box, el("div", { class: "segmented", role: "group", aria: { label: "How to search" } }, buttons), step, el("button", { class: "button primary", type: "submit", text: "Search" })), help);
+    el("div", { class: "search-line" }, box, el("div", { class: "segmented", role: "group", aria: { label: "Search mode" } }, buttons), step, el("button", { class: "button primary", type: "submit", text: "Search" })), help);
   const links = () => [...results.querySelectorAll(".hit-link")];
   let shown = []; // the rows of the links
   let turn = 0;
@@ -103,18 +103,18 @@ export async function openSearch(context) {
     try {
       const found = await api.json("/api/search", { q, mode, limit, step: step.value || null }, abort.signal);
       if (mine !== turn || context.closed) return;
-      let words = found.rows.length === 0 ? "Nothing found" : found.total === null ? "The first " + plural(found.rows.length, "place") : found.total > found.rows.length ? "The first " + count(found.rows.length) + " of " + plural(found.total, "place") : plural(found.total, "place");
+      let words = found.rows.length === 0 ? "No results" : found.total === null ? "The first " + plural(found.rows.length, "place") : found.total > found.rows.length ? "The first " + count(found.rows.length) + " of " + plural(found.total, "place") : plural(found.total, "place");
       words += ", newest step first · " + number(found.milliseconds, 1) + " ms";
-      if (found.mode && found.mode !== mode) words += " · searched anywhere in the text: this script has no spaces between words";
+      if (found.mode && found.mode !== mode) words += " · substring search: this script does not separate words";
       show(found.rows);
       more.hidden = found.rows.length < limit || limit >= searchMost || found.rows.length === found.total;
       if (!found.complete) {
         const progress = (await api.json("/api/run")).progress;
         if (mine !== turn || context.closed) return;
-        words += " · still reading texts: " + count(progress.searchable) + " of " + count(progress.total) + " searched so far";
+        words += " · indexing texts: " + count(progress.searchable) + " of " + count(progress.total) + " searched";
         timer = setTimeout(() => mine === turn && !context.closed && ask(q, mine, false), 1500);
       } else if (!found.rows.length) {
-        empty(note, el("section", { class: "panel" }, emptyState("Nothing found", mode === "phrase" ? "Words match whole words. “Anywhere” finds parts of them." : mode === "regex" ? "A regular expression minds the case of letters: (?i) at its start makes it not." : "No text has these letters in this order.", step.value ? "Only step " + step.value + " was searched." : null)));
+        empty(note, el("section", { class: "panel" }, emptyState("No results", mode === "phrase" ? "“Words” matches whole words. Use “Anywhere” for substrings." : mode === "regex" ? "Regular expressions are case-sensitive; start with (?i) to ignore case." : "No text contains this substring.", step.value ? "Only step " + step.value + " was searched." : null)));
       } else empty(note);
       state.textContent = words;
       if (first) context.announce(words);
@@ -123,9 +123,9 @@ export async function openSearch(context) {
       show([]);
       state.textContent = "";
       empty(note, el("section", { class: "panel search-error", role: "alert" },
-        el("p", { class: "bad", text: error.status === 504 ? "The search was stopped: it took too long" : error.status === 429 ? "Other searches are still running" : "This cannot be searched for" }),
+        el("p", { class: "bad", text: error.status === 504 ? "The search timed out" : error.status === 429 ? "Other searches are still running" : "Invalid search" }),
         el("p", { class: "mono", text: visible(error.message) }),
-        error.status === 504 ? el("p", { class: "muted", text: "A pattern with a repeat inside a repeat, such as (a+)+, can take for ever. Write it without one, or search one step only." }) : null));
+        error.status === 504 ? el("p", { class: "muted", text: "Nested repeats such as (a+)+ can take exponential time. Simplify the pattern, or search a single step." }) : null));
     } finally {
       clearTimeout(late);
     }
@@ -156,11 +156,11 @@ export async function openSearch(context) {
     keys: [
       { key: ["j", "ArrowDown"], label: "next result", run: () => move(1) },
       { key: ["k", "ArrowUp"], label: "previous result", run: () => move(-1) },
-      { key: "/", label: "to the search box", run: () => {
+      { key: "/", label: "focus the search box", run: () => {
         box.focus();
         box.select();
       } },
-      { key: "m", label: "how: words, anywhere, regex", run: () => setMode(searchModes[(searchModes.findIndex(([id]) => id === mode) + 1) % searchModes.length][0]) },
+      { key: "m", label: "mode: words, anywhere, regex", run: () => setMode(searchModes[(searchModes.findIndex(([id]) => id === mode) + 1) % searchModes.length][0]) },
     ],
     close: stop,
   };

@@ -7,20 +7,20 @@ const sqlExamples = [
   ["Reward by step", "select train_step, count(*) as n, round(avg(reward), 3) as reward,\n       round(avg(response_tokens), 1) as tokens\nfrom training\ngroup by all\norder by train_step desc"],
   ["Truncated but rewarded", "select uid, gid, train_step, round(reward, 3) as reward, response_tokens\nfrom experiences\nwhere finish_reason = 'length' and reward > 0.5\norder by reward desc"],
   ["Parts of the reward", "select train_step,\n       round(avg((metrics->>'accuracy')::double), 3) as accuracy,\n       round(avg((metrics->>'format')::double), 3) as format\nfrom training\ngroup by all\norder by train_step"],
-  ["Groups without spread", "select gid, count(*) as n, avg(reward) as reward\nfrom training\ngroup by gid\nhaving count(*) > 1 and max(reward) - min(reward) < 1e-6\norder by gid"],
-  ["Tokens of highest entropy", "select uid, unnest(entropy) as entropy, generate_subscripts(entropy, 1) - 1 as place\nfrom experiences\norder by entropy desc\nlimit 50"],
-  ["What became of records", "select kind, reason, count(*) as n\nfrom ledger\ngroup by all\norder by n desc"],
+  ["Zero-variance groups", "select gid, count(*) as n, avg(reward) as reward\nfrom training\ngroup by gid\nhaving count(*) > 1 and max(reward) - min(reward) < 1e-6\norder by gid"],
+  ["Highest-entropy tokens", "select uid, unnest(entropy) as entropy, generate_subscripts(entropy, 1) - 1 as place\nfrom experiences\norder by entropy desc\nlimit 50"],
+  ["Record outcomes", "select kind, reason, count(*) as n\nfrom ledger\ngroup by all\norder by n desc"],
 ];
 const sqlTables = [
-  ["experiences", "a row a record: uid, gid, train_step, task, run, reward, response_tokens, finish_reason, metrics and info (JSON), tokens, logprobs, entropy and advantages (lists)"],
-  ["training", "the records that are for training"],
-  ["evaluations", "the records that are for evaluation"],
-  ["metrics", "a row a number: train_step, name, value"],
-  ["ledger", "a row an event: time, uid, kind, reason, consumer, step"],
-  ["work", "how far each consumer is with each record"],
-  ["leases", "who held what, and until when"],
-  ["revisions", "what was changed later"],
-  ["checkpoints", "points to go back to"],
+  ["experiences", "one row per record: uid, gid, train_step, task, run, reward, response_tokens, finish_reason, metrics and info (JSON), tokens, logprobs, entropy and advantages (lists)"],
+  ["training", "training records"],
+  ["evaluations", "evaluation records"],
+  ["metrics", "one row per logged metric: train_step, name, value"],
+  ["ledger", "one row per event: time, uid, kind, reason, consumer, step"],
+  ["work", "state of each record per consumer"],
+  ["leases", "lease holders and expiry times"],
+  ["revisions", "later changes of records"],
+  ["checkpoints", "restore points"],
   ["media", "images, by hash"],
 ];
 const sqlFirst = 1000; // rows asked for at first
@@ -42,7 +42,7 @@ function sqlCell(context, name, value) {
   if (typeof value === "number" || typeof value === "boolean") return el("td", { class: "num", text });
   if (text.length <= sqlShort && !text.includes("\n")) return el("td", { text: visible(text) });
   const cut = () => visible(text.slice(0, sqlShort).replace(/\s+/g, " ")) + (text.length > sqlShort ? "…" : "");
-  const button = el("button", { class: "sql-long", type: "button", title: "Show all of it", aria: { expanded: "false" }, text: cut(), on: { click: () => {
+  const button = el("button", { class: "sql-long", type: "button", title: "Show all", aria: { expanded: "false" }, text: cut(), on: { click: () => {
     const open = button.getAttribute("aria-expanded") !== "true";
     button.setAttribute("aria-expanded", String(open));
     button.textContent = open ? visible(text.slice(0, sqlLong)) + (text.length > sqlLong ? "… (" + plural(text.length, "letter") + ")" : "") : cut();
@@ -70,7 +70,7 @@ function sqlRecent(run) {
 export async function openSql(context) {
   const { root, params, api, run } = context;
   if (!(run.features || {}).sql) {
-    empty(root, el("h1", { text: "SQL" }), el("section", { class: "panel" }, emptyState("SQL cannot be asked here", run.kind === "book" ? "It needs duckdb: pip install 'rollbook[sql]'." : "Files of other tools can be asked once they are in a book: rollbook import BOOK FILE, then rollbook view BOOK.")));
+    empty(root, el("h1", { text: "SQL" }), el("section", { class: "panel" }, emptyState("SQL is not available", run.kind === "book" ? "Requires duckdb: pip install 'rollbook[sql]'." : "SQL works on books. Import the files first: rollbook import BOOK FILE, then rollbook view BOOK.")));
     return { title: "SQL", crumbs: [{ text: "SQL" }] };
   }
   const recent = sqlRecent(run);
@@ -136,10 +136,10 @@ export async function openSql(context) {
       recent.add(query);
       paintRecent();
       state.textContent = "";
-      facts.textContent = plural(answer.rows.length, "row") + (answer.truncated ? ": the first, there are more" : "") + " · " + number(answer.milliseconds, 1) + " ms";
+      facts.textContent = plural(answer.rows.length, "row") + (answer.truncated ? " (truncated)" : "") + " · " + number(answer.milliseconds, 1) + " ms";
       save.hidden = !answer.rows.length;
       more.hidden = !(answer.truncated && rows < sqlMost);
-      empty(result, answer.rows.length ? grid(answer) : emptyState("No rows", "The query ran, and nothing fits it."));
+      empty(result, answer.rows.length ? grid(answer) : emptyState("No rows", "The query returned no rows."));
       result.scrollTop = 0;
       context.announce(facts.textContent);
     } catch (error) {
@@ -182,13 +182,13 @@ export async function openSql(context) {
     empty(last, el("option", { value: "", text: "Recent…" }), held.map((query, i) => el("option", { value: String(i), text: visible(query.replace(/\s+/g, " ")).slice(0, 60) })));
   }
   paintRecent();
-  empty(root, el("div", { class: "bar" }, el("h1", { text: "SQL" }), el("span", { class: "muted", text: "DuckDB over this book; reading only" })),
+  empty(root, el("div", { class: "bar" }, el("h1", { text: "SQL" }), el("span", { class: "muted", text: "DuckDB on this book, read-only" })),
     el("div", { class: "sql-page" },
       el("section", { class: "panel panel-body sql-edit", aria: { label: "Query" } }, box, el("div", { class: "bar" }, button, last, state),
         el("div", { class: "bar sql-examples" }, el("h3", { text: "Examples" }), sqlExamples.map(([name, text]) => el("button", { class: "button small", type: "button", text: name, title: visible(text), on: { click: () => put(text) } })))),
-      el("section", { class: "panel", aria: { label: "Tables" } }, el("div", { class: "panel-head" }, el("h2", { text: "Tables" }), el("span", { class: "muted", text: "click for the columns" })),
-        el("dl", { class: "sql-tables" }, sqlTables.map(([name, words]) => [el("dt", null, el("button", { class: "sql-table", type: "button", text: name, title: "Write a query for its columns", on: { click: () => put("describe " + name) } })), el("dd", { text: words })])))),
+      el("section", { class: "panel", aria: { label: "Tables" } }, el("div", { class: "panel-head" }, el("h2", { text: "Tables" }), el("span", { class: "muted", text: "click to list columns" })),
+        el("dl", { class: "sql-tables" }, sqlTables.map(([name, words]) => [el("dt", null, el("button", { class: "sql-table", type: "button", text: name, title: "List the columns", on: { click: () => put("describe " + name) } })), el("dd", { text: words })])))),
     el("section", { class: "panel sql-panel", aria: { label: "Answer" } }, el("div", { class: "panel-head" }, el("h2", { text: "Rows" }), facts, el("span", { class: "spring" }), more, save), result));
-  empty(result, emptyState(given ? "This query came with the address and has not run" : "Nothing asked yet", given ? "Read it, then press Run or Control+Enter." : plural(run.records, "record") + " can be asked. Press Run, or Control+Enter in the box."));
-  return { title: "SQL", crumbs: [{ text: "SQL" }], keys: [{ key: "i", label: "to the query", run: () => box.focus() }], close: () => watch && watch.disconnect() };
+  empty(result, emptyState(given ? "This query is from the URL and has not run" : "No query yet", given ? "Review it, then press Run or Control+Enter." : plural(run.records, "record") + ". Press Run or Control+Enter."));
+  return { title: "SQL", crumbs: [{ text: "SQL" }], keys: [{ key: "i", label: "focus the query", run: () => box.focus() }], close: () => watch && watch.disconnect() };
 }

@@ -14,7 +14,7 @@ const stepHistograms = [
 
 function stepWords(p) {
   if (p === null || p === undefined) return "";
-  if (p < 0.001) return "a clear change";
+  if (p < 0.001) return "clear change";
   if (p < 0.05) return "a change";
   return "no clear change";
 }
@@ -23,7 +23,7 @@ function stepWords(p) {
 export async function openStep(context) {
   const { root, params, run, api, link } = context;
   const step = context.path[1] === undefined ? (run.steps || {}).last : Number(context.path[1]);
-  if (!Number.isInteger(step)) throw Object.assign(new Error("“" + context.path[1] + "” is no step: steps are whole numbers"), { status: 404 });
+  if (!Number.isInteger(step)) throw Object.assign(new Error("“" + context.path[1] + "” is not a step number"), { status: 404 });
   const evaluation = params.get("evaluation") === "1" ? 1 : 0;
   const keep = { evaluation: evaluation || null };
   let answer = await api.json("/api/step", { step, evaluation });
@@ -97,7 +97,7 @@ export async function openStep(context) {
         none.push(name.toLowerCase());
         continue;
       }
-      const chart = histogram({ title: name, help: "How the step's samples spread; click a bar to list its samples", edges: made.edges, counts: made.counts, format, onPick: pick(column), table: tables.has(id), onTable: onTable(id) });
+      const chart = histogram({ title: name, help: "Distribution over the step's samples; click a bar to list its samples", edges: made.edges, counts: made.counts, format, onPick: pick(column), table: tables.has(id), onTable: onTable(id) });
       charts.push(chart);
       nodes.push(chart.root);
     }
@@ -105,7 +105,7 @@ export async function openStep(context) {
     if (points.length) {
       const cut = points.some((p) => p[2] === "truncated");
       const chart = scatter({
-        title: "Length × reward", help: "Each point is a sample; click to open it", points: points.map((p) => [p[0], p[1], p[2] === "truncated", answer.uids[p[3]]]),
+        title: "Length × reward", help: "One point per sample; click to open it", points: points.map((p) => [p[0], p[1], p[2] === "truncated", answer.uids[p[3]]]),
         format: [count, number], heads: ["tokens", "reward", "truncated"], markWords: cut ? "✕ truncated" : plural(points.length, "sample"),
         words: (p) => count(p[0]) + " tokens, reward " + number(p[1]) + (p[2] ? ", truncated" : ""), onPick: (uid) => context.go(link("t", uid)), table: tables.has("scatter"), onTable: onTable("scatter"),
       });
@@ -120,7 +120,7 @@ export async function openStep(context) {
 
   // ---- against the step before
 
-  const versus = el("section", { class: "panel versus", aria: { label: "Against the step before" } });
+  const versus = el("section", { class: "panel versus", aria: { label: "Change from the previous step" } });
   function paintVersus() {
     const before = answer.before;
     versus.hidden = !before;
@@ -130,7 +130,7 @@ export async function openStep(context) {
       .map(([id, name, format]) => {
         const v = answer.versus[id];
         const sign = v.shift > 0 ? "+" : "";
-        return el("span", { title: "Kolmogorov–Smirnov distance of the groups' means " + number(v.ks, 2) + ", p = " + number(v.p) + ": " + stepWords(v.p) },
+        return el("span", { title: "Kolmogorov–Smirnov distance of group means " + number(v.ks, 2) + ", p = " + number(v.p) + ": " + stepWords(v.p) },
           name + " ", el("b", { text: v.shift === null ? "–" : sign + format(v.shift) }), el("span", { class: v.p !== null && v.p < 0.05 ? "warn" : "muted", text: "  KS " + number(v.ks, 2) + ", p " + (v.p < 0.001 ? "< 0.001" : "= " + number(v.p, 3)) }));
       });
     empty(versus, el("h2", { text: "vs step " + before.step }), parts.length ? parts : el("span", { class: "muted", text: "nothing to compare" }), el("span", { class: "spring" }),
@@ -141,7 +141,7 @@ export async function openStep(context) {
   paintTitle();
   paintPlots();
   paintVersus();
-  if (!answer.summary.n) empty(root, title, el("section", { class: "panel" }, emptyState("No samples in step " + step, "Steps " + (run.steps || {}).first + " to " + (run.steps || {}).last + " have some.")));
+  if (!answer.summary.n) empty(root, title, el("section", { class: "panel" }, emptyState("No samples in step " + step, "Steps " + (run.steps || {}).first + " to " + (run.steps || {}).last + " have samples.")));
   else empty(root, title, plots, missing, versus, list.root);
 
   let asking = false;

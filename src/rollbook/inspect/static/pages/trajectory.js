@@ -10,8 +10,8 @@ import { MASK_MODES, TokenPane, choiceBar, flagChips, sampleFlags, segmentVersio
 const TRAJECTORY_JSON_PAGE = 200;
 const TRAJECTORY_JUDGE = /judge|critique|feedback|verif|grader|rubric|explan|rationale|test|stdout|stderr/i;
 const TRAJECTORY_ADVICE = {
-  ids: ["No tokenizer is known for this run, so tokens are shown as their ids.", "rollbook view PATH --tokenizer DIR", "shows them as text."],
-  words: ["Only the text of this sample was recorded: it is cut into words, which are not the model's tokens.", null, ""],
+  ids: ["No tokenizer found, so token ids are shown.", "rollbook view PATH --tokenizer DIR", "shows them as text."],
+  words: ["Only text was recorded, so it is split into words instead of tokens.", null, ""],
 };
 
 // A JSON value as a tree that opens where it is clicked; long lists come in pages.
@@ -120,7 +120,7 @@ function trajectoryTime(seconds) {
 const TRAJECTORY_LEDGER = { dropped: "ledger-dropped", trained: "ledger-trained", acknowledged: "ledger-trained", acked: "ledger-trained" };
 
 function trajectoryLedger(entries) {
-  if (entries.length === 0) return emptyState("Nothing is written about this sample in the ledger.");
+  if (entries.length === 0) return emptyState("The ledger has no entries for this sample.");
   return el("div", { class: "ledger" }, entries.map((entry) => {
     const facts = [];
     for (const name of ["reason", "consumer", "step", "lease"]) {
@@ -136,7 +136,7 @@ function trajectoryLedger(entries) {
 
 // The note of a sample, which --annotate keeps beside the run.
 function trajectoryNote(context, uid) {
-  const text = el("textarea", { class: "input wide tp-note", rows: "3", maxlength: "10000", placeholder: "A note for whoever opens this run…", "aria-label": "note" });
+  const text = el("textarea", { class: "input wide tp-note", rows: "3", maxlength: "10000", placeholder: "Add a note…", "aria-label": "note" });
   text.value = context.notes.get(uid);
   const state = el("span", { class: "muted", role: "status" });
   const save = el("button", { class: "button small", type: "button", text: "Save", disabled: true, on: { click: write } });
@@ -172,7 +172,7 @@ async function trajectoryDiffWith(context, trajectory) {
   }
   const others = group.rows.filter((row) => row.uid !== trajectory.uid);
   if (others.length === 0) {
-    context.toast("this group has no other sample");
+    context.toast("the group has no other sample");
     return;
   }
   const box = el("dialog", { class: "dialog", "aria-label": "compare with", on: { close: () => box.remove(), click: (event) => event.target === box && box.close() } },
@@ -193,7 +193,7 @@ export async function openTrajectory(context) {
   const uid = context.path[1] ?? "";
   const [[trajectory], around] = await Promise.all([
     api.frame([uid]),
-    api.json("/api/neighbours", { uid }).catch((error) => {
+    api.json("/api/neighbors", { uid }).catch((error) => {
       if (error.status === 404 && api.isStatic) return null;
       throw error;
     }),
@@ -223,7 +223,7 @@ export async function openTrajectory(context) {
       parts.length > 0 ? el("span", { class: "tp-parts", text: ` (${parts.slice(0, 4).map(([name, value]) => `${visible(name)} ${number(value)}`).join(" · ")}${parts.length > 4 ? " …" : ""})` }) : null),
     trajectory.advantage === null ? null : el("span", { class: "tp-fact" }, "advantage ", el("b", { text: number(trajectory.advantage) })),
     el("span", { class: "tp-fact" }, el("b", { text: count(trajectory.ends.length - trajectory.prompt_tokens) }), ` tokens `, el("span", { class: "muted", text: `+ ${count(trajectory.prompt_tokens)} prompt` })),
-    versions === "" ? null : el("span", { class: "tp-fact", text: `policy ${versions}`, title: versions.includes("→") ? "the policy changed while this was sampled" : "" }),
+    versions === "" ? null : el("span", { class: "tp-fact", text: `policy ${versions}`, title: versions.includes("→") ? "the policy changed during sampling" : "" }),
     flagChips(sampleFlags(row, trajectory)),
     trajectory.kept ? el("span", { class: "chip", text: `kept: ${visible(trajectory.kept)}` }) : null,
     el("span", { class: "spring" }),
@@ -242,9 +242,9 @@ export async function openTrajectory(context) {
     notes.length === 1 ? null : el("details", null, el("summary", { text: `${notes.length - 1} more` }), notes.slice(1)));
 
   // ---- lens, mask, view
-  const bar = lensBar({ run, trajectories: shown, params, onChange: recolour });
-  const views = choiceBar("view", [["chat", "Chat", "turns, thinking and tools"], ["raw", "Raw tokens", "exactly what the trainer saw, token by token"], ["json", "JSON", "the whole record (J)"],
-    ...(run.features?.ledger && !api.isStatic ? [["ledger", "Ledger", "what became of it"]] : [])], view, setView);
+  const bar = lensBar({ run, trajectories: shown, params, onChange: recolor });
+  const views = choiceBar("view", [["chat", "Chat", "turns, thinking and tools"], ["raw", "Raw tokens", "the exact tokens the trainer used"], ["json", "JSON", "the full record (J)"],
+    ...(run.features?.ledger && !api.isStatic ? [["ledger", "Ledger", "ledger entries of this sample"]] : [])], view, setView);
   const masks = choiceBar("masked tokens", MASK_MODES.map((mode) => [mode, mode, `masked tokens: ${mode} (m)`]), mask, setMask);
   const maskBar = el("span", { class: "tp-label" }, "masked tokens", masks.element);
   const toolbar = el("div", { class: "tp-bar tp-tools" }, views.element, el("span", { class: "spring" }), maskBar);
@@ -261,17 +261,17 @@ export async function openTrajectory(context) {
       onScroll: () => index === active && strip.view(pane.topToken(), pane.bottomToken()),
       onFold: (now) => index === 0 && params.set({ fold: [...now].sort((a, b) => a - b).join(",") || null }),
     });
-    const inspector = tokenInspector({ trajectory: one, run, onJump: (token) => moveTo(token, index, "centre") });
+    const inspector = tokenInspector({ trajectory: one, run, onJump: (token) => moveTo(token, index, "center") });
     return { trajectory: one, pane, inspector };
   });
   const zoom = /^(\d+)-(\d+)$/.exec(params.get("zoom", ""));
   const curve = new TokenCurve({
     trajectory, range: zoom === null || Number(zoom[2]) <= Number(zoom[1]) ? null : [Number(zoom[1]), Math.min(Number(zoom[2]), trajectory.ends.length)],
-    onSeek: (token) => moveTo(token, 0, "centre"), onRange: (range) => params.set({ zoom: range === null ? null : range.join("-") }),
+    onSeek: (token) => moveTo(token, 0, "center"), onRange: (range) => params.set({ zoom: range === null ? null : range.join("-") }),
   });
   const strip = new TokenStrip({
     trajectory, from: 0, length: Math.max(1, trajectory.ends.length), label: "where in the sample",
-    onSeek: (token) => sides[0].pane.reveal(token, "centre"),
+    onSeek: (token) => sides[0].pane.reveal(token, "center"),
   });
   const measured = bar.keys.length > 1; // beside "off" there is a lens
   const strips = el("div", { class: "tp-strips" }, measured ? curve.element : null, strip.element);
@@ -286,7 +286,7 @@ export async function openTrajectory(context) {
     return { lens: all.lens, lo: all.lo, hi: all.hi, mask: all.mask, view: all.view };
   }
 
-  function recolour(lens, scale) {
+  function recolor(lens, scale) {
     for (const one of sides) one.pane.setLens(lens, scale);
     strip.draw(lens, scale);
     curve.draw(lens, scale);
@@ -329,14 +329,14 @@ export async function openTrajectory(context) {
     const lens = bar.lens();
     const codes = lens === null ? null : lensCodes(one.trajectory, lens, bar.scale());
     if (codes === null) {
-      context.toast("choose a lens first (1 to 9)");
+      context.toast("select a lens first (1 to 9)");
       return;
     }
     const peaks = lensPeaks(codes, bar.scale(), 0, codes.length);
     const now = one.pane.cursor;
     const next = by > 0 ? peaks.find((token) => token > now) : peaks.filter((token) => token < (now < 0 ? Infinity : now)).pop();
-    if (next === undefined) context.toast(by > 0 ? "no later token stands out" : "no earlier token stands out");
-    else moveTo(next, active, "centre");
+    if (next === undefined) context.toast(by > 0 ? "no later peak" : "no earlier peak");
+    else moveTo(next, active, "center");
   }
 
   function turn(by) {
@@ -432,10 +432,10 @@ export async function openTrajectory(context) {
   curve.draw(bar.lens(), bar.scale());
   if (words !== "") {
     const hits = sides[0].pane.find(words);
-    if (hits.length > 0 && params.get("at", null) === null) sides[0].pane.reveal(hits[0], "centre");
+    if (hits.length > 0 && params.get("at", null) === null) sides[0].pane.reveal(hits[0], "center");
   }
   const at = params.get("at", null);
-  if (at !== null && /^\d+$/.test(at) && (view === "chat" || view === "raw")) moveTo(Number(at), active, "centre");
+  if (at !== null && /^\d+$/.test(at) && (view === "chat" || view === "raw")) moveTo(Number(at), active, "center");
   else if (words === "" && trajectory.prompt_tokens > 400) sides[0].pane.reveal(Math.min(trajectory.prompt_tokens, trajectory.ends.length - 1), "top");
   strip.view(sides[0].pane.topToken(), sides[0].pane.bottomToken());
 
@@ -450,8 +450,8 @@ export async function openTrajectory(context) {
     keys: [
       { key: ["l", "ArrowRight"], label: "next token", run: () => step(1) },
       { key: ["h", "ArrowLeft"], label: "previous token", run: () => step(-1) },
-      { key: "]", label: "next token that stands out", run: () => peak(1) },
-      { key: "[", label: "previous token that stands out", run: () => peak(-1) },
+      { key: "]", label: "next peak", run: () => peak(1) },
+      { key: "[", label: "previous peak", run: () => peak(-1) },
       { key: "}", label: "next turn", run: () => turn(1) },
       { key: "{", label: "previous turn", run: () => turn(-1) },
       ...bar.keys,
@@ -464,17 +464,17 @@ export async function openTrajectory(context) {
       { key: "<", label: "previous group", run: () => go(around?.previous_group) },
       { key: "d", label: "compare with another sample", run: () => { trajectoryDiffWith(context, trajectory); } },
       { key: "p", label: api.isStatic ? "" : "this prompt over training", run: () => (api.isStatic ? false : context.go(context.link("prompt", trajectory.prompt))) },
-      { key: "n", label: words === "" ? "" : "next place found", run: () => {
+      { key: "n", label: words === "" ? "" : "next match", run: () => {
         const hits = sides[0].pane.find(words);
         if (hits.length === 0) return false;
         found.at = (found.at + 1) % hits.length;
-        moveTo(hits[found.at], 0, "centre");
+        moveTo(hits[found.at], 0, "center");
         return true;
       } },
       { key: "y", label: "copy the id", run: () => { copyId(); } },
       { key: "*", label: "star", run: star },
       { key: "w", label: note === null ? "" : "write a note", run: () => (note === null ? false : note.focus()) },
-      { key: ["e", "H"], label: api.isStatic ? "" : "export as one HTML file", run: () => (api.isStatic ? false : exportHtml()) },
+      { key: ["e", "H"], label: api.isStatic ? "" : "export as HTML", run: () => (api.isStatic ? false : exportHtml()) },
     ],
     close() {
       for (const one of sides) one.pane.close();
