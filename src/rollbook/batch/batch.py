@@ -143,10 +143,16 @@ class Batch:
                 fields[name] = responses.pad(column, FIELDS[name].pad if name in FIELDS else 0)
             if "action_mask" not in fields:
                 fields["action_mask"] = responses.mask(torch.bool, target)
-        extra = {name: fields.pop(name) for name in columns.by_token if name not in _FIELDS}
-        extra |= to(columns.by_record, target)
-        reward, media = to(columns.reward, target), to(columns.media, target)
-        return cls(**fields, eids=columns.eids, reward=reward, extra=extra, media=media)
+        extra: dict[str, Tokens] = {}
+        for name in columns.by_token:
+            if name not in _FIELDS:
+                extra[name] = fields.pop(name)
+        if columns.by_record:
+            extra |= to(columns.by_record, target)
+        if columns.media:
+            fields["media"] = to(columns.media, target)
+        reward = None if columns.reward is None else to(columns.reward, target)
+        return cls(**fields, eids=columns.eids, reward=reward, extra=extra)
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
@@ -255,7 +261,9 @@ class Batch:
 
     def flatten_response(self, column: Tokens) -> torch.Tensor:
         """(R, ...) A response-axis column of this batch, such as a model's output, without padding."""
-        return column.values if isinstance(column, Rows) else self._row_spans[1].unpad(column)
+        if isinstance(column, Rows):
+            return column.values
+        return (self.spans or self._row_spans)[1].unpad(column)
 
     # --- layouts ------------------------------------------------------------------------------------------------------
 
@@ -386,7 +394,7 @@ class Batch:
                 inputs["attention_mask"] = self.attention_mask
         config = config_of(get_rope_index) if config is None else config
         inputs |= media_inputs(self, config) if self.media else {}
-        if not any(grid in inputs for grid in GRIDS):
+        if not self.media or not any(grid in inputs for grid in GRIDS):
             inputs["position_ids"] = self.position_ids
         elif get_rope_index is not None:
             inputs["position_ids"] = rope_positions(self, get_rope_index, config)

@@ -21,10 +21,6 @@ from rollbook.core.lazy import lazily
 if TYPE_CHECKING:
     from rollbook.models.actor import Actor as Actor
     from rollbook.models.critic import Critic as Critic
-    from rollbook.models.forward import Scores as Scores
-    from rollbook.models.forward import policy_log_probs as policy_log_probs
-    from rollbook.models.forward import reference_log_probs as reference_log_probs
-    from rollbook.models.forward import values as values
     from rollbook.models.head import scoring as scoring
     from rollbook.models.lora import Reference as Reference
     from rollbook.models.protocols import Policy as Policy
@@ -36,13 +32,9 @@ _HOMES = {
     "Critic": "rollbook.models.critic",
     "Policy": "rollbook.models.protocols",
     "Reference": "rollbook.models.lora",
-    "Scores": "rollbook.models.forward",
     "ValueModel": "rollbook.models.protocols",
     "best_attention": "rollbook.models.varlen",
-    "policy_log_probs": "rollbook.models.forward",
-    "reference_log_probs": "rollbook.models.forward",
     "scoring": "rollbook.models.head",
-    "values": "rollbook.models.forward",
 }
 
 __all__ = sorted(_HOMES)

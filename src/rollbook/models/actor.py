@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollbook.algorithms.kernels.vocabulary import positive
+from rollbook.algorithms.kernels.vocabulary import check_positive
 from rollbook.batch import Batch
 from rollbook.batch.media import placeholders
 from rollbook.core.checks import check_bool
@@ -70,7 +70,7 @@ class Actor(Wrapper):
         if lora is not None:
             loaded = attach(loaded, lora)
         self.model = loaded if device is None else loaded.to(device)
-        self.temperature = positive("temperature", temperature, torch.float32)
+        self.temperature = _check_temperature(temperature)
         self.suppress = _suppressed(self.model, suppress)
         self.trainable = check_bool("trainable", trainable)
         if tokenizer is None and processor is None:
@@ -90,9 +90,14 @@ class Actor(Wrapper):
     @property
     def head(self) -> Head:
         """How its tokens are scored; looked into once, on a few tokens, and again if its output layer was replaced."""
-        if self._head is None or not self._head.holds or self._head.suppress != self.suppress:
-            self._head = Head.of(self.model, self.suppress)
-        return self._head
+        head = self._head
+        if (
+            head is None
+            or head.suppress != self.suppress
+            or (head.layer is not None and unwrapped(self.model).get_output_embeddings() is not head.layer)
+        ):
+            head = self._head = Head.of(self.model, self.suppress)
+        return head
 
     @property
     def head_path(self) -> str:
@@ -129,8 +134,8 @@ class Actor(Wrapper):
         batch = called_batch(sequences, num_actions, attention_mask, packed_seq_lens)
         if batch.layout == "packed":
             self._check_packs()
-        divisor = self._tempered(temperature)
-        stats, output = self.head.stats(batch, media, temperature=divisor, entropy=entropy)
+        temperature = self.temperature if temperature is None else _check_temperature(temperature)
+        stats, output = self.head.stats(batch, media, temperature=temperature, entropy=entropy)
         columns = [None if column is None else flat(column) for column in stats]
         if not return_output:
             return columns[0]
@@ -153,14 +158,11 @@ class Actor(Wrapper):
         """
         if batch.layout == "packed":
             self._check_packs()
-        on_device = batch.to_device(self.device)
-        return self.head.stats(on_device, temperature=self._tempered(temperature), entropy=entropy)[0]
+        temperature = self.temperature if temperature is None else _check_temperature(temperature)
+        return self.head.stats(batch.to_device(self.device), temperature=temperature, entropy=entropy)[0]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_head": None}  # made again when it is needed
-
-    def _tempered(self, temperature: float | None) -> float:
-        return self.temperature if temperature is None else positive("temperature", temperature, torch.float32)
 
     @property
     def pad_token_id(self) -> int:
@@ -201,6 +203,10 @@ class Actor(Wrapper):
         for part in (self.processor, self.tokenizer):
             if part is not None:
                 part.save_pretrained(where)
+
+
+def _check_temperature(temperature: float) -> float:
+    return check_positive("temperature", temperature, torch.float32)
 
 
 def _suppressed(model: nn.Module, suppress: Sequence[int]) -> tuple[int, ...]:

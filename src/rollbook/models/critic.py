@@ -1,7 +1,7 @@
-"""`Critic`: a value for each response token, from a trunk's hidden state one token earlier.
+"""`Critic`: a value for each response token, from a backbone's hidden state one token earlier.
 
 Invariant: slot j's value is of the state before token j, aligned as log-probs are; values are float32, computed by a
-float32 head whatever the trunk's type, and 0 where a slot is padding.
+float32 head whatever the backbone's type, and 0 where a slot is padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from rollbook.batch.batch import Batch, Tokens
 from rollbook.core.checks import check_choice
 from rollbook.models.actor import Actor
-from rollbook.models.head import Slots, Wrapper, called_batch, flat, inputs_of, run, text_config, trunk_of, unwrapped
+from rollbook.models.head import Slots, Wrapper, backbone_of, called_batch, flat, inputs_of, run, text_config, unwrapped
 from rollbook.models.loading import VALUE_HEAD, load_model
 from rollbook.models.lora import has_adapters
 
@@ -27,11 +27,11 @@ _HEADS = ("score", "classifier")
 
 
 class Critic(Wrapper):
-    """A value head over a transformers model's trunk.
+    """A value head over a transformers model's backbone.
 
-    - `model`: a module (a language model's trunk is used; of a classifier with one label, such as a reward model, the
-      head too), a configuration (random weights), a folder (a critic's own, a model's, a classifier's) or a name.
-    - `trunk_from`: an actor whose trunk is copied, in place of `model`.
+    - `model`: a module (a language model's backbone is used; of a classifier with one label, such as a reward model,
+      the head too), a configuration (random weights), a folder (a critic's own, a model's, a classifier's) or a name.
+    - `backbone_from`: an actor whose backbone is copied, in place of `model`.
     - `attn_implementation`: as an actor's.
     - `value_head`: of a fresh head, `zeros` (every value is 0 at first) or `normal` (standard deviation
       1 / sqrt(width)).
@@ -51,20 +51,20 @@ class Critic(Wrapper):
         device: Any = None,
         attn_implementation: str | None = None,
         value_head: Literal["zeros", "normal"] = "zeros",
-        trunk_from: Actor | None = None,
+        backbone_from: Actor | None = None,
     ) -> None:
         super().__init__()
         check_choice("value_head", value_head, ("zeros", "normal"))
-        if (model is None) == (trunk_from is None):
-            raise ValueError("model: got it with trunk_from, or neither, expected one of them")
-        if trunk_from is not None:
-            model = _copied_trunk(trunk_from)
+        if (model is None) == (backbone_from is None):
+            raise ValueError("model: got it with backbone_from, or neither, expected one of them")
+        if backbone_from is not None:
+            model = _copied_backbone(backbone_from)
         loaded = load_model(model, purpose="values", dtype=dtype, attn_implementation=attn_implementation)
-        trunk = trunk_of(loaded)
+        backbone = backbone_of(loaded)
         head = next((getattr(loaded, name) for name in _HEADS if hasattr(loaded, name)), None)
-        self.trunk: nn.Module = loaded if trunk is None else trunk
-        if trunk is None or head is None:
-            head = nn.Linear(int(text_config(self.trunk).hidden_size), 1)
+        self.backbone: nn.Module = loaded if backbone is None else backbone
+        if backbone is None or head is None:
+            head = nn.Linear(int(text_config(self.backbone).hidden_size), 1)
             nn.init.zeros_(head.bias)
             if value_head == "zeros":
                 nn.init.zeros_(head.weight)
@@ -78,11 +78,11 @@ class Critic(Wrapper):
 
             self.value_head.load_state_dict(load_file(Path(model) / VALUE_HEAD))
         self.value_head.float()
-        self.to(self.device if device is None else device)  # a fresh head is where its trunk is
+        self.to(self.device if device is None else device)  # a fresh head is where its backbone is
 
     @property
     def _inner(self) -> nn.Module:
-        return self.trunk
+        return self.backbone
 
     def forward(
         self,
@@ -113,32 +113,32 @@ class Critic(Wrapper):
         if batch.layout == "packed":
             self._check_packs()
         slots = Slots.of(batch)
-        output = run(self.trunk, inputs_of(self.trunk, batch, media))
+        output = run(self.backbone, inputs_of(self.backbone, batch, media))
         hidden = slots.pick(output[0])
         with torch.autocast(hidden.device.type, enabled=False):
             values = self.value_head(hidden.float())[:, 0]
         return slots.put(values), output
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
-        """Write what `Critic(folder)` reads: the trunk as transformers saves it, and the head beside it."""
+        """Write what `Critic(folder)` reads: the backbone as transformers saves it, and the head beside it."""
         from safetensors.torch import save_file
 
-        self.trunk.save_pretrained(os.fspath(folder), **options)  # type: ignore[operator]
+        self.backbone.save_pretrained(os.fspath(folder), **options)  # type: ignore[operator]
         head = {name: value.detach().cpu().contiguous() for name, value in self.value_head.state_dict().items()}
         save_file(head, Path(folder) / VALUE_HEAD)
 
 
-def _copied_trunk(actor: Actor) -> nn.Module:
-    """A trunk of its own, with the actor's weights as they are now; adapters are merged into it."""
+def _copied_backbone(actor: Actor) -> nn.Module:
+    """A backbone of its own, with the actor's weights as they are now; adapters are merged into it."""
     if has_adapters(actor.model):
         merged: Any = copy.deepcopy(actor.model)
-        copied = trunk_of(merged.merge_and_unload())
+        copied = backbone_of(merged.merge_and_unload())
     else:
-        trunk = trunk_of(actor.model)
-        copied = None if trunk is None else copy.deepcopy(trunk)
+        backbone = backbone_of(actor.model)
+        copied = None if backbone is None else copy.deepcopy(backbone)
     if copied is None:
         raise ValueError(
-            f"trunk_from: got a {type(unwrapped(actor.model)).__name__}, which has no trunk to be told apart"
+            f"backbone_from: got a {type(unwrapped(actor.model)).__name__}, which has no backbone to be told apart"
         )
     trainable: nn.Module = copied.requires_grad_(True)
     return trainable

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -50,8 +51,33 @@ class Slots:
 
     @classmethod
     def of(cls, batch: Batch) -> Slots:
-        """Those of a batch, padded or packed."""
-        return _packed(batch, batch.tokens) if isinstance(batch.tokens, Rows) else _padded(batch, batch.tokens)
+        """Find the slots with a prediction in a batch, padded or packed."""
+        tokens = batch.tokens
+        if isinstance(tokens, Rows):
+            counts = np.array([len(row) for row in batch.action_mask], dtype=np.int64)
+            slot = np.arange(int(counts.sum()))
+            at = slot + np.repeat(tokens.offsets[1:] - np.cumsum(counts), counts)
+            predicted = np.flatnonzero(at > np.repeat(tokens.offsets[:-1], counts))
+            device = tokens.values.device
+            index = torch.from_numpy(at[predicted]).to(device)
+            places = torch.from_numpy(predicted).to(device)
+            return cls(index - 1, tokens.values[index].long(), places, (len(slot),), counts.tolist())
+
+        (count, width), slots = tokens.shape, batch.response_width
+        device, begin = tokens.device, width - slots
+        if batch.attention_mask is None:
+            has_prediction = (torch.arange(begin, width, device=device) > 0).expand(count, slots)
+        else:
+            attended = batch.attention_mask != 0
+            # Nothing predicts the first token of a sample.
+            has_prediction = (attended & (attended.cumsum(-1) > 1))[:, begin:]
+        if batch.spans is not None and batch.spans[1].starts.any():
+            starts = torch.from_numpy(batch.spans[1].starts).to(device)
+            has_prediction = has_prediction & (torch.arange(slots, device=device) >= starts[:, None])
+        places = has_prediction.flatten().nonzero()[:, 0]
+        row, column = places // max(slots, 1), places % max(slots, 1)
+        index = row * width + begin + column
+        return cls(index - 1, tokens.flatten()[index].long(), places, (count, slots), None)
 
     def pick(self, predictions: torch.Tensor) -> torch.Tensor:
         """(N, ...) What the model said at the token before each slot, of (B, S, ...) or (1, tokens, ...)."""
@@ -61,37 +87,6 @@ class Slots:
         """(B, A) or `Rows`: an entry (N,) for each slot that has a prediction, 0 on the others; gradients flow."""
         flat = entries.new_zeros(int(np.prod(self.shape))).index_copy(0, self.places, entries)
         return flat.view(self.shape) if self.lengths is None else Rows(flat, self.lengths)
-
-
-def _padded(batch: Batch, tokens: torch.Tensor) -> Slots:
-    (count, width), slots = tokens.shape, batch.response_width
-    device, begin = tokens.device, width - slots
-    if batch.attention_mask is None:
-        place = torch.arange(begin, width, device=device)
-        there = (place > 0).expand(count, slots)
-    else:
-        attended = batch.attention_mask != 0
-        # Something must come before it: of a sample's first token nothing was said.
-        there = (attended & (attended.cumsum(-1) > 1))[:, begin:]
-    if batch.spans is not None and batch.spans[1].starts.any():
-        starts = torch.from_numpy(batch.spans[1].starts).to(device)
-        there = there & (torch.arange(slots, device=device) >= starts[:, None])
-    places = there.flatten().nonzero()[:, 0]
-    row, slot = places // max(slots, 1), places % max(slots, 1)
-    at = row * width + begin + slot
-    return Slots(at - 1, tokens.flatten()[at].long(), places, (count, slots), None)
-
-
-def _packed(batch: Batch, rows: Rows) -> Slots:
-    counts = np.array([len(row) for row in batch.action_mask], dtype=np.int64)
-    ends = rows.offsets[1:]
-    slot = np.arange(int(counts.sum()))
-    at = slot + np.repeat(ends - np.cumsum(counts), counts)
-    there = np.flatnonzero(at > np.repeat(rows.offsets[:-1], counts))
-    device = rows.values.device
-    index = torch.from_numpy(at[there]).to(device)
-    places = torch.from_numpy(there).to(device)
-    return Slots(index - 1, rows.values[index].long(), places, (len(slot),), counts.tolist())
 
 
 def called_batch(sequences: Any, num_actions: Any, attention_mask: torch.Tensor | None, packed_seq_lens: Any) -> Batch:
@@ -177,7 +172,7 @@ def scoring(module: Any) -> Iterator[None]:
     True
     """
     parts = list(module.modules()) if isinstance(module, nn.Module) else []  # a `Reference` sees to its own
-    was = [part.training for part in parts]
+    was = list(map(attrgetter("training"), parts))
     try:
         for part in parts:
             part.training = False
@@ -199,7 +194,7 @@ def unwrapped(model: Any) -> Any:
     return inner()
 
 
-def trunk_of(model: Any) -> Any:
+def backbone_of(model: Any) -> Any:
     """The part of a transformers model that gives hidden states; `None` where there is none to be told apart."""
     inner = getattr(unwrapped(model), "base_model", None)
     return inner if isinstance(inner, nn.Module) and inner is not unwrapped(model) else None
@@ -213,7 +208,8 @@ def text_config(model: Any) -> Any:
 
 def device_of(module: nn.Module) -> torch.device:
     """The device that a module's first parameter lies on."""
-    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    parameter = next(module.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
@@ -224,9 +220,10 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """A module's output for a transformers model's keyword arguments, of which it gets those that it takes."""
     parameters = inspect.signature(module.forward).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    last = list(parameters.values())[-1] if parameters else None
+    if last is None or last.kind is not last.VAR_KEYWORD:  # `**kwargs` is always the last parameter
         inputs = {name: value for name, value in inputs.items() if name in parameters}
-    for part in (unwrapped(module), trunk_of(module)):
+    for part in (unwrapped(module), backbone_of(module)):
         if part is not None and hasattr(part, "rope_deltas"):
             part.rope_deltas = None  # kept from the last call, which was of other samples
     return module(**inputs)
@@ -238,33 +235,35 @@ def inputs_of(model: Any, batch: Batch, media: Mapping[str, Any] | None = None) 
     Images and videos that come without `mm_token_type_ids` get them from their placeholder ids, if they have grids; a
     model that reads types of images without grids is refused (its processor may mark more than placeholders).
     """
-    places = [unwrapped(model), trunk_of(model)]
-    config = getattr(places[0], "config", None)
-    index = next((part.get_rope_index for part in places if part is not None and hasattr(part, "get_rope_index")), None)
-    # Padded, a model that has positions in space finds them itself, in one go.
-    inputs = batch.model_inputs(get_rope_index=index if batch.layout == "packed" else None, config=config)
-    if index is not None and batch.layout == "packed" and inputs["position_ids"].dim() == 2:
-        # Text alone: without positions of its own beside the three in space, such a model does not see where one ends.
+    inner, backbone = unwrapped(model), backbone_of(model)
+    config = getattr(inner, "config", None)
+    packed = batch.layout == "packed"
+    rope_index = getattr(inner, "get_rope_index", None) or getattr(backbone, "get_rope_index", None)
+    # Padded, a model with spatial positions computes them itself, in one call.
+    inputs = batch.model_inputs(get_rope_index=rope_index if packed else None, config=config)
+    if rope_index is not None and packed and inputs["position_ids"].dim() == 2:
+        # Text alone: without text positions beside the three spatial ones, such a model does not separate samples.
         inputs["position_ids"] = inputs["position_ids"].expand(4, -1, -1)
-    inputs |= {name: value for name, value in (media or {}).items() if value is not None}
-    if any(name.endswith("grid_thw") for name in media or ()):
-        if batch.layout == "packed":
-            raise ValueError(
-                "media: got grids with packed sequences, expected a Batch that says which sample has which "
-                "image (Actor.token_stats)"
-            )
-        del inputs["position_ids"]
-        if TYPES not in inputs:
-            inputs[TYPES] = token_types(inputs["input_ids"], config)
-            if batch.attention_mask is not None:
-                inputs[TYPES] *= batch.attention_mask != 0
+    if media:
+        inputs |= {name: tensor for name, tensor in media.items() if tensor is not None}
+        if any(name.endswith("grid_thw") for name in media):
+            if packed:
+                raise ValueError(
+                    "media: got grids with packed sequences, expected a Batch that says which sample has which "
+                    "image (Actor.token_stats)"
+                )
+            del inputs["position_ids"]
+            if TYPES not in inputs:
+                inputs[TYPES] = token_types(inputs["input_ids"], config)
+                if batch.attention_mask is not None:
+                    inputs[TYPES] *= batch.attention_mask != 0
     if (
         TYPES not in inputs
         and ("pixel_values" in inputs or "pixel_values_videos" in inputs)
-        and TYPES in inspect.signature(places[0].forward).parameters
+        and TYPES in inspect.signature(inner.forward).parameters
     ):
         raise ValueError(
-            f"media[{TYPES!r}]: got None, expected what the processor gave: {type(places[0]).__name__} reads it"
+            f"media[{TYPES!r}]: got None, expected what the processor gave: {type(inner).__name__} reads it"
         )
     return {**inputs, "use_cache": False}
 
@@ -293,17 +292,17 @@ class Head:
     @classmethod
     def of(cls, model: nn.Module, suppress: tuple[int, ...] = ()) -> Head:
         """Look at a model, and check on a few tokens."""
-        inner, trunk = unwrapped(model), trunk_of(model)
+        inner, backbone = unwrapped(model), backbone_of(model)
         layer = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
-        if trunk is None or layer is None:
-            return cls(model, "logits", "the model has no trunk and output layer to be told apart", suppress)
+        if backbone is None or layer is None:
+            return cls(model, "logits", "the model has no backbone and output layer to be told apart", suppress)
         if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
             # Looked at, not measured: an adapter on it does nothing before the first step.
             named = f"{type(layer).__module__}.{type(layer).__qualname__}"
             return cls(model, "logits", f"the output layer is a {named}, not a plain one", suppress)
         ids = probe_ids(inner, device_of(inner))
         with scoring(inner):
-            hidden = run(trunk, {"input_ids": ids, "use_cache": False})
+            hidden = run(backbone, {"input_ids": ids, "use_cache": False})
             logits = run(inner, {"input_ids": ids, "use_cache": False}).logits.float()
             plain = layer(hidden.last_hidden_state if hasattr(hidden, "last_hidden_state") else hidden[0]).float()
         close = (1e-4 if dtype_of(inner) in (torch.float32, torch.float64) else 2e-2) * float(logits.abs().max())
@@ -319,11 +318,6 @@ class Head:
         return cls(
             model, "logits", f"the model's logits are others than its output layer's, by up to {off:.3g}", suppress
         )
-
-    @property
-    def holds(self) -> bool:
-        """Whether the model still has the output layer that was looked at."""
-        return self.layer is None or unwrapped(self.model).get_output_embeddings() is self.layer
 
     def stats(
         self,
@@ -342,13 +336,13 @@ class Head:
                 picked = picked.index_fill(-1, self._suppressed(picked.device), -torch.inf)
             stats = from_logits(picked, slots.labels, temperature=temperature, entropy=entropy)
         else:
-            output = run(trunk_of(self.model), inputs)
+            output = run(backbone_of(self.model), inputs)
             hidden = slots.pick(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])
             stats = from_hidden(
                 hidden,
                 self.layer.weight,
                 slots.labels,
-                bias=self._bias(),
+                bias=self._suppressed_bias(self.layer) if self.suppress else self.layer.bias,
                 # The logits are scaled as a whole, and so in the same place as a temperature does it.
                 temperature=temperature / self.scale,
                 entropy=entropy,
@@ -373,11 +367,8 @@ class Head:
         output = run(self.model, inputs)
         return output, slots.pick(_logits_of(output))
 
-    def _bias(self) -> torch.Tensor | None:
-        """The output layer's bias, -inf where a token is never to be: then it has no share and no gradient."""
-        layer = self.layer
-        if layer is None or not self.suppress:
-            return None if layer is None else layer.bias
+    def _suppressed_bias(self, layer: nn.Linear) -> torch.Tensor:
+        """[V] The bias, -inf for suppressed tokens, which then have no probability and no gradient."""
         weight = layer.weight
         bias = torch.zeros(len(weight), device=weight.device) if layer.bias is None else layer.bias.float()
         return bias.index_fill(0, self._suppressed(weight.device), -torch.inf)
@@ -452,7 +443,7 @@ def keeps_apart(model: Any) -> bool:
     What the second of two samples gets is compared with what it gets alone, and, for a measure, with what it would get
     if the first were its beginning. Where that makes no difference to speak of, nothing is proved, and it is no.
     """
-    inner = trunk_of(model) or model
+    inner = backbone_of(model) or model
     if not hasattr(unwrapped(model), "config"):
         return False
     device = device_of(inner)
@@ -470,16 +461,6 @@ def keeps_apart(model: Any) -> bool:
         alone, packed, leaked = last([second]), last([first, second]), last([ids])
     scale = float((leaked - alone).abs().max())
     return scale > 0 and float((packed - alone).abs().max()) < 0.1 * scale
-
-
-def packs_cheaply(model: Any) -> bool:
-    """Whether attention over packed samples costs what the samples cost, not the square of all their tokens.
-
-    Kernels for ragged input do, and `rollbook.models.varlen`; eager and SDPA attention make a mask over all pairs of
-    tokens.
-    """
-    used = attention_of(model)
-    return "flash" in used or used in ("flex_attention", VARLEN)
 
 
 def attention_of(model: Any) -> str:
@@ -531,8 +512,13 @@ class Wrapper(nn.Module, ABC):
 
     @property
     def packs_cheaply(self) -> bool:
-        """Whether it does, and attention over packed samples costs no more than over each alone."""
-        return packs_cheaply(self._inner) and self.packs
+        """Whether it does, and attention over packed samples costs as much as over each sample alone.
+
+        That holds for kernels for ragged input and for `rollbook.models.varlen`. Eager and SDPA attention use a mask
+        over all pairs of tokens.
+        """
+        attention = attention_of(self._inner)
+        return ("flash" in attention or attention in ("flex_attention", VARLEN)) and self.packs
 
     def _check_packs(self) -> None:
         if not self.packs:

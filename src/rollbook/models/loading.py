@@ -23,7 +23,7 @@ Purpose = Literal["language", "values"]
 BASE = "base"
 """The folder beside adapters that holds the model they belong to, if it could not be found otherwise."""
 VALUE_HEAD = "value_head.safetensors"
-"""The file beside a trunk's in which a critic keeps its head."""
+"""The file beside a backbone's in which a critic keeps its head."""
 
 
 def transformers_module() -> Any:
@@ -70,10 +70,21 @@ def as_dtype(dtype: Any) -> torch.dtype | None:
 def load_model(
     model: Any, *, purpose: Purpose = "language", dtype: Any = None, attn_implementation: str | None = None
 ) -> nn.Module:
-    """A model for a purpose: `language` (with its output layer) or `values` (a trunk, or a classifier with one label,
-    of tokens or of sequences, where a folder holds one).
+    """Load a model.
 
-    `attn_implementation` is transformers', or `varlen` (`rollbook.models.varlen`)."""
+    Args:
+        model: A module, which is used as it is, a configuration (random weights), a local folder, or a name on the hub.
+        purpose: `language`: with its output layer. `values`: a backbone, or a classifier of tokens or sequences with
+            one label, where a folder has one.
+        dtype: A floating point type, or its name; `None`: as it is.
+        attn_implementation: One of transformers', or `varlen` (`rollbook.models.varlen`).
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If `model` is none of these, or a classifier has several labels.
+    """
     kind = as_dtype(dtype)
     if attn_implementation == "varlen":
         from rollbook.models.varlen import use_varlen

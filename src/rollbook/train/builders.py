@@ -192,7 +192,7 @@ def models_of(config: Config, actor: Actor, device: torch.device) -> Models:
                 made.critic = CriticModel(transformers_module().AutoConfig.for_model(**config.critic.config), **options)
             _check_words("critic.config", made.critic, actor)
         else:
-            made.critic = CriticModel(trunk_from=actor, **options)
+            made.critic = CriticModel(backbone_from=actor, **options)
         if config.model.gradient_checkpointing:
             made.critic.gradient_checkpointing_enable()
     return made

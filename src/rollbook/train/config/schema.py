@@ -126,7 +126,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Critic:
-    """The critic, of algorithms that have one: by default a copy of the actor's trunk."""
+    """The critic, of algorithms that have one: by default a copy of the actor's backbone."""
 
     SHORT: ClassVar[str] = "path"
 
