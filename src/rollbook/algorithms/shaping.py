@@ -1,7 +1,7 @@
-"""Rewards before an estimator sees them: penalties for length and repetition, clipping, scaling.
+"""Shaping of rewards before estimation, and of advantages after it: penalties, clipping, normalization, pass rates.
 
-Invariant: nothing that is given is changed; a reward that is missing (`None` or NaN) stays missing, is in no
-statistic, and is counted; what was done to which row stands in the report.
+Invariant: arguments are not modified. A missing reward (`None` or NaN) stays missing, is in no statistic, and is
+counted. The report lists what was done to which row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollbook.algorithms.filters import Weights as Weights
 from rollbook.algorithms.filters import clip_filter_like_weight_func as clip_filter_like_weight_func
 from rollbook.algorithms.filters import clip_filter_weights as clip_filter_weights
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, whiten
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, state_of
+from rollbook.algorithms.layout import Ids, Layout, PerRow, PerToken, state_of
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
@@ -45,8 +45,8 @@ def overlong(lengths: Floats, max_length: int, buffer: int, factor: float, bound
     check_float("max_length", max_length, 1)
     check_float("buffer", buffer, 1, max_length, what=f"a number of tokens from 1 to max_length, {max_length}")
     check_float("factor", factor, 0, what="a number of at least 0, the largest penalty")
-    found = np.minimum((max_length - buffer - lengths) / buffer, 0.0) * factor
-    return np.maximum(found, -factor) if check_bool("bounded", bounded) else found
+    penalty = np.minimum((max_length - buffer - lengths) / buffer, 0.0) * factor
+    return np.maximum(penalty, -factor) if check_bool("bounded", bounded) else penalty
 
 
 def length_penalty(lengths: PerRow, *, target: int, per_token: float = 0.001, max_penalty: float = 1.0) -> torch.Tensor:
@@ -69,7 +69,7 @@ def over_target(lengths: Floats, target: int, per_token: float, max_penalty: flo
 
 
 def length_bonus(
-    lengths: PerRow, correct: PerRow, groups: Any, *, ranks: ProcessGroup = SINGLE_PROCESS
+    lengths: PerRow, correct: PerRow, groups: Ids, *, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> torch.Tensor:
     """[B] A bonus for being short among the answers to one prompt.
 
@@ -84,17 +84,17 @@ def length_bonus(
     """
     sizes, right = whole_lengths(lengths), as_rewards("correct", correct)
     same_rows("correct", right, sizes)
-    known = ~np.isnan(right)
-    odd = np.flatnonzero(known & (right != 0) & (right != 1))
+    is_known = ~np.isnan(right)
+    odd = np.flatnonzero(is_known & (right != 0) & (right != 1))
     if len(odd):
         raise ValueError(f"correct: got {right[odd[0]]:g} at row {odd[0]}, expected true or false, 1 or 0, or None")
-    grouped = Grouped(torch.from_numpy(np.where(known, sizes, np.nan)), groups, None, ranks)
-    own = grouped.own
+    grouped = Grouped(torch.from_numpy(np.where(is_known, sizes, np.nan)), groups, None, process_group)
+    local = grouped.own
     low, high = (np.where(grouped.count > 0, end, 0.0) for end in grouped.ends)
-    spread = grouped.of(high - low)[own]
-    bonus = 0.5 - (sizes - grouped.of(low)[own]) / np.where(spread > 0, spread, 1.0)
+    spread = grouped.of(high - low)[local]
+    bonus = 0.5 - (sizes - grouped.of(low)[local]) / np.where(spread > 0, spread, 1.0)
     bonus = np.where(right == 1, bonus, np.minimum(bonus, 0.0))
-    return given_back(lengths, np.where(known & (spread > 0), bonus, 0.0))
+    return given_back(lengths, np.where(is_known & (spread > 0), bonus, 0.0))
 
 
 def repetition_penalty(
@@ -122,20 +122,20 @@ def repeated(layout: Layout, tokens: PerToken, n: int, max_penalty: float) -> Fl
     """[B] `repetition_penalty` of tokens of a layout."""
     n = check_int("n", n, 1)
     check_float("max_penalty", max_penalty, 0)
-    given = layout.whole("tokens", tokens)
-    if given.is_floating_point() and given.numel():
-        raise ValueError(f"tokens: got {str(given.dtype).removeprefix('torch.')}, expected integers")
-    flat = given.detach().cpu().to(torch.int64).reshape(-1).numpy()
+    ids = layout.tensor("tokens", tokens)
+    if ids.is_floating_point() and ids.numel():
+        raise ValueError(f"tokens: got {str(ids.dtype).removeprefix('torch.')}, expected integers")
+    flat = ids.detach().cpu().to(torch.int64).reshape(-1).numpy()
     counts = layout.mask.cpu().reshape(-1).numpy()
     bounds = np.concatenate([[0], np.cumsum(layout.row_lengths.cpu().numpy())]).tolist()
     grams = _window_hashes(flat, n)
-    whole = _whole_windows(counts, n)
+    complete = _whole_windows(counts, n)
     share = np.zeros(layout.rows)
     for row, (start, stop) in enumerate(pairwise(bounds)):
         last = stop - n + 1  # windows that begin here or later reach into the next row
-        found = np.sort(grams[start:last][whole[start:last]]) if last > start else grams[:0]
-        if len(found):
-            share[row] = np.count_nonzero(found[1:] == found[:-1]) / len(found)
+        row_grams = np.sort(grams[start:last][complete[start:last]]) if last > start else grams[:0]
+        if len(row_grams):
+            share[row] = np.count_nonzero(row_grams[1:] == row_grams[:-1]) / len(row_grams)
     return 0.0 - max_penalty * share
 
 
@@ -166,12 +166,12 @@ def _whole_windows(counts: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
 
 def rank_penalty(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     logprobs: PerRow,
-    runs: Any = None,
+    runs: Ids | None = None,
     *,
     penalty: float = 0.25,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> torch.Tensor:
     """[B] What a response loses for being among the likelier ones of its group: `-penalty * reward * rank / n`.
 
@@ -180,7 +180,7 @@ def rank_penalty(
     `runs`, (B,) ids, rows of one run count once: the run is as likely as its rows are on average, and each row loses by
     the run's rank and its own reward. A row without a finite reward has no rank, is not counted and loses 0.
 
-    `shape_rank` adds it to rewards; estimate from the sum: Trinity takes mean and deviation from the penalised rewards,
+    `shape_rank` adds it to rewards; estimate from the sum: Trinity takes mean and deviation from the penalized rewards,
     but subtracts that mean from the raw ones, so that two equal rewards both score +0.707.
 
     >>> rank_penalty([1.0, 1.0, 0.0], ["a", "a", "a"], [-0.2, -0.9, -0.5], penalty=0.3)
@@ -188,18 +188,23 @@ def rank_penalty(
     >>> rank_penalty([1.0, 1.0, 1.0], ["a", "a", "a"], [-0.1, -0.5, -0.9], ["x", "x", "y"], penalty=0.3)
     tensor([-0.1500, -0.1500,  0.0000])
     """
-    return given_back(rewards, likely_lost(rewards, groups, logprobs, runs, penalty, ranks))
+    return given_back(rewards, likely_lost(rewards, groups, logprobs, runs, penalty, process_group))
 
 
 def likely_lost(
-    rewards: PerRow, groups: Any, logprobs: PerRow, runs: Any, penalty: float, ranks: ProcessGroup = SINGLE_PROCESS
+    rewards: PerRow,
+    groups: Ids,
+    logprobs: PerRow,
+    runs: Ids | None,
+    penalty: float,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Floats:
     """[B] `rank_penalty` in float64."""
     check_float("penalty", penalty, 0, 1)
-    grouped = Grouped(rewards, groups, runs, ranks)
+    grouped = Grouped(rewards, groups, runs, process_group)
     likely = as_rewards("logprobs", logprobs)
     same_rows("logprobs", likely, grouped.values[grouped.own])
-    likely = np.concatenate([np.asarray(part, dtype=np.float64) for part in ranks.gather(likely.tolist())])
+    likely = np.concatenate([np.asarray(part, dtype=np.float64) for part in process_group.gather(likely.tolist())])
     odd = np.flatnonzero(grouped.valid & np.isnan(likely))
     if len(odd):
         raise ValueError(f"logprobs: got NaN at row {odd[0]}, expected the mean log-prob of each row with a reward")
@@ -210,8 +215,8 @@ def likely_lost(
 
 def _ranks_of(values: Floats, grouped: Grouped) -> Floats:
     """[runs] How many runs of the group with a reward are below each, from 0; equals share the mean of their ranks."""
-    known = np.flatnonzero(grouped.run_valid)
-    order = known[np.lexsort((values[known], grouped.run_group[known]))]
+    has_reward = np.flatnonzero(grouped.run_valid)
+    order = has_reward[np.lexsort((values[has_reward], grouped.run_group[has_reward]))]
     group, value, place = grouped.run_group[order], values[order], np.arange(len(order))
     new_group = np.r_[True, group[1:] != group[:-1]][: len(order)]
     new_value = new_group | np.r_[True, value[1:] != value[:-1]][: len(order)]
@@ -228,11 +233,11 @@ def _ranks_of(values: Floats, grouped: Grouped) -> Floats:
 
 def whole_lengths(lengths: PerRow) -> Floats:
     """[B] Lengths as numbers, once they are known to be whole and not negative."""
-    found = as_rewards("lengths", lengths)
-    odd = np.flatnonzero(~((found >= 0) & (found < np.inf) & (np.floor(found) == found)))
+    numbers = as_rewards("lengths", lengths)
+    odd = np.flatnonzero(~((numbers >= 0) & (numbers < np.inf) & (np.floor(numbers) == numbers)))
     if len(odd):
-        raise ValueError(f"lengths: got {found[odd[0]]:g} at row {odd[0]}, expected a number of tokens")
-    return found
+        raise ValueError(f"lengths: got {numbers[odd[0]]:g} at row {odd[0]}, expected a number of tokens")
+    return numbers
 
 
 def same_rows(name: str, values: Floats, rewards: Floats) -> None:
@@ -306,15 +311,15 @@ class PassRates:
 
     def by_taskset(self) -> dict[Hashable, dict[str, list[Any]]]:
         """For keys `(taskset, index)`: what a selector of tasks takes, without tasks whose rate is not known."""
-        found: dict[Hashable, dict[str, list[Any]]] = {}
+        rates: dict[Hashable, dict[str, list[Any]]] = {}
         for key, rate, count in zip(self.keys, self.rates, self.counts, strict=True):
             if not isinstance(key, tuple) or len(key) != 2:
                 raise ValueError(f"keys: got {key!r}, expected pairs (taskset, index)")
             if count:
-                part = found.setdefault(key[0], {"indices": [], "values": []})
+                part = rates.setdefault(key[0], {"indices": [], "values": []})
                 part["indices"].append(key[1])
                 part["values"].append(rate)
-        return found
+        return rates
 
 
 # --- penalties ------------------------------------------------------------------------------------------------------
@@ -387,13 +392,13 @@ def shape_repetition(
 
 def shape_rank(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     logprobs: PerRow,
-    runs: Any = None,
+    runs: Ids | None = None,
     ids: Sequence[Hashable] | None = None,
     *,
     penalty: float = 0.25,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Shaped:
     """Rewards with the `rank_penalty` of their log-probs added; those that it changed are under "likely".
 
@@ -404,7 +409,7 @@ def shape_rank(
     (tensor([0.8000, 1.0000, 0.0000]), [0])
     """
     before = as_rewards("rewards", rewards)
-    lost = likely_lost(rewards, groups, logprobs, runs, penalty, ranks)
+    lost = likely_lost(rewards, groups, logprobs, runs, penalty, process_group)
     return _shaped(rewards, before, before + lost, {"likely": rows_where(lost != 0)}, ids)
 
 
@@ -419,7 +424,7 @@ def shape_rewards(
     overlong_penalty: float = 1.0,
     max_tokens: int | None = None,
     norm: RunningNorm | None = None,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Shape the rewards of a rollout: overlong penalty, then running norm.
 
@@ -430,7 +435,7 @@ def shape_rewards(
         overlong_penalty: The penalty at the end of the buffer.
         max_tokens: The longest response.
         norm: Statistics of all rewards so far, which take these in.
-        ranks: The processes that share the statistics.
+        process_group: The processes that share the statistics.
 
     Returns:
         The rewards [B], and metrics.
@@ -446,7 +451,7 @@ def shape_rewards(
         shaped = shape_overlong(rewards, lengths, **options)
         rewards, metrics = shaped.rewards, shaped.report.to_metrics("overlong")
     if norm is not None:
-        shaped = norm(rewards, ranks=ranks)
+        shaped = norm(rewards, process_group=process_group)
         rewards, metrics = shaped.rewards, metrics | shaped.report.to_metrics("running_norm")
     return rewards, metrics
 
@@ -478,7 +483,7 @@ def normalize_advantages(
     *,
     normalize: str | None = None,
     clip: float = 0.0,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[Any, dict[str, float]]:
     """Normalize advantages over all rows with a reward, then clip them, so that the bound holds at the loss.
 
@@ -488,7 +493,7 @@ def normalize_advantages(
         has_reward: [B] bool: rows that have a reward.
         normalize: Subtract the `mean`, or also divide by the standard deviation (`mean_std`); `None`: neither.
         clip: The bound; 0: none.
-        ranks: The processes whose rows are normalized together.
+        process_group: The processes whose rows are normalized together.
 
     Returns:
         The advantages in their layout, and the metric `advantage/clip_fraction` if there is a bound.
@@ -499,7 +504,9 @@ def normalize_advantages(
     if normalize is not None:
         layout = Layout.of(mask)
         counted = layout.give(layout.mask & layout.spread(has_reward))
-        advantages = whiten(advantages, counted, eps_in="std", scale=normalize == "mean_std", ranks=ranks)
+        advantages = whiten(
+            advantages, counted, eps_in="std", scale=normalize == "mean_std", process_group=process_group
+        )
     if clip <= 0:
         return advantages, {}
     clipped = clip_advantages(advantages, mask, clip)
@@ -542,9 +549,9 @@ def shape_by(
     with np.errstate(all="ignore"):
         after = {"add": before + by, "sub": before - by, "mul": before * by}.get(kind, before / np.where(zero, 1, by))
     after = np.where(missing | zero, before, after)
-    known = ~np.isnan(before)
-    reasons = {"missing value": rows_where(missing & known), "zero divisor": rows_where(zero & known)}
-    reasons[reason] = rows_where((after != before) & known)
+    has_reward = ~np.isnan(before)
+    reasons = {"missing value": rows_where(missing & has_reward), "zero divisor": rows_where(zero & has_reward)}
+    reasons[reason] = rows_where((after != before) & has_reward)
     return _shaped(rewards, before, after, reasons, ids)
 
 
@@ -616,7 +623,7 @@ class RunningNorm:
 
     Call it once for each rollout with all of its rewards: `norm(rewards)` takes them in and scales them,
     `norm(rewards, update=False)` only scales (evaluation). The state is exact to rounding whatever the order and
-    however the rewards are cut into calls and ranks: counts, means and squares in float64, merged as by Chan, Golub
+    however the rewards are cut into calls and processes: counts, means and squares in float64, merged as by Chan, Golub
     and LeVeque (1979). The deviation is of the sample (n - 1). While it is at most `floor` rewards keep their scale, so
     that equal rewards and nearly equal ones are treated alike (and so is a single one), and nothing is ever made more
     than 1 / floor times as large. Missing and infinite rewards are not taken in.
@@ -657,16 +664,16 @@ class RunningNorm:
         """What rewards are divided by: the deviation where it is above the floor, else 1."""
         return self.std if self.std > self.floor else 1.0
 
-    def update(self, rewards: PerRow, ranks: ProcessGroup = SINGLE_PROCESS) -> None:
+    def update(self, rewards: PerRow, process_group: ProcessGroup = SINGLE_PROCESS) -> None:
         """Take in the rewards (B,) of one rollout, of every process."""
         values = as_rewards("rewards", rewards)
-        own = np.sort(values[np.isfinite(values)])  # sorted: the same sum in any order
+        local = np.sort(values[np.isfinite(values)])  # sorted: the same sum in any order
         part = (0, 0.0, 0.0, 0.0, 0.0)
-        if len(own):
-            mean = float(own.mean())
-            part = (len(own), mean, float(((own - mean) ** 2).sum()), float(own[0]), float(own[-1]))
-        for (found,) in ranks.gather([part]):
-            self._state = _merged(self._state, found)
+        if len(local):
+            mean = float(local.mean())
+            part = (len(local), mean, float(((local - mean) ** 2).sum()), float(local[0]), float(local[-1]))
+        for (state,) in process_group.gather([part]):
+            self._state = _merged(self._state, state)
 
     def apply(self, rewards: PerRow, ids: Sequence[Hashable] | None = None) -> Shaped:
         """Scale rewards (B,) by what has been taken in."""
@@ -680,11 +687,11 @@ class RunningNorm:
         ids: Sequence[Hashable] | None = None,
         *,
         update: bool = True,
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> Shaped:
         """`update` and `apply`."""
         if check_bool("update", update):
-            self.update(rewards, ranks)
+            self.update(rewards, process_group)
         return self.apply(rewards, ids)
 
     def state_dict(self) -> dict[str, float]:
@@ -710,13 +717,13 @@ _STATE = ("count", "mean", "squares", "low", "high")
 _State = tuple[int, float, float, float, float]
 
 
-def _merged(one: _State, other: _State) -> _State:
-    if not one[0] or not other[0]:
-        return other if not one[0] else one
-    count, off = one[0] + other[0], other[1] - one[1]
-    mean = one[1] + off * other[0] / count
-    squares = one[2] + other[2] + off * off * one[0] * other[0] / count
-    return count, mean, squares, min(one[3], other[3]), max(one[4], other[4])
+def _merged(first: _State, other: _State) -> _State:
+    if not first[0] or not other[0]:
+        return other if not first[0] else first
+    count, off = first[0] + other[0], other[1] - first[1]
+    mean = first[1] + off * other[0] / count
+    squares = first[2] + other[2] + off * off * first[0] * other[0] / count
+    return count, mean, squares, min(first[3], other[3]), max(first[4], other[4])
 
 
 def pass_rates(rewards: PerRow, keys: Sequence[Hashable]) -> PassRates:
@@ -730,8 +737,8 @@ def pass_rates(rewards: PerRow, keys: Sequence[Hashable]) -> PassRates:
     ([0.5, 1.0], 0.5, {'indices': [7], 'values': [0.5]})
     """
     grouped = Grouped(rewards, as_ids("keys", keys, len(as_rewards("rewards", rewards))))
-    known = grouped.count > 0
-    rates = grouped.mean[known]
+    has_reward = grouped.count > 0
+    rates = grouped.mean[has_reward]
     shares = {
         "valid_ratio": (rates > 0) & (rates < 1),
         "strict_valid_ratio": (rates > 1 / 16) & (rates < 15 / 16),
@@ -743,7 +750,7 @@ def pass_rates(rewards: PerRow, keys: Sequence[Hashable]) -> PassRates:
     metrics = {name: float(share.mean()) if len(rates) else 0.0 for name, share in shares.items()}
     missing = np.isnan(grouped.values)
     reasons = {"missing reward": rows_where(missing), "infinite reward": rows_where(~grouped.valid & ~missing)}
-    means = np.where(known, grouped.mean, np.nan).tolist()
+    means = np.where(has_reward, grouped.mean, np.nan).tolist()
     return PassRates(grouped.keys, means, grouped.count.tolist(), Report(grouped.rows, reasons, metrics))
 
 
@@ -758,6 +765,10 @@ def _shaped(
     ids: Sequence[Hashable] | None,
     metrics: Mapping[str, float] | None = None,
 ) -> Shaped:
-    found = {"missing reward": rows_where(np.isnan(before)), "infinite reward": rows_where(np.isinf(before)), **reasons}
-    report = Report(len(before), found, {**difference(before, after), **(metrics or {})})
+    all_reasons = {
+        "missing reward": rows_where(np.isnan(before)),
+        "infinite reward": rows_where(np.isinf(before)),
+        **reasons,
+    }
+    report = Report(len(before), all_reasons, {**difference(before, after), **(metrics or {})})
     return Shaped(given_back(rewards, after), report if ids is None else report.with_ids(ids))

@@ -1,7 +1,7 @@
-"""`Batch`: records as a model and a loss read them, padded or packed.
+"""`Batch`: the columns of records that a model and a loss read, padded or packed.
 
-Invariant: slot j of a padded response-axis field speaks of token S - A + j of its row; a packed batch has the same rows
-end to end. `batch.pack().pad(...)` and `Batch.from_records` of the same records are equal.
+Invariant: slot j of a padded response-axis field belongs to token S - R + j of its row. A packed batch has the same
+rows end to end. `batch.pack().pad(...)` and `Batch.from_records` of the same records are equal.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from rollbook.batch.columns import TOKEN_COLUMNS, BatchColumns, read_columns
-from rollbook.batch.device import copy_columns, pin_memory, to
-from rollbook.batch.media import GRIDS, TYPES, config_of, media_inputs, rope_positions
+from rollbook.batch.columns import TOKEN_COLUMNS, BatchColumns, Lengths, read_columns
+from rollbook.batch.device import Device, copy_columns, pin_memory, to
+from rollbook.batch.media import GRIDS, TYPES, ModelConfig, config_of, media_inputs, rope_positions
 from rollbook.core.experience import same
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import FIELDS
@@ -27,7 +27,6 @@ from rollbook.core.rows import Column, Rows, Spans, concatenated
 
 Tokens: TypeAlias = torch.Tensor | Rows
 """An entry for each token: [B, S] or [B, A] padded; `Rows` packed."""
-Device: TypeAlias = torch.device | str | int
 Side = Literal["left", "right"]
 
 
@@ -285,7 +284,7 @@ class Batch:
         tokens, responses = spans = _spans(lengths[0], lengths[1], side)
         fill = _checked_pad(pad_token_id)
 
-        def pad_column(column: Any, axis: str) -> torch.Tensor:
+        def pad_column(column: Rows, axis: str) -> torch.Tensor:
             return tokens.pad(column.values, fill) if axis == "tokens" else responses.pad(column.values, 0)
 
         mask = tokens.mask(torch.int64, self.device)
@@ -319,7 +318,7 @@ class Batch:
         return [self._slice(start, stop) for start, stop in bounds]
 
     def _slice(self, start: int, stop: int) -> Batch:
-        def cut(column: Any) -> Any:
+        def cut(column: Tokens | list[Any] | None) -> Any:
             if not isinstance(column, Rows):
                 return None if column is None else column[start:stop]
             offsets = column.offsets
@@ -358,7 +357,9 @@ class Batch:
             return 1, len(self.tokens.values)
         return int(self.tokens.shape[0]), int(self.tokens.shape[1])
 
-    def model_inputs(self, get_rope_index: Callable[..., Any] | None = None, *, config: Any = None) -> dict[str, Any]:
+    def model_inputs(
+        self, get_rope_index: Callable[..., Any] | None = None, *, config: ModelConfig | None = None
+    ) -> dict[str, Any]:
         """Make the keyword arguments of a transformers model.
 
         Padded: `input_ids`, `attention_mask`, `position_ids`. Packed: `input_ids` [1, tokens], `position_ids` that
@@ -414,7 +415,7 @@ class Batch:
 _FIELDS = tuple(spec.name for spec in dataclasses.fields(Batch))
 
 
-def _spans(lengths: Any, response_lengths: Any, side: str) -> tuple[Spans, Spans]:
+def _spans(lengths: Lengths, response_lengths: Lengths, side: str) -> tuple[Spans, Spans]:
     """Where tokens and responses lie in padded rows."""
     slots = int(response_lengths.max(initial=0))
     if side == "left":
@@ -428,7 +429,7 @@ def _spans(lengths: Any, response_lengths: Any, side: str) -> tuple[Spans, Spans
     return Spans(lengths, longest - prompts, longest + slots), Spans(response_lengths, starts, slots)
 
 
-def _checked_pad(pad_token_id: Any) -> int:
+def _checked_pad(pad_token_id: int) -> int:
     if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, (int, np.integer)):
         raise ValueError(f"pad_token_id: got {pad_token_id!r}, expected a token id")
     return int(pad_token_id)

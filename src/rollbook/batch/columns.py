@@ -1,7 +1,7 @@
-"""Columns of records as a batch needs them: every row with an entry for each of its tokens.
+"""Columns of records in the form a batch needs: every row with an entry for each of its tokens.
 
-Invariant: a column that every record has is read where it lies; only one that some records lack, or whose rows differ
-in type, is copied together row by row.
+Invariant: a column that every record has is not copied. Only a column that some records lack, or whose rows differ in
+type, is copied row by row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Move tensors to a device or into pinned memory, alone, nested, or as columns in one transfer.
+"""Transfer of tensors to a device or into pinned memory: alone, nested, or as columns in one transfer.
 
-Invariant: every tensor is reached, in any nest of lists, tuples and dicts; `None` and what cannot move stay as they
+Invariant: every tensor in nested lists, tuples and dicts is moved. `None` and objects that cannot move stay as they
 are, and no accelerator is needed.
 """
 
@@ -24,9 +24,10 @@ from rollbook.core.rows import Column, Rows, concatenated
 
 _HOST = torch.device("cpu")
 _Change: TypeAlias = Callable[[Any], Any]
+Device: TypeAlias = torch.device | str | int
 
 
-def to(tensor: Any, device: Any) -> Any:
+def to(tensor: Any, device: Device) -> Any:
     """`tensor` on `device`: a tensor, or any nest of lists, tuples and dicts; what cannot move stays as it is.
 
     >>> to([torch.ones(1), None, {"a": (torch.ones(2), "b")}], "meta")[2]["a"][0].device
@@ -35,7 +36,7 @@ def to(tensor: Any, device: Any) -> Any:
     return _each_tensor(tensor, *_moves(device))
 
 
-def _moves(device: Any) -> tuple[_Change, _Change]:
+def _moves(device: Device) -> tuple[_Change, _Change]:
     """What takes a tensor to a device, and what takes anything else that can move."""
     target = torch.device(device) if isinstance(device, (str, int)) else device
 
@@ -56,7 +57,7 @@ def pin_memory(tensor: Any) -> Any:
     Without an accelerator it gives back what it got, and says so once.
     """
     if not torch.accelerator.is_available():
-        _say_unpinned()
+        _warn_unpinned()
         return tensor
     return _each_tensor(tensor, *_PINS)
 
@@ -65,12 +66,12 @@ _PINS: tuple[_Change, _Change] = (
     lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor,
     lambda other: other.pin_memory() if hasattr(other, "pin_memory") else other,
 )
-_said: list[bool] = []
+_warned: list[bool] = []
 
 
-def _say_unpinned() -> None:
-    if not _said:
-        _said.append(True)
+def _warn_unpinned() -> None:
+    if not _warned:
+        _warned.append(True)
         warnings.warn("pin_memory: there is no accelerator, so memory stays as it is", stacklevel=4)
 
 
@@ -105,7 +106,7 @@ def _each_tensor(value: Any, change: _Change, other: _Change) -> Any:
 class Movable:
     """What batches, items and samples share: equality by value, and moving to a device in place."""
 
-    def to_device(self, device: Any) -> Self:
+    def to_device(self, device: Device) -> Self:
         """Move every tensor to `device`, in place; gives itself back."""
         return self._change(*_moves(device))
 
@@ -113,7 +114,7 @@ class Movable:
         """Page-lock every tensor, in place; gives itself back. Without an accelerator nothing happens."""
         if torch.accelerator.is_available():
             return self._change(*_PINS)
-        _say_unpinned()
+        _warn_unpinned()
         return self
 
     def _change(self, change: _Change, other: _Change) -> Self:
@@ -137,26 +138,26 @@ def assign_rest(new: Any, first: int, more: tuple[Any, ...], rest: dict[str, Any
     names = list(new.__dataclass_fields__)
     if len(more) > len(names) - first:
         raise TypeError(f"{type(new).__name__}() takes {len(names)} arguments, got {first + len(more)}")
-    given = dict(zip(names[first:], more, strict=False))
+    assigned = dict(zip(names[first:], more, strict=False))
     for name, value in rest.items():
-        if name not in names or name in given:
-            problem = "multiple values for" if name in given else "an unexpected keyword"
+        if name not in names or name in assigned:
+            problem = "multiple values for" if name in assigned else "an unexpected keyword"
             raise TypeError(f"{type(new).__name__}() got {problem} argument {name!r}")
-        given[name] = value
-    for name, value in given.items():
+        assigned[name] = value
+    for name, value in assigned.items():
         if value is not None:
             setattr(new, name, value)
 
 
-def constructor_signature(kind: Any) -> inspect.Signature:
+def constructor_signature(kind: type[Any]) -> inspect.Signature:
     """The signature that a dataclass's own constructor would have."""
     parameters = []
-    for one in dataclasses.fields(kind):
-        default = inspect.Parameter.empty if one.default is dataclasses.MISSING else one.default
-        if one.default_factory is not dataclasses.MISSING:
+    for spec in dataclasses.fields(kind):
+        default = inspect.Parameter.empty if spec.default is dataclasses.MISSING else spec.default
+        if spec.default_factory is not dataclasses.MISSING:
             default = None
         parameters.append(
-            inspect.Parameter(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=one.type)
+            inspect.Parameter(spec.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=spec.type)
         )
     return inspect.Signature(parameters)
 

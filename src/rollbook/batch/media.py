@@ -1,18 +1,23 @@
-"""Media inputs, token types and positions in space of vision-language models.
+"""Media inputs, token types and spatial positions of vision-language models.
 
-Invariant: the inputs of a padded and of a packed batch are the same, record by record, as those of each record alone.
+Invariant: the inputs of a padded and of a packed batch are, record by record, those of each record alone.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
+
     from rollbook.batch.batch import Batch
+
+    ModelConfig: TypeAlias = PretrainedConfig | ProcessorMixin
+    """Has the ids of the tokens that stand for media."""
 
 
 BY_TOKEN = ("mm_token_type_ids", "token_type_ids")
@@ -27,7 +32,7 @@ _PLACEHOLDERS = {
 }
 
 
-def placeholders(config: Any) -> dict[str, int]:
+def placeholders(config: ModelConfig | None) -> dict[str, int]:
     """The token ids that stand for media, by what they stand for, as a model's config has them.
 
     >>> class Config:
@@ -44,7 +49,7 @@ def placeholders(config: Any) -> dict[str, int]:
     return token_ids
 
 
-def token_types(ids: torch.Tensor, config: Any) -> torch.Tensor:
+def token_types(ids: torch.Tensor, config: ModelConfig | None) -> torch.Tensor:
     """Derive `mm_token_type_ids` from placeholder ids: 1 on image tokens, 2 on video tokens, 0 on all others.
 
     Args:
@@ -75,7 +80,7 @@ def token_types(ids: torch.Tensor, config: Any) -> torch.Tensor:
     return types
 
 
-def sample_types(ids: torch.Tensor, types: torch.Tensor | None, config: Any) -> torch.Tensor:
+def sample_types(ids: torch.Tensor, types: torch.Tensor | None, config: ModelConfig | None) -> torch.Tensor:
     """[n] The types of a sample's n tokens: those it came with, 0 after their end, or else derived (`token_types`)."""
     if types is None:
         return token_types(ids, config)
@@ -90,7 +95,10 @@ def config_of(get_rope_index: Callable[..., Any] | None) -> Any:
 
 
 def sample_positions(
-    ids: torch.Tensor, media: Mapping[str, torch.Tensor], get_rope_index: Callable[..., Any], config: Any = None
+    ids: torch.Tensor,
+    media: Mapping[str, torch.Tensor],
+    get_rope_index: Callable[..., Any],
+    config: ModelConfig | None = None,
 ) -> torch.Tensor:
     """(3, n) The positions in space of one sample's tokens [n], by the model's `get_rope_index`.
 
@@ -108,7 +116,7 @@ def sample_positions(
     return positions.squeeze(1)
 
 
-def media_inputs(batch: Batch, config: Any = None) -> dict[str, torch.Tensor]:
+def media_inputs(batch: Batch, config: ModelConfig | None = None) -> dict[str, torch.Tensor]:
     """Collate the media of a batch under the model's names.
 
     Args:
@@ -166,7 +174,7 @@ def _lay_out_by_token(batch: Batch, name: str, parts: list[Any]) -> torch.Tensor
     return matrix
 
 
-def rope_positions(batch: Batch, get_rope_index: Callable[..., Any], config: Any = None) -> torch.Tensor:
+def rope_positions(batch: Batch, get_rope_index: Callable[..., Any], config: ModelConfig | None = None) -> torch.Tensor:
     """Compute positions in the text and in space, record by record.
 
     Args:

@@ -47,6 +47,7 @@ __all__ = ["Cost", "Denominators", "MicroBatch", "Plan", "PlanError", "PlanRepor
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig
 
     from rollbook.core.experiences import Experiences
 
@@ -540,7 +541,7 @@ class Cost:
         if not any(parts.values()):
             raise ValueError("linear, quadratic, constant, windows: got 0 in all of them, expected a cost")
 
-    def __call__(self, lengths: Any) -> NDArray[np.float64]:
+    def __call__(self, lengths: Sequence[int] | Ints) -> NDArray[np.float64]:
         """[N] The cost of samples of these lengths."""
         tokens = np.asarray(lengths, dtype=np.float64)
         total: NDArray[np.float64] = self.constant + tokens * (self.linear + self.quadratic * tokens)
@@ -550,7 +551,7 @@ class Cost:
         return total
 
     @classmethod
-    def from_config(cls, config: Any, *, gated: bool = True) -> Cost:
+    def from_config(cls, config: PretrainedConfig | Mapping[str, Any], *, gated: bool = True) -> Cost:
         """The cost of a decoder from its transformers config, an object or a dict (`text_config` inside is found).
 
         Needed: `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`, `vocab_size`.
@@ -597,7 +598,7 @@ class Cost:
 class _Config:
     """A config's values by name; `None` and absent are the same thing."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PretrainedConfig | Mapping[str, Any]) -> None:
         if config is None or isinstance(config, (str, bytes, Sequence, Real)):
             raise ValueError(f"config: got {type(config).__name__}, expected a dict or a transformers config")
         self.config = config
@@ -620,7 +621,7 @@ class _Config:
         return list(self.config if isinstance(self.config, Mapping) else vars(self.config))
 
 
-def _find(config: Any, name: str) -> Any:
+def _find(config: PretrainedConfig | Mapping[str, Any], name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
@@ -742,7 +743,7 @@ class Request:
         return "samples" if self.atom_of is None else "groups"
 
 
-def _positive(name: str, value: Any, most: int | None = None) -> int:
+def _positive(name: str, value: int, most: int | None = None) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name}: got {value!r}, expected a whole number, 1 or more")
     number = int(value)
@@ -753,7 +754,7 @@ def _positive(name: str, value: Any, most: int | None = None) -> int:
     return number
 
 
-def _list(name: str, values: Any, count: int | None) -> Any:
+def _list(name: str, values: Iterable[Any], count: int | None) -> Any:
     """The values as an array or a list, once there are `count` of them."""
     if isinstance(values, Mapping) or not isinstance(values, Iterable):
         raise ValueError(f"{name}: got {type(values).__name__}, expected a value for each sample")
@@ -768,20 +769,20 @@ def _list(name: str, values: Any, count: int | None) -> Any:
     return values
 
 
-def _integers(name: str, values: Any, count: int | None = None) -> Ints:
-    values = _list(name, values, count)
-    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
-        for i, value in enumerate(values):
-            if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
-                raise ValueError(f"{name}[{i}]: got {value!r}, expected a whole number, 0 or more")
-    numbers: Ints = np.array([min(int(v), 2**62) for v in values] if isinstance(values, list) else values, np.int64)
+def _integers(name: str, values: Iterable[Any], count: int | None = None) -> Ints:
+    entries = _list(name, values, count)
+    if not isinstance(entries, np.ndarray) or entries.dtype.kind not in "iu":
+        for i, entry in enumerate(entries):
+            if isinstance(entry, (bool, np.bool_)) or not isinstance(entry, Integral):
+                raise ValueError(f"{name}[{i}]: got {entry!r}, expected a whole number, 0 or more")
+    numbers: Ints = np.array([min(int(n), 2**62) for n in entries] if isinstance(entries, list) else entries, np.int64)
     if len(numbers) and (numbers.min() < 0 or numbers.max() >= 2**40):
         i = int(np.flatnonzero((numbers < 0) | (numbers >= 2**40))[0])
-        raise ValueError(f"{name}[{i}]: got {values[i]}, expected a whole number, 0 or more and below 2**40")
+        raise ValueError(f"{name}[{i}]: got {entries[i]}, expected a whole number, 0 or more and below 2**40")
     return numbers
 
 
-def _costs(cost: Any, lengths: Ints) -> Floats:
+def _costs(cost: Cost | Iterable[float], lengths: Ints) -> Floats:
     if cost is None:
         return lengths.astype(np.float64)
     if isinstance(cost, Cost):
@@ -797,7 +798,7 @@ def _costs(cost: Any, lengths: Ints) -> Floats:
     return numbers
 
 
-def _count_loss_tokens(records: Any, lengths: Ints) -> list[int]:
+def _count_loss_tokens(records: Experiences, lengths: Ints) -> list[int]:
     """Count the tokens of each record in the loss: those in its mask or, without one, all of its response."""
     from rollbook.batch.columns import mask_unpredicted
 
@@ -809,7 +810,7 @@ def _count_loss_tokens(records: Any, lengths: Ints) -> list[int]:
     ]
 
 
-def _keys(name: str, values: Any, count: int) -> tuple[Ints, list[Hashable]]:
+def _keys(name: str, values: Iterable[Hashable], count: int) -> tuple[Ints, list[Hashable]]:
     """[N] Numbers in place of the keys, and the keys by number, as they first appear."""
     numbers: dict[Hashable, int] = {}
     codes = []

@@ -1,7 +1,7 @@
-"""Passes of a model over many records in planned micro-batches, without gradients: log-probs, entropies and values.
+"""Forward passes of a model over many records in planned micro-batches, without gradients.
 
-Invariant: results are in the order of the records, and depend on the plan by rounding alone. A model is after a pass as
-it was before: modes, gradients, adapters.
+Invariant: results are in the order of the records, and depend on the plan only by rounding. A pass does not change the
+modes, gradients or adapters of the model.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ class _Clock:
         return self.host + float(sum(begun.elapsed_time(ended) for begun, ended in self.events)) / 1000
 
 
-def without_adapters(model: Any) -> Any:
-    """The reference of an actor that has adapters; any other model as it is."""
+def without_adapters(model: Policy) -> Policy:
+    """Return the reference of an actor that has adapters; any other model as it is."""
     from rollbook.models.actor import Actor
     from rollbook.models.lora import has_adapters
 

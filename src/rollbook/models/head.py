@@ -1,18 +1,18 @@
-"""Response slots of a batch, the output head of a model, and `Wrapper`, the base of `Actor` and `Critic`.
+"""Response slots of a batch, the output head of a model, and `Wrapper`, the base class of `Actor` and `Critic`.
 
-Invariant: a slot's prediction is the model's output one token earlier, within the same sample; a slot that is padding,
-or that speaks of a sample's very first token, has none: nothing is picked for it, and 0 is put there.
+Invariant: the prediction of a slot is the output of the model one token earlier, within the same sample. Slots of
+padding, and of the first token of a sample, have no prediction, and get 0.
 """
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -24,10 +24,14 @@ from rollbook.core.checks import check_int
 from rollbook.core.rows import Rows
 from rollbook.models.logprobs import TokenStats, from_hidden, from_logits
 
+if TYPE_CHECKING:
+    from rollbook.batch.batch import Tokens
+    from rollbook.models.protocols import Policy, ValueModel
+
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """The slots of a batch that have a prediction, N of them, in the batch's order.
+    """The N response slots of a batch that have a prediction, in the order of the batch.
 
     >>> batch = Batch(tokens=torch.tensor([[0, 5, 6, 7]]), action_mask=torch.ones(1, 2).bool(),
     ...               attention_mask=torch.tensor([[0, 1, 1, 1]]))
@@ -39,15 +43,15 @@ class Slots:
     """
 
     index: torch.Tensor
-    """[N] Where the token before each slot lies among all tokens of the batch, row after row."""
+    """[N] Index of the token before each slot among all tokens of the batch, row after row."""
     labels: torch.Tensor
-    """[N] int64: the tokens that the slots speak of."""
+    """[N] int64: the tokens of the slots."""
     places: torch.Tensor
-    """[N] Where the slots lie among all slots of the batch."""
+    """[N] Index of each slot among all slots of the batch."""
     shape: tuple[int, ...]
-    """(B, A) if padded, (slots,) if packed."""
+    """(B, R) if padded, (slots,) if packed."""
     lengths: list[int] | None
-    """How many slots each sample has, if packed."""
+    """Number of slots of each sample, if packed."""
 
     @classmethod
     def of(cls, batch: Batch) -> Slots:
@@ -80,17 +84,22 @@ class Slots:
         return cls(index - 1, tokens.flatten()[index].long(), places, (count, slots), None)
 
     def pick(self, predictions: torch.Tensor) -> torch.Tensor:
-        """(N, ...) What the model said at the token before each slot, of (B, S, ...) or (1, tokens, ...)."""
+        """[N, ...] Select the output at the token before each slot, of [B, S, ...] or [1, tokens, ...]."""
         return predictions.flatten(0, 1).index_select(0, self.index)
 
     def put(self, entries: torch.Tensor) -> Any:
-        """(B, A) or `Rows`: an entry (N,) for each slot that has a prediction, 0 on the others; gradients flow."""
+        """[B, R] or `Rows`: place entries [N] on the slots that have a prediction, 0 on the others; gradients flow."""
         flat = entries.new_zeros(int(np.prod(self.shape))).index_copy(0, self.places, entries)
         return flat.view(self.shape) if self.lengths is None else Rows(flat, self.lengths)
 
 
-def called_batch(sequences: Any, num_actions: Any, attention_mask: torch.Tensor | None, packed_seq_lens: Any) -> Batch:
-    """The batch that a call in LightRFT's way speaks of.
+def called_batch(
+    sequences: torch.Tensor,
+    num_actions: int | Sequence[int] | torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packed_seq_lens: Sequence[int] | torch.Tensor | None,
+) -> Batch:
+    """Build a batch from the arguments of a call in the style of LightRFT.
 
     Padded: `sequences` (B, S), `attention_mask` (B, S), the last `num_actions` tokens of each row are the response.
     Packed: `sequences` (1, tokens), `attention_mask` numbers the samples from 1 on, `num_actions` and
@@ -133,8 +142,8 @@ def called_batch(sequences: Any, num_actions: Any, attention_mask: torch.Tensor 
     return Batch(tokens=Rows(sequences[0], lengths), action_mask=Rows(mask, counts))
 
 
-def check_matrix(name: str, matrix: Any, expected: str) -> None:
-    """Refuse what is not a matrix.
+def check_matrix(name: str, matrix: torch.Tensor, expected: str) -> None:
+    """Raise `ValueError` unless the argument is a matrix.
 
     >>> check_matrix("sequences", torch.zeros(3), "(B, S)")
     Traceback (most recent call last):
@@ -146,7 +155,7 @@ def check_matrix(name: str, matrix: Any, expected: str) -> None:
         raise ValueError(f"{name}: got {shown}, expected a tensor {expected}")
 
 
-def _numbers(name: str, numbers: Any) -> list[int]:
+def _numbers(name: str, numbers: int | Sequence[int] | torch.Tensor) -> list[int]:
     if isinstance(numbers, torch.Tensor):
         numbers = numbers.tolist()
     if not isinstance(numbers, (list, tuple)):
@@ -155,14 +164,17 @@ def _numbers(name: str, numbers: Any) -> list[int]:
 
 
 VARLEN = "rollbook_varlen"
-"""What transformers knows `rollbook.models.varlen` by."""
+"""Name of `rollbook.models.varlen` in transformers."""
 _PROBE = 6
-"""Tokens that a check looks at; the second of two samples has as many."""
+"""Tokens of a probe; the second of two samples has as many."""
 
 
 @contextmanager
-def scoring(module: Any) -> Iterator[None]:
-    """No gradients, and every part of the module as in evaluation (no dropout); after it, each part as it was before.
+def scoring(module: Policy | ValueModel | nn.Module) -> Iterator[None]:
+    """Disable gradients and dropout within the context; afterwards every module has its mode of before.
+
+    Args:
+        module: The model. A `Reference` disables both itself.
 
     >>> layer = nn.Dropout(0.5).train()
     >>> with scoring(layer):
@@ -184,41 +196,41 @@ def scoring(module: Any) -> Iterator[None]:
             part.training = training
 
 
-def unwrapped(model: Any) -> Any:
-    """The transformers model inside one that peft gave adapters to (which stay in its layers); any other as it is."""
-    inner = getattr(model, "get_base_model", None)
-    if inner is None or getattr(model, "peft_config", None) is None:
+def unwrapped(model: nn.Module) -> Any:
+    """Return the transformers model inside a peft model (adapters stay in its layers); any other model as it is."""
+    inner, adapters = getattr(model, "get_base_model", None), getattr(model, "peft_config", None)
+    if inner is None or adapters is None:
         return model
-    if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+    if any(getattr(config, "is_prompt_learning", False) for config in adapters.values()):
         return model  # learned prompts are put in front by the wrapper itself
     return inner()
 
 
-def backbone_of(model: Any) -> Any:
-    """The part of a transformers model that gives hidden states; `None` where there is none to be told apart."""
+def backbone_of(model: nn.Module) -> Any:
+    """Return the backbone of a transformers model, which computes hidden states; `None` if it has none."""
     inner = getattr(unwrapped(model), "base_model", None)
     return inner if isinstance(inner, nn.Module) and inner is not unwrapped(model) else None
 
 
 def text_config(model: Any) -> Any:
-    """The part of a model's configuration that speaks of text; all of it, of a language model."""
+    """Return the text part of a model's configuration; of a language model all of it."""
     config = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device that a module's first parameter lies on."""
+    """Return the device of the first parameter of a module."""
     parameter = next(module.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """The type of a module's first floating point parameter."""
+    """Return the type of the first floating point parameter of a module."""
     return next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), torch.float32)
 
 
 def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """A module's output for a transformers model's keyword arguments, of which it gets those that it takes."""
+    """Call a module with those of the keyword arguments of a transformers model that it accepts."""
     parameters = inspect.signature(module.forward).parameters
     last = list(parameters.values())[-1] if parameters else None
     if last is None or last.kind is not last.VAR_KEYWORD:  # `**kwargs` is always the last parameter
@@ -229,8 +241,8 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
     return module(**inputs)
 
 
-def inputs_of(model: Any, batch: Batch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The keyword arguments of one pass over a batch, without a cache; `media` beyond the batch's own go along.
+def inputs_of(model: nn.Module, batch: Batch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Build the keyword arguments of one forward pass over a batch, without a cache, with additional `media`.
 
     Images and videos that come without `mm_token_type_ids` get them from their placeholder ids, if they have grids; a
     model that reads types of images without grids is refused (its processor may mark more than placeholders).
@@ -273,25 +285,25 @@ def inputs_of(model: Any, batch: Batch, media: Mapping[str, Any] | None = None) 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """How tokens of one model are scored, as it was found out.
+    """How the log-probs of one model are computed, as determined by a probe.
 
-    `path`: `hidden` (hidden states times the output layer's weight, never whole logits) or `logits` (the model's own).
+    `path`: `hidden` (hidden states times the weight of the output layer, tile by tile) or `logits` (of the model).
     """
 
     model: nn.Module
     path: Literal["hidden", "logits"]
     why: str
-    """In words, what made it this path."""
+    """The reason for this path, in words."""
     suppress: tuple[int, ...] = ()
     layer: nn.Linear | None = None
-    """The output layer, of the path `hidden`."""
+    """The output layer, for the path `hidden`."""
     scale: float = 1.0
-    """What the model multiplies logits by."""
+    """Factor that the model multiplies logits by."""
     softcap: float | None = None
 
     @classmethod
     def of(cls, model: nn.Module, suppress: tuple[int, ...] = ()) -> Head:
-        """Look at a model, and check on a few tokens."""
+        """Probe a model on a few tokens."""
         inner, backbone = unwrapped(model), backbone_of(model)
         layer = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
         if backbone is None or layer is None:
@@ -306,7 +318,7 @@ class Head:
             logits = run(inner, {"input_ids": ids, "use_cache": False}).logits.float()
             plain = layer(hidden.last_hidden_state if hasattr(hidden, "last_hidden_state") else hidden[0]).float()
         close = (1e-4 if dtype_of(inner) in (torch.float32, torch.float64) else 2e-2) * float(logits.abs().max())
-        for scale, cap in _known(inner):
+        for scale, cap in _logit_transforms(inner):
             scaled = plain * scale
             if cap is not None:
                 scaled = cap * torch.tanh(scaled / cap)
@@ -327,7 +339,7 @@ class Head:
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> tuple[TokenStats, Any]:
-        """Log-probs and entropies of a batch's slots, (B, A) or `Rows`, and the output they were made from."""
+        """Compute log-probs and entropies of the slots, [B, R] or `Rows`; also returns the output of the model."""
         slots = Slots.of(batch)
         inputs = inputs_of(self.model, batch, media)
         if self.layer is None:
@@ -352,7 +364,7 @@ class Head:
         return TokenStats(slots.put(stats.logprobs.float()), entropies), output
 
     def _logits(self, inputs: dict[str, Any], slots: Slots) -> tuple[Any, torch.Tensor]:
-        """The model's output, and its logits (N, V) at the slots; of the others none, if the model can do that."""
+        """Run the model, and return its output and its logits [N, V] at the slots; of other tokens none, if it can."""
         inner = unwrapped(self.model)
         keep = "logits_to_keep" in inspect.signature(inner.forward).parameters
         if keep and slots.lengths is not None:
@@ -384,10 +396,10 @@ def _logits_of(output: Any) -> torch.Tensor:
     return logits
 
 
-def _known(model: Any) -> Iterator[tuple[float, float | None]]:
-    """What this model may do to logits: scales and soft caps that its configuration tells of first, then neither.
+def _logit_transforms(model: nn.Module) -> Iterator[tuple[float, float | None]]:
+    """Iterate over scales and soft caps that this model may apply to logits: those of its configuration, then neither.
 
-    In this order, since of small logits a cap leaves no trace that a check could find.
+    In this order, since a cap on small logits leaves no difference that a check could detect.
     """
     places = [model.config, text_config(model)]
 
@@ -410,8 +422,8 @@ def _known(model: Any) -> Iterator[tuple[float, float | None]]:
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def probe_ids(model: Any, device: torch.device, count: int = _PROBE) -> torch.Tensor:
-    """(1, count) Ids of ordinary tokens, spread over the vocabulary: none that stands for an image or the like."""
+def probe_ids(model: nn.Module, device: torch.device, count: int = _PROBE) -> torch.Tensor:
+    """[1, count] Choose ids of ordinary tokens, spread over the vocabulary, without special tokens and placeholders."""
     places = [model.config, text_config(model)]
     special: set[Any] = set()
     for place in places:
@@ -437,8 +449,8 @@ def probe_ids(model: Any, device: torch.device, count: int = _PROBE) -> torch.Te
     return torch.tensor([chosen], dtype=torch.int64, device=device)
 
 
-def keeps_apart(model: Any) -> bool:
-    """Whether the model treats samples that lie end to end as if each were alone; found out on a few tokens.
+def keeps_apart(model: nn.Module) -> bool:
+    """Check on a few tokens whether the model treats packed samples as if each were alone.
 
     What the second of two samples gets is compared with what it gets alone, and, for a measure, with what it would get
     if the first were its beginning. Where that makes no difference to speak of, nothing is proved, and it is no.
@@ -463,14 +475,14 @@ def keeps_apart(model: Any) -> bool:
     return scale > 0 and float((packed - alone).abs().max()) < 0.1 * scale
 
 
-def attention_of(model: Any) -> str:
-    """What a transformers model, or the part of it that reads text, attends by; empty of other modules."""
+def attention_of(model: nn.Module) -> str:
+    """Return the attention implementation of the text part of a transformers model; empty for other modules."""
     inner = unwrapped(model)
     return str(getattr(text_config(inner), "_attn_implementation", None) or "") if hasattr(inner, "config") else ""
 
 
 class Wrapper(nn.Module, ABC):
-    """A module around a transformers model, the `_inner` one: `rollbook.models.Actor` and `rollbook.models.Critic`."""
+    """A module around a transformers model, `_inner`: the base class of `Actor` and `Critic`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,7 +498,7 @@ class Wrapper(nn.Module, ABC):
     @property
     @abstractmethod
     def _inner(self) -> nn.Module:
-        """The model that it is around, adapters and all."""
+        """The wrapped model, with its adapters."""
 
     @property
     def config(self) -> Any:
@@ -495,17 +507,17 @@ class Wrapper(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first weights lie."""
+        """Device of the first weights of the model."""
         return device_of(self._inner)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the model's weights."""
+        """Type of the weights of the model."""
         return dtype_of(self._inner)
 
     @property
     def packs(self) -> bool:
-        """Whether the model keeps packed samples apart; found out once, on a few tokens."""
+        """Whether the model keeps packed samples apart; checked once, on a few tokens."""
         if self._packs is None:
             self._packs = keeps_apart(self._inner)
         return self._packs
@@ -538,8 +550,8 @@ class Wrapper(nn.Module, ABC):
         unwrapped(self._inner).gradient_checkpointing_disable()
 
 
-def flat(column: Any) -> torch.Tensor:
-    """What LightRFT's models give: (B, A) as it is; packed rows as (1, all actions).
+def flat(column: Tokens) -> torch.Tensor:
+    """Convert a column to the layout of LightRFT's models: [B, R] as it is; packed rows as [1, all actions].
 
     >>> flat(Rows(torch.arange(3), [1, 2])).shape
     torch.Size([1, 3])

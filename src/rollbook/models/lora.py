@@ -1,7 +1,7 @@
-"""Adapters through peft: attached to a model, saved and loaded, and switched off, which is the reference model.
+"""LoRA adapters through peft: attached to a model, saved and loaded, and switched off for the reference model.
 
-Invariant: a reference shares the actor's base weights, which adapters leave as they are, and never changes what the
-actor is or does: adapters, gradients and modes are after a pass of the reference what they were before.
+Invariant: a reference shares the base weights of the actor, which adapters do not change, and a pass of the reference
+does not change adapters, gradients or modes of the actor.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import nn
 from rollbook.models.head import scoring, unwrapped
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from rollbook.batch import Batch
     from rollbook.models.actor import Actor
     from rollbook.models.logprobs import TokenStats
@@ -29,7 +31,7 @@ def _peft() -> Any:
     return peft
 
 
-def attach(model: nn.Module, lora: Any) -> nn.Module:
+def attach(model: nn.Module, lora: LoraConfig | Mapping[str, Any]) -> nn.Module:
     """The model with fresh adapters: `lora` is a `peft.LoraConfig` or a mapping of its options. All else is frozen."""
     peft = _peft()
     if has_adapters(model):

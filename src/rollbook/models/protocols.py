@@ -1,4 +1,4 @@
-"""What the trainer asks of models: `Policy` and `ValueModel`."""
+"""Protocols of models that the trainer uses: `Policy` and `ValueModel`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.media import as_path
 from rollbook.core.metrics import StepMetrics, advise
-from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_process_group
 from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models.forward import forward, without_adapters
 from rollbook.rewards.recipes import as_reward
@@ -292,7 +292,7 @@ def estimate(
     *,
     max_tokens: int | None = None,
     reward_norm: RunningNorm | None = None,
-    ranks: ProcessGroup | None = None,
+    process_group: ProcessGroup | None = None,
     recompute: bool = False,
     expert: Sequence[bool] | None = None,
     metrics: StepMetrics | None = None,
@@ -307,7 +307,7 @@ def estimate(
         algorithm: The estimator and its settings.
         max_tokens: The longest response, for the overlong penalty.
         reward_norm: Running statistics of rewards, which take these in.
-        ranks: The processes whose records are compared; `None`: all of a distributed run.
+        process_group: The processes whose records are compared; `None`: all of a distributed run.
         recompute: Estimate also for records that have advantages.
         expert: Which records an expert made; these need no reward.
         metrics: Collects timings and numbers.
@@ -329,7 +329,9 @@ def estimate(
     if not recompute and not len(absent):
         return records
     with metrics.time("advantages"):
-        stage = _Estimation(records, algorithm, entry, current_ranks() if ranks is None else ranks, metrics)
+        stage = _Estimation(
+            records, algorithm, entry, current_process_group() if process_group is None else process_group, metrics
+        )
         columns = stage.run(max_tokens, reward_norm)
     chosen = np.arange(len(records)) if recompute else absent
     if entry.takes_rewards:
@@ -348,11 +350,11 @@ class _Estimation:
         records: Experiences,
         algorithm: AlgorithmConfig,
         entry: Estimator,
-        ranks: ProcessGroup,
+        process_group: ProcessGroup,
         metrics: StepMetrics,
     ) -> None:
         self.records, self.algorithm, self.entry = records, algorithm, entry
-        self.ranks, self.metrics = ranks, metrics
+        self.process_group, self.metrics = process_group, metrics
         self.inputs: Inputs = inputs_of(records)  # type: ignore[assignment]
         self.mask = self.inputs["mask"]
         self.raw_rewards = torch.tensor(row_rewards(records), dtype=torch.float32)
@@ -367,7 +369,7 @@ class _Estimation:
             overlong_penalty=algorithm.overlong_penalty,
             max_tokens=max_tokens,
             norm=reward_norm,
-            ranks=self.ranks,
+            process_group=self.process_group,
         )
         scale = 1.0 if reward_norm is None else 1 / reward_norm.scale
         penalty = self._penalty()
@@ -388,7 +390,7 @@ class _Estimation:
             has_reward,
             normalize=None if whitened or entry.normalized else algorithm.normalize_advantages,
             clip=algorithm.advantage_clip,
-            ranks=self.ranks,
+            process_group=self.process_group,
         )
         self.metrics.add(shaping, {"reward/missing_reward": float((~has_reward).sum())}, bounds)
         columns = {"advantages": advantages, "returns": result.returns}
@@ -397,7 +399,7 @@ class _Estimation:
     def _options(self) -> dict[str, Any]:
         """The options of the estimator: its own, and those of the algorithm that it takes."""
         algorithm, accepted = self.algorithm, self.entry.options
-        options = {"gamma": algorithm.gamma, "lam": algorithm.lam, "ranks": self.ranks}
+        options = {"gamma": algorithm.gamma, "lam": algorithm.lam, "process_group": self.process_group}
         if algorithm.normalize_advantages == "mean_std":
             options["whiten"] = True
         return {**{name: option for name, option in options.items() if name in accepted}, **algorithm.estimator_options}
@@ -430,13 +432,13 @@ class _Estimation:
 
     def _groups(self) -> dict[str, Any]:
         required = self.entry.inputs.get("runs", False)
-        return group_inputs(self.inputs, self.records, required=required, ranks=self.ranks)
+        return group_inputs(self.inputs, self.records, required=required, process_group=self.process_group)
 
     def _row_scores(self, rewards: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
         """[B] The estimator's scores, NaN where the reward is missing."""
         groups = self._groups()
         if (
-            self.ranks is SINGLE_PROCESS
+            self.process_group is SINGLE_PROCESS
             and len(groups["groups"]) > 1
             and len(np.unique(groups["groups"])) == len(rewards)
         ):
@@ -481,7 +483,7 @@ class _Estimation:
             torch.where(has_own, rewards - scale * self.raw_rewards, rewards), self.mask, token_rewards=penalty
         )[0]
         layout = Layout.of(self.mask)
-        tokens = layout.whole("token_rewards", placed) + scale * layout.whole("token_rewards", token_rewards).float()
+        tokens = layout.tensor("token_rewards", placed) + scale * layout.tensor("token_rewards", token_rewards).float()
         return layout.give(tokens), torch.where(rewards.isnan(), torch.nan, 0.0)
 
     def _call(self, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> Advantages:

@@ -26,7 +26,7 @@ class MakerConfig:
       looks at groups. `overlong_buffer`, `overlong_buffer_len`, `overlong_buffer_penalty_factor`: DAPO's penalty.
     - `reward_clip` (±c, 0: none), `reward_clip_range` (low, high): of what the estimator made of the rewards.
     - `advantages_norm`: whiten advantages, once, over all samples of all processes (those of `group_norm` and `grpo`
-      are normalised already, and are left as they are); `no_advantage_std_norm`: subtract the mean only.
+      are normalized already, and are left as they are); `no_advantage_std_norm`: subtract the mean only.
     - `advantage_clip` (0: none) comes last, so that it holds at the loss.
     - `dynamic_sampling`: groups whose rewards are all equal are masked out.
     - `use_fire`: the first token at temperature 10. `high_entropy_token_ratio` above 0 records entropies.
@@ -43,7 +43,8 @@ class MakerConfig:
     >>> MakerConfig(advantage_estimator="dr_grpo", estimator_options={"single": "raw"})
     Traceback (most recent call last):
         ...
-    ValueError: estimator_options: 'single' is no option of dr_grpo; did you mean 'singleton'? (singleton, ranks)
+    ValueError: estimator_options: 'single' is no option of dr_grpo; did you mean 'singleton'? (singleton,
+    process_group)
     """
 
     advantage_estimator: str = "group_norm"

@@ -1,7 +1,7 @@
 """From rewards of rows to advantages of tokens, over a whole rollout: shaping, KL, estimator, whitening, clipping.
 
 Invariant: everything is computed once, over all rows of the rollout (and of all processes), by group id: the numbers do
-not depend on how rows are cut into batches, and what is normalised is normalised once. The order is
+not depend on how rows are cut into batches, and what is normalized is normalized once. The order is
 
     reward -> overlong penalty -> running norm -> estimator's score of the row -> clip
            -> on the last action, less the KL of each token -> return, or GAE -> whiten -> clip
@@ -28,7 +28,7 @@ from rollbook.algorithms.advantages import cumulative_returns, dr_grpo, grpo, re
 from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.groups import block_means, sums_of_blocks, whiten
 from rollbook.algorithms.inputs import INFO_KEYS, group_id, run_id
-from rollbook.algorithms.kl import penalise
+from rollbook.algorithms.kl import penalize
 from rollbook.algorithms.results import Advantages, Report, as_advantages
 from rollbook.algorithms.shaping import RunningNorm, clip_advantages, clip_rewards, shape_overlong
 from rollbook.compat.lightrft.batch import ExperienceBatch
@@ -37,7 +37,7 @@ from rollbook.compat.lightrft.ragged_batch import action_starts, spans_of_rows
 from rollbook.core.checks import check_float
 from rollbook.core.ids import EID
 from rollbook.core.metrics import advise
-from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_process_group
 from rollbook.core.rows import Rows, Spans
 
 
@@ -367,7 +367,7 @@ def score(
     whole: RolloutBatches, config: MakerConfig, norm: RunningNorm | None = None, max_new_tokens: int | None = None
 ) -> Scored:
     """The rewards of a rollout, shaped, and scored within their groups if that is what the estimator does."""
-    ranks = current_ranks()
+    ranks = current_process_group()
     if ranks is SINGLE_PROCESS and norm is None and not config.overlong_buffer:
         scored = _block_scores(whole, config)
         if scored is not None:
@@ -387,7 +387,7 @@ def score(
         )
         rewards = shaped.rewards
     if norm is not None:
-        normed = steps["running_norm"] = norm(rewards, ranks=ranks)
+        normed = steps["running_norm"] = norm(rewards, process_group=ranks)
         rewards = normed.rewards
         scale = 1 / norm.scale
     if over_rows(config.advantage_estimator):
@@ -472,8 +472,8 @@ def _row_scores(whole: RolloutBatches, rewards: torch.Tensor, config: MakerConfi
         # Its baseline is that of dr_grpo; what it does besides (returns, whitening) comes later here.
         entry = ESTIMATORS["dr_grpo"]
     options = {name: value for name, value in config.estimator_options.items() if name in entry.options}
-    if "ranks" in entry.options:
-        options.setdefault("ranks", ranks)
+    if "process_group" in entry.options:
+        options.setdefault("process_group", ranks)
     ids = whole.ids()
     groups = whole.groups(config.n_samples_per_prompt, ranks)
     alone = config.n_samples_per_prompt == 1 if ids is None else len(set(groups)) == len(groups)
@@ -531,7 +531,7 @@ def finish(
     `reward_clip_frac` and `advantage_clip_frac` where there is a bound, and `filtered` where `dynamic_sampling` masks
     rows. Gives back metrics of the whole.
     """
-    ranks = current_ranks()
+    ranks = current_process_group()
     recursions = recursions or Recursions()
     entry = ESTIMATORS[config.advantage_estimator]
     mask = whole.rows("action_mask")
@@ -543,7 +543,7 @@ def finish(
     keep = torch.ones(len(whole), dtype=torch.bool)
     if config.dynamic_sampling:
         groups = whole.groups(config.n_samples_per_prompt, ranks)
-        kept = zero_variance(whole.numbers("reward"), groups, whole.runs(), ranks=ranks)
+        kept = zero_variance(whole.numbers("reward"), groups, whole.runs(), process_group=ranks)
         keep = kept.keep.cpu()
         mask = _where(mask, keep)
         whole.put_numbers("filtered", ~keep)
@@ -553,14 +553,14 @@ def finish(
     if by_token is not None:
         rewards = torch.where(by_token[1], rewards - scored.scale * whole.numbers("reward"), rewards)
     # A list: of a tensor with as many rows as tokens nobody could say which it is of.
-    token_rewards, report = penalise(rewards.tolist(), whole.rows("kl") if coef > 0 else None, mask, coef=coef)
+    token_rewards, report = penalize(rewards.tolist(), whole.rows("kl") if coef > 0 else None, mask, coef=coef)
     if by_token is not None:
         token_rewards = Rows(token_rewards.values + scored.scale * by_token[0].values, mask.lengths)
     metrics |= report.to_metrics("reward") | {"reward/missing_reward": float((~known).sum())}
     if over_rows(entry.name):
         counted = _where(mask, known)  # of a row without a reward nothing is known, its KL or not
         baseline = entry.name == "reinforce_plus_plus_baseline"
-        options = {"whiten": False, "gamma": gamma, "ranks": ranks, **config.estimator_options}
+        options = {"whiten": False, "gamma": gamma, "process_group": ranks, **config.estimator_options}
         if baseline and recursions.returns is None:
             # Its scores have the group's mean taken off already: without groups it does the rest.
             found = entry.call({"token_rewards": token_rewards, "mask": counted}, options)
@@ -569,7 +569,7 @@ def finish(
             returns = _returns_to_go(whole, token_rewards, counted, gamma, recursions)
             advantages = returns.apply(torch.clone)
             if baseline and options["whiten"]:
-                advantages = whiten(advantages, counted, ranks=ranks)
+                advantages = whiten(advantages, counted, process_group=ranks)
         whitened = baseline and bool(options["whiten"])
     else:
         found, whitened = _over_tokens(
@@ -580,7 +580,7 @@ def finish(
         counted = _where(mask, known)
         metrics |= found.report.to_metrics(entry.name)
     if config.advantages_norm and not whitened and not entry.normalized:
-        options = {"eps_in": "std", "scale": not config.no_advantage_std_norm, "ranks": ranks}
+        options = {"eps_in": "std", "scale": not config.no_advantage_std_norm, "process_group": ranks}
         advantages = whiten(advantages, counted, **options)
     if config.advantage_clip > 0:
         clipped = clip_advantages(advantages, mask, config.advantage_clip)
@@ -639,7 +639,7 @@ def _replaced(
         returns = _returns_to_go(whole, token_rewards, counted, options["gamma"], recursions)
         advantages = returns.apply(torch.clone)
     if options.get("whiten"):
-        advantages = whiten(advantages, counted, **{name: options[name] for name in ("std", "eps", "ranks")})
+        advantages = whiten(advantages, counted, **{name: options[name] for name in ("std", "eps", "process_group")})
     if options.get("clip") is not None:
         advantages = clip_advantages(advantages, counted, options["clip"]).advantages
     return Advantages(advantages, returns)
@@ -660,7 +660,7 @@ def _over_tokens(
     """The estimators that look at tokens, and whether they whitened."""
     entry = ESTIMATORS[config.advantage_estimator]
     options: dict[str, Any] = dict(config.estimator_options)
-    for name, value in (("gamma", gamma), ("lam", lambd), ("ranks", ranks)):
+    for name, value in (("gamma", gamma), ("lam", lambd), ("process_group", ranks)):
         if name in entry.options:
             options.setdefault(name, value)
     if config.advantages_norm and not config.no_advantage_std_norm and "whiten" in entry.options:

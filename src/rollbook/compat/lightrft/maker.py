@@ -42,7 +42,7 @@ from rollbook.core.experience import Experience as Record
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.metrics import Progress, Stages, advise
-from rollbook.core.process_group import SINGLE_PROCESS, current_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, current_process_group
 from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 from rollbook.rollout.engine import BaseEngine
@@ -224,7 +224,7 @@ class NaiveExperienceMaker:
 
     def _batch_id(self) -> int | str:
         """The rollout's number; with several processes also this one's, since each has prompts of its own."""
-        ranks, name = current_ranks(), self.config.batch_name
+        ranks, name = current_process_group(), self.config.batch_name
         number: int | str = self.rollouts_made if ranks is SINGLE_PROCESS else f"{self.rollouts_made}.{ranks.rank}"
         return number if name is None else f"{name}-{number}"
 
