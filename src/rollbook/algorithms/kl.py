@@ -385,7 +385,7 @@ def kl_loss(
 
 
 class TokenRewards(NamedTuple):
-    """What `penalize` gives back. Unpacks as `rewards, report = ...`.
+    """Result of `penalize`. Unpacks as `rewards, report = ...`.
 
     >>> found = penalize([1.0], [[0.5, 0.2]], coef=0.1)
     >>> found.rewards, found.report.count("missing reward")
@@ -393,7 +393,7 @@ class TokenRewards(NamedTuple):
     """
 
     rewards: Any
-    """(B, A) or packed: the reward of each token, 0 where the mask is False."""
+    """[B, R] or packed: the reward of each token, 0 where the mask is False."""
     report: Report
     """Rows under "no actions" and "missing reward"; metrics `kl` (the mean over rows of their means) and `kl_coef`."""
 
@@ -467,7 +467,7 @@ def kl_penalty(
     """Compute the penalty per token for the divergence from the reference: -coef * KL.
 
     Args:
-        logprobs: Of the policy, (B, A) or packed.
+        logprobs: [B, R] or packed, of the policy.
         ref_logprobs: Of the reference, in the same layout.
         mask: Which tokens count, in the same layout.
         estimator: A name in `KL`.
@@ -522,7 +522,7 @@ def _coefficient(coef: float | FixedKL | AdaptiveKL) -> float:
 
 
 class FixedKL:
-    """A coefficient that stays.
+    """A fixed coefficient.
 
     >>> FixedKL(0.01).value
     0.01
@@ -544,10 +544,10 @@ class FixedKL:
 
 
 class AdaptiveKL:
-    """A coefficient that grows while KL is above its target and shrinks below it (Ziegler et al., 2019, section 2.2).
+    """A coefficient that grows while the KL is above its target and shrinks below it.
 
-    value *= 1 + clip(kl / target - 1, ±`clip`) * n_steps / horizon. Only `value` changes; a KL that is not finite is
-    refused and changes nothing.
+    Ziegler et al., 2019, section 2.2: value *= 1 + clip(kl / target - 1, ±`clip`) * n_steps / horizon. Only `value`
+    changes. A KL that is not finite is rejected.
 
     >>> control = AdaptiveKL(0.1, target=6.0, horizon=10_000)
     >>> for kl in (12.0, 3.0, 6.3):

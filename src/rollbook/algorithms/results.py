@@ -20,7 +20,7 @@ from rollbook.core.rows import Rows, empty
 
 @dataclass(frozen=True)
 class Report:
-    """How many rows, which, and why; and numbers about all of them.
+    """Rows by reason, and metrics of all rows.
 
     >>> report = Report(4, {"missing reward": [2], "constant group": [0, 1]}, {"reward_mean": 0.5}, ids=list("abcd"))
     >>> report.count("constant group"), report.which("missing reward")
@@ -91,7 +91,7 @@ def rows_where(mask: torch.Tensor | NDArray[Any] | Sequence[Any]) -> list[int]:
 
 
 class Advantages:
-    """What an estimator gives back.
+    """Result of an estimator.
 
     >>> found = Advantages(torch.tensor([[1.0, 0.0]]), mask=torch.tensor([[True, False]]))
     >>> found.returns, found.returns is found.advantages
@@ -107,25 +107,25 @@ class Advantages:
         report: Report | Callable[[], Report] | None = None,
     ) -> None:
         self.advantages = advantages
-        """For each token, in the mask's layout: (B, A), `Rows` if it is packed, a `Ragged` column if it is one (as that
-        of records is); 0 where the mask is False. Without a mask (B,)."""
+        """In the layout of the mask: [B, R], `Rows` if it is packed, a `Ragged` column if it is one (as that of records
+        is); 0 where the mask is False. Without a mask [B]."""
         self._returns = returns
         self.scores = scores
         """[B] For estimators that score whole rows: the advantage of each, before it was put on its tokens."""
         self.mask = mask
-        """The tokens to train on: the mask that was given, narrowed by estimators that leave some out."""
+        """Tokens to train on: the given mask, narrowed by estimators that mask some."""
         self._report = report or Report(0)
 
     @property
     def report(self) -> Report:
-        """What was treated in a way that is worth knowing; computed when it is first read."""
+        """Rows that were treated specially; computed on first access."""
         if not isinstance(self._report, Report):
             self._report = self._report()
         return self._report
 
     @property
     def returns(self) -> Any:
-        """The same shape: what a critic is to predict; where there is nothing to predict, a copy of the advantages."""
+        """Targets of a critic, in the same layout; without such, a copy of the advantages."""
         if self._returns is None:
             advantages = self.advantages
             if isinstance(advantages, Ragged):
@@ -145,7 +145,7 @@ class Advantages:
 
 
 def as_advantages(name: str, output: Any) -> Advantages:
-    """Return what the estimator `name` gave back as `Advantages`; a user's own may return plain numbers.
+    """Convert the output of the estimator `name` to `Advantages`; a user's own may return plain numbers.
 
     >>> as_advantages("half", [0.5, 0.5]).advantages
     tensor([0.5000, 0.5000])
@@ -163,7 +163,7 @@ def as_advantages(name: str, output: Any) -> Advantages:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss to call `backward` on, and numbers about it. Unpacks as `loss, metrics = ...`.
+    """A loss to call `backward` on, and its metrics. Unpacks as `loss, metrics = ...`.
 
     With the `denominators` of the global batch, the losses of its micro-batches add up to the loss of the batch, and so
     do the `metrics`.

@@ -45,7 +45,7 @@ def gae_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns: `A_i = r_i + gamma V_j - V_i + gamma lam A_j`, and `A_i + V_i`.
 
-    rewards, values, mask (bool): (B, A), or (total,) with the `lengths` of rows. j is the next token after i that takes
+    rewards, values, mask (bool): [B, R], or [total] with the `lengths` of rows. j is the next token after i that takes
     part; after the last one V and A are 0. Which take part besides the tokens that count (`mask`) is said by
     `observations`; their results are 0 in any case:
 
@@ -189,7 +189,7 @@ class Survey(NamedTuple):
 
 
 def survey(rewards: torch.Tensor, taken: torch.Tensor, lengths: list[int] | None = None) -> Survey:
-    """Count rewards that are broken, and rewards where none is taken from: (B, A) or (total,) with `lengths`.
+    """Count rewards that are broken, and rewards where none is taken from: [B, R] or [total] with `lengths`.
 
     >>> survey(torch.tensor([[0.0, float("nan"), 2.0]]), torch.tensor([[True, True, False]]))
     Survey(counts=array([2]), broken=array([1]), off=array([1]))
@@ -241,7 +241,7 @@ def _ready(
     if mask.dtype != torch.bool:
         raise ValueError(f"mask: got {mask.dtype}, expected torch.bool")
     if mask.dim() != (2 if lengths is None else 1):
-        expected = "2 (B, A), or `lengths` beside it" if lengths is None else "1 (total,) beside `lengths`"
+        expected = "2 (B, R), or `lengths` beside it" if lengths is None else "1 (total,) beside `lengths`"
         raise ValueError(f"mask: got {mask.dim()} dimensions, expected {expected}")
     if lengths is not None and sum(lengths) != len(mask):
         raise ValueError(f"lengths: got a sum of {sum(lengths)}, expected {len(mask)}, the number of tokens")

@@ -104,7 +104,7 @@ def repetition_penalty(
 
     The share is 1 - (different n-grams) / (all n-grams), the formula of Open R1's repetition reward (there over words,
     with n = 3; here over token ids, and long n-grams, as in Yeo et al., 2025, arXiv 2502.03373, who take 40, so that
-    ordinary phrases cost nothing while a loop of any period costs nearly all). tokens, mask: (B, A) or packed token
+    ordinary phrases cost nothing while a loop of any period costs nearly all). tokens, mask: [B, R] or packed token
     ids; an n-gram counts if all its tokens do, so that none reaches over a tool's answer. Fewer than n tokens: 0.
 
     N-grams are told apart by a hash of 64 bits; that two of a row of 32,768 share one has a chance below 1e-10.
@@ -488,7 +488,7 @@ def normalize_advantages(
     """Normalize advantages over all rows with a reward, then clip them, so that the bound holds at the loss.
 
     Args:
-        advantages: (B, A) or packed.
+        advantages: [B, R] or packed.
         mask: Which tokens count, in the same layout.
         has_reward: [B] bool: rows that have a reward.
         normalize: Subtract the `mean`, or also divide by the standard deviation (`mean_std`); `None`: neither.
@@ -598,7 +598,7 @@ def difference(before: PerRow, after: PerRow) -> dict[str, float]:
 def clip_advantages(advantages: PerToken, mask: PerToken | None, bound: float, *, over: str = "tokens") -> Clipped:
     """Advantages within `-bound` and `bound`, and the share that was outside *before*, of the tokens that count.
 
-    advantages, mask: (B, A) or packed. Clip last, after whitening, so that the bound holds at the loss. `over="slots"`
+    advantages, mask: [B, R] or packed. Clip last, after whitening, so that the bound holds at the loss. `over="slots"`
     gives shares of all slots, padding included, which is what LightRFT logs for its REINFORCE estimators (for GAE it
     measures after clipping, and always logs 0).
 

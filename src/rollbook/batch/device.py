@@ -28,7 +28,14 @@ Device: TypeAlias = torch.device | str | int
 
 
 def to(tensor: Any, device: Device) -> Any:
-    """`tensor` on `device`: a tensor, or any nest of lists, tuples and dicts; what cannot move stays as it is.
+    """Copy tensors to a device.
+
+    Args:
+        tensor: A tensor, or nested lists, tuples and dicts of tensors; objects that cannot move stay as they are.
+        device: The device.
+
+    Returns:
+        The same structure on the device.
 
     >>> to([torch.ones(1), None, {"a": (torch.ones(2), "b")}], "meta")[2]["a"][0].device
     device(type='meta')
@@ -37,7 +44,7 @@ def to(tensor: Any, device: Device) -> Any:
 
 
 def _moves(device: Device) -> tuple[_Change, _Change]:
-    """What takes a tensor to a device, and what takes anything else that can move."""
+    """Return the functions that move a tensor to a device, and any other object that can move."""
     target = torch.device(device) if isinstance(device, (str, int)) else device
 
     def move_other(value: Any) -> Any:
@@ -52,9 +59,12 @@ def _moves(device: Device) -> tuple[_Change, _Change]:
 
 
 def pin_memory(tensor: Any) -> Any:
-    """`tensor` in page-locked memory, which a device copies from without waiting; nests as for `to`.
+    """Copy tensors to page-locked memory, from which a device copies without blocking.
 
-    Without an accelerator it gives back what it got, and says so once.
+    Without an accelerator the argument is returned as it is, with one warning.
+
+    Args:
+        tensor: A tensor, or nested lists, tuples and dicts of tensors.
     """
     if not torch.accelerator.is_available():
         _warn_unpinned()
@@ -76,7 +86,7 @@ def _warn_unpinned() -> None:
 
 
 def _each_tensor(value: Any, change: _Change, other: _Change) -> Any:
-    """The nest with each tensor changed; `other` changes what can move and is neither tensor nor container."""
+    """Apply `change` to each tensor in nested containers, and `other` to other objects that can move."""
     if type(value) is dict:  # first: `isinstance` of a tensor takes long where it is none
         return {
             key: change(item) if type(item) is torch.Tensor else _each_tensor(item, change, other)
@@ -104,14 +114,14 @@ def _each_tensor(value: Any, change: _Change, other: _Change) -> Any:
 
 @dataclass(eq=False)
 class Movable:
-    """What batches, items and samples share: equality by value, and moving to a device in place."""
+    """Base class of batches, items and samples: equality by value, and moves to a device in place."""
 
     def to_device(self, device: Device) -> Self:
-        """Move every tensor to `device`, in place; gives itself back."""
+        """Move every tensor to `device`, in place; returns itself."""
         return self._change(*_moves(device))
 
     def pin_memory(self) -> Self:
-        """Page-lock every tensor, in place; gives itself back. Without an accelerator nothing happens."""
+        """Page-lock every tensor, in place; returns itself. Without an accelerator nothing happens."""
         if torch.accelerator.is_available():
             return self._change(*_PINS)
         _warn_unpinned()
@@ -134,7 +144,7 @@ class Movable:
 
 
 def assign_rest(new: Any, first: int, more: tuple[Any, ...], rest: dict[str, Any]) -> None:
-    """Assign what a constructor was given beyond its `first` fields, by place and by name."""
+    """Assign the arguments of a constructor beyond its `first` fields, positional and by name."""
     names = list(new.__dataclass_fields__)
     if len(more) > len(names) - first:
         raise TypeError(f"{type(new).__name__}() takes {len(names)} arguments, got {first + len(more)}")
@@ -150,7 +160,7 @@ def assign_rest(new: Any, first: int, more: tuple[Any, ...], rest: dict[str, Any
 
 
 def constructor_signature(kind: type[Any]) -> inspect.Signature:
-    """The signature that a dataclass's own constructor would have."""
+    """Return the signature of the default constructor of a dataclass."""
     parameters = []
     for spec in dataclasses.fields(kind):
         default = inspect.Parameter.empty if spec.default is dataclasses.MISSING else spec.default
@@ -167,7 +177,7 @@ def copy_columns(columns: Sequence[tuple[Column, NDArray[np.int64]]], device: to
 
     Args:
         columns: Each column, and the lengths [B] of its rows.
-        device: Where they go.
+        device: The target device.
 
     Returns:
         Each column as a tensor (total, ...) on the device.
@@ -201,7 +211,7 @@ def copy_columns(columns: Sequence[tuple[Column, NDArray[np.int64]]], device: to
 
 
 def _is_constant(column: torch.Tensor) -> bool:
-    """Whether a column is one value in the memory of one (see `torch.Tensor.expand`)."""
+    """Whether a column is one value, expanded (see `torch.Tensor.expand`)."""
     return column.dim() == 1 and column.stride(0) == 0 and len(column) > 0
 
 

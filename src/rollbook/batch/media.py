@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from rollbook.batch.batch import Batch
 
     ModelConfig: TypeAlias = PretrainedConfig | ProcessorMixin
-    """Has the ids of the tokens that stand for media."""
+    """Has the placeholder ids of media."""
 
 
 BY_TOKEN = ("mm_token_type_ids", "token_type_ids")
-"""Media with an entry for each token, from a sample's first on, rather than for each image."""
+"""Media with an entry for each token of a sample, rather than for each image."""
 TYPES = BY_TOKEN[0]
 GRIDS = ("image_grid_thw", "video_grid_thw")
 _PLACEHOLDERS = {
@@ -33,7 +33,7 @@ _PLACEHOLDERS = {
 
 
 def placeholders(config: ModelConfig | None) -> dict[str, int]:
-    """The token ids that stand for media, by what they stand for, as a model's config has them.
+    """Return the placeholder token ids of media, by kind, of a model's configuration.
 
     >>> class Config:
     ...     image_token_id = 8
@@ -81,7 +81,7 @@ def token_types(ids: torch.Tensor, config: ModelConfig | None) -> torch.Tensor:
 
 
 def sample_types(ids: torch.Tensor, types: torch.Tensor | None, config: ModelConfig | None) -> torch.Tensor:
-    """[n] The types of a sample's n tokens: those it came with, 0 after their end, or else derived (`token_types`)."""
+    """[n] Return the types of the n tokens of a sample: its own, padded with 0, or else derived (`token_types`)."""
     if types is None:
         return token_types(ids, config)
     filled = torch.zeros_like(ids, dtype=types.dtype)
@@ -90,7 +90,7 @@ def sample_types(ids: torch.Tensor, types: torch.Tensor | None, config: ModelCon
 
 
 def config_of(get_rope_index: Callable[..., Any] | None) -> Any:
-    """The configuration of the model whose method this is; `None` of another function."""
+    """Return the configuration of the model whose method this is; `None` for another function."""
     return getattr(getattr(get_rope_index, "__self__", None), "config", None)
 
 
@@ -100,7 +100,7 @@ def sample_positions(
     get_rope_index: Callable[..., Any],
     config: ModelConfig | None = None,
 ) -> torch.Tensor:
-    """(3, n) The positions in space of one sample's tokens [n], by the model's `get_rope_index`.
+    """[3, n] Compute the spatial positions of the tokens [n] of one sample, by the model's `get_rope_index`.
 
     `media` are the sample's, under the model's names; of these the method gets what it names (grids, and
     `second_per_grid_ts` of videos). `config` as `rope_positions` takes it.
@@ -143,12 +143,12 @@ def media_inputs(batch: Batch, config: ModelConfig | None = None) -> dict[str, t
 
 
 def _rows(parts: list[Any]) -> int:
-    """How many rows a kind of media has in all records."""
+    """Count the rows of a kind of media in all records."""
     return sum(1 if part.dim() == 0 else len(part) for part in parts if part is not None)
 
 
 def _join(name: str, parts: list[Any]) -> torch.Tensor:
-    """The rows of all records, one behind the other."""
+    """Concatenate the rows of all records."""
     if name in GRIDS:
         parts = [part.unsqueeze(0) if part is not None and part.dim() == 1 else part for part in parts]
     present = [part for part in parts if part is not None]
@@ -175,7 +175,7 @@ def _lay_out_by_token(batch: Batch, name: str, parts: list[Any]) -> torch.Tensor
 
 
 def rope_positions(batch: Batch, get_rope_index: Callable[..., Any], config: ModelConfig | None = None) -> torch.Tensor:
-    """Compute positions in the text and in space, record by record.
+    """Compute text and spatial positions, record by record.
 
     Args:
         batch: A batch with image or video grids.

@@ -103,7 +103,7 @@ class Critic(Wrapper):
         packed_seq_lens: Sequence[int] | torch.Tensor | None = None,
         **media: Any,
     ) -> Any:
-        """Compute values as LightRFT's critic does, [B, R] or, packed, [1, all actions]; arguments as `Actor.forward`."""
+        """Compute values as LightRFT's critic does: [B, R] or, packed, [1, actions]; arguments as `Actor.forward`."""
         values, output = self._values(called_batch(sequences, num_actions, attention_mask, packed_seq_lens), media)
         return (flat(values), output) if return_output else flat(values)
 

@@ -27,9 +27,9 @@ from rollbook.models.logprobs import TokenStats
 from rollbook.models.protocols import Policy, ValueModel
 
 _LOGITS = 1 << 28
-"""Entries of logits that a micro-batch may make where a model leaves no other way: 1 GiB of float32."""
+"""Entries of logits of a micro-batch, for models that need all logits: 1 GiB of float32."""
 TOKEN_BUDGET = 16384
-"""Tokens that go through a model at once, unless told otherwise."""
+"""Default number of tokens of a micro-batch."""
 
 
 def forward(
@@ -50,15 +50,18 @@ def forward(
         records: Records with tokens, prompt lengths and media; nothing else of them is run through the model.
         outputs: Names of the results: `entropy`, `values`, or any name of log-probs, such as `old_logprobs`.
         token_budget: Tokens of a micro-batch; a longer record is alone. Micro-batches are planned over all records.
-        packed: Whether records go through the model packed. `None`: where that costs no more.
+        packed: Whether to pack the micro-batches. `None`: if that costs no more.
         temperature: What an actor's logits are divided by. `None`: its own.
-        progress: Called with the tokens that are done, and all of them, after each micro-batch.
-        stats: A dict to be filled: `seconds` in all, `forward_seconds` in the model, `micro_batches`, `tokens` in them,
-            `slots` computed, and `padding`, the share of what was computed that was padding.
+        progress: Called after each micro-batch with the number of tokens done, and of all tokens.
+        stats: A dict that gets `seconds` in total, `forward_seconds` in the model, `micro_batches`, `tokens`, response
+            `slots`, and `padding`, the share of padding among all computed tokens.
 
     Returns:
-        By name, a float32 column on the host with a row for each record. A number that is not finite is 0 where
-        `action_mask` is False.
+        By name, a float32 column on the host with a row for each record. Numbers that are not finite are replaced by 0
+        where `action_mask` is False.
+
+    Raises:
+        ValueError: If the model does not compute these outputs, or a record is a preference pair.
 
     >>> from rollbook import Experience
     >>> from transformers import LlamaConfig
@@ -126,7 +129,7 @@ def run_micro_batches(
     Args:
         lengths: [N] Tokens of each row.
         response_lengths: [N] Response tokens of each row.
-        make_batch: Makes the batch of some rows, packed or not.
+        make_batch: Builds the batch of some rows, packed or not.
 
     Returns:
         By name, float32 numbers on the host, row after row.
@@ -196,7 +199,7 @@ def run_micro_batches(
 
 
 class _Clock:
-    """Seconds that a device spent in the model, found out without waiting for it in between."""
+    """Measures the seconds that a device spent in the model, without synchronizing in between."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.host = device, 0.0
