@@ -25,6 +25,8 @@ from rollbook.core.checks import check_choice, check_float
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_process_group
 
 STD = ("sample", "population")
+SINGLETON = ("zero", "raw")
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,6 @@ def denominator(deviation: float, eps: float, eps_in: str) -> float:
     if eps_in == "floor":
         return max(deviation, float(eps**0.5))
     return hypot(deviation, eps**0.5)  # and not the root of a sum of squares, which may be 0 when both are not
-
-
-Floats = NDArray[np.float64]
-SINGLETON = ("zero", "raw")
 
 
 def as_rewards(name: str, rewards: PerRow) -> Floats:

@@ -20,6 +20,10 @@ from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_choice, check_float
 
+CLIP_MODES = ("none", "one-side", "two-side", "ring", "gspo-one-side")
+WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
+REGULARIZERS = ("none", "k2", "forward-kl")
+
 
 @LOSSES.register(
     "ppo",
@@ -341,11 +345,6 @@ def cpg(
     beyond = (batch.advantages != 0) & (bounded != ours)
     terms = Terms(-batch.advantages * bounded, {"pg_clipfrac": beyond, "ppo_kl": -batch.log_ratio})
     return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
-
-
-CLIP_MODES = ("none", "one-side", "two-side", "ring", "gspo-one-side")
-WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
-REGULARIZERS = ("none", "k2", "forward-kl")
 
 
 @LOSSES.register("importance_sampling", "is", source="importance-sampled policy gradient (Degris et al., 2012): -A * r")

@@ -21,6 +21,8 @@ from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_choice, check_float
 
+VARIANTS = ("sigmoid", "ipo", "hinge")
+
 
 @LOSSES.register("sft", "nll", source="maximum likelihood: -log p", data="answers")
 def sft(
@@ -143,9 +145,6 @@ def phi_terms(ours: torch.Tensor, cutoff: float = 1.0) -> Terms:
     new_logprobs = ours.detach()
     weight = new_logprobs.exp() * -torch.expm1(new_logprobs)  # 1 - p, without cancellation where p is nearly 1
     return Terms(-weight * ours.clamp(max=math.log(cutoff)))
-
-
-VARIANTS = ("sigmoid", "ipo", "hinge")
 
 
 def interleaved(rows: int) -> tuple[list[int], list[bool]]:
