@@ -133,7 +133,7 @@ def step(many: Experiences) -> None:
         print(f"rank 0, step 0: {batch}, cu_seqlens {batch.cu_seqlens.tolist()}")
         moved = batch.action_log_probs.values + 0.05  # what a policy would say that learned a little
         loss, metrics = ppo(
-            moved, batch.action_log_probs, batch.advantages, batch.action_mask, whole=found.denominators
+            moved, batch.action_log_probs, batch.advantages, batch.action_mask, denominators=found.denominators
         )
         clipped = metrics["pg_clipfrac"].item()
         print(f"its share of the batch's PPO loss: {loss.item():+.4f}, of the clipped tokens: {clipped:.2f}")

@@ -13,7 +13,7 @@ from rollbook.algorithms import estimate, high_entropy_mask, whiten
 from rollbook.algorithms.advantages import ESTIMATORS, gae, grpo, reinforce
 from rollbook.algorithms.aggregate import MODES
 from rollbook.algorithms.corrections import importance_weights, staleness_weights
-from rollbook.algorithms.kl import KL, kl_loss, penalise
+from rollbook.algorithms.kl import KL, kl_loss, penalize
 from rollbook.algorithms.losses import LOSSES
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.core.rows import Rows
@@ -144,7 +144,7 @@ def test_corrections_masks_and_divergences(packed: bool) -> None:
             for d in (here, there)
         ]
         assert values[1].item() == pytest.approx(values[0].item(), rel=1e-4, abs=1e-7)
-    placed = [penalise(d["rewards"], d["values"], d["mask"], coef=0.1)[0] for d in (here, there)]
+    placed = [penalize(d["rewards"], d["values"], d["mask"], coef=0.1)[0] for d in (here, there)]
     torch.testing.assert_close(plain(placed[1]), plain(placed[0]))
 
 

@@ -11,10 +11,11 @@ import torch
 
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.compat.lightrft.models import Actor, forward_batch, native_batch
-from rollbook.models import Critic, policy_log_probs, reference_log_probs, values
+from rollbook.models import Critic
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import test_vision_models, zoo
+from tests.models.zoo import policy_log_probs, reference_log_probs, values
 
 DEVICE = torch.device("cuda")
 SHAPES = [(3, 40), (1, 6), (50, 20), (2, 0), (0, 3), (40, 100), (7, 7)]

@@ -11,12 +11,13 @@ import torch
 import transformers
 from torch.nn import functional
 
-from rollbook.models import Actor, Critic, policy_log_probs
+from rollbook.models import Actor, Critic
 from rollbook.models import varlen as module
 from rollbook.models.varlen import NAME, attend, best_attention
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo
+from tests.models.zoo import policy_log_probs
 
 DEVICE = torch.device("cuda")
 SHAPES = [(3, 40), (1, 6), (50, 20), (2, 0), (0, 3), (40, 100), (7, 7), (0, 1), (100, 100)]
@@ -170,7 +171,7 @@ def test_memory_grows_as_the_samples_do() -> None:
     """32,768 tokens in 64 samples: a mask over all pairs alone would take a gibibyte."""
     config = transformers.LlamaConfig(**{**zoo.TEXT, "hidden_size": 128, "max_position_embeddings": 1024})
     actor = Actor(config, dtype="bfloat16", device=DEVICE, attn_implementation="varlen")
-    critic = Critic(trunk_from=actor)
+    critic = Critic(backbone_from=actor)
     records = zoo.records([(256, 256)] * 64)
     first, every = (zoo.batch_of(some, packed=True, device=DEVICE) for some in (records[:2], records))
     for model, score in ((actor, actor.token_stats), (critic, critic.token_values)):

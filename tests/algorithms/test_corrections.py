@@ -110,7 +110,7 @@ def naive_weights(
         masks.append(keep)
         kept = [w for w, k in zip(raw, keep, strict=True) if k]
         units += kept if level == "token" else kept[:1]
-    if options["normalise"] and units:
+    if options["normalize"] and units:
         mean = sum(units) / len(units)
         weights = [[w / mean for w in row] for row in weights]
     return weights, masks
@@ -124,7 +124,7 @@ OPTIONS = st.fixed_dictionaries(
         "mask_outside": st.none() | st.tuples(st.floats(0, 0.9), st.floats(1.0, 5)),
         "veto": st.none() | st.floats(1e-6, 0.5),
         "log_clamp": st.floats(0.1, 20),
-        "normalise": st.booleans(),
+        "normalize": st.booleans(),
     }
 )
 
@@ -147,7 +147,7 @@ def test_importance_weights_are_the_loop_in_every_layout(data: Ragged, options: 
     gone = tokens - sum(map(sum, masks))
     assert math.isclose(padded.report.metrics["masked"], gone / tokens if tokens else 0.0, abs_tol=1e-12)
     units = [w for row, mask in zip(weights, masks, strict=True) for w, m in zip(row, mask, strict=True) if m]
-    if options["level"] == "token" and not options["normalise"] and units:
+    if options["level"] == "token" and not options["normalize"] and units:
         metrics = padded.report.metrics
         close([metrics["weight_mean"], metrics["weight_max"]], [sum(units) / len(units), max(units)])
         share = sum(units) ** 2 / (len(units) * sum(w * w for w in units)) if any(units) else 0.0
@@ -157,7 +157,7 @@ def test_importance_weights_are_the_loop_in_every_layout(data: Ragged, options: 
 @USUAL
 @given(ragged(min_rows=1), OPTIONS, st.randoms())
 def test_rows_do_not_see_each_other(data: Ragged, options: dict[str, Any], random: Any) -> None:
-    options = {**options, "normalise": False}
+    options = {**options, "normalize": False}
     policy, behaviour, mask = data.padded(data.rows(0)), data.padded(data.rows(1)), data.padded_mask
     whole = importance_weights(policy, behaviour, mask, **options)
     order = list(range(len(data.lengths)))
@@ -196,7 +196,7 @@ def test_a_sequence_is_masked_as_a_whole_and_a_token_alone() -> None:
 def test_equal_policies_weigh_exactly_one() -> None:
     logprobs = torch.randn(4, 9).exp().neg()
     for level in ("token", "sequence", "geometric"):
-        found = importance_weights(logprobs, logprobs, level=level, normalise=True)
+        found = importance_weights(logprobs, logprobs, level=level, normalize=True)
         assert torch.equal(found.weights, torch.ones(4, 9)) and found.report.metrics["weight_ess"] == 1.0
         assert found.report.metrics["capped"] == 0.0
 
@@ -224,7 +224,7 @@ def test_finite_log_probs_give_finite_numbers(pairs: list[tuple[float, float]], 
     behaviour = policy.flip(0)
     for value in (*diagnostics(policy, behaviour).values(),):
         assert type(value) is float and math.isfinite(value)
-    found = importance_weights(policy, behaviour, level=level, truncate=None, normalise=True)
+    found = importance_weights(policy, behaviour, level=level, truncate=None, normalize=True)
     assert found.weights.isfinite().all() and all(map(math.isfinite, found.report.metrics.values()))
     assert 0 <= found.report.metrics["ess_token"] <= 1 and found.report.metrics["kl_k3"] >= 0
 
@@ -286,7 +286,7 @@ def naive_diagnostics(data: Ragged, policy: list[list[float]], behaviour: list[l
         "log_diff_max_abs": max(abs(d) for d in off),
         "log_diff_std": mean([(d - mean(off)) ** 2 for d in off]) ** 0.5,
         "policy_perplexity": perplexity[0],
-        "behaviour_perplexity": perplexity[1],
+        "engine_perplexity": perplexity[1],
         "perplexity_ratio": perplexity[0] / perplexity[1],
     }
 
@@ -300,7 +300,7 @@ def test_diagnostics_are_their_formulas(data: Ragged) -> None:
     if sum(map(sum, data.masks)):
         wanted = naive_diagnostics(data, policy, behaviour)
     else:
-        ones = {"ess_token", "ess_sequence", "policy_perplexity", "behaviour_perplexity", "perplexity_ratio"}
+        ones = {"ess_token", "ess_sequence", "policy_perplexity", "engine_perplexity", "perplexity_ratio"}
         wanted = {name: float(name in ones) for name in padded}
     assert list(padded) == list(packed) == list(wanted)
     close(list(padded.values()), list(wanted.values()), 1e-7)
@@ -401,7 +401,7 @@ ONE = torch.zeros(1, 2)
         (lambda: importance_weights(ONE, ONE, low=3.0), "low: got 3.0, expected a number from 0 to 2"),
         (lambda: importance_weights(ONE, ONE, veto=2.0), "veto: got 2.0, expected a ratio above 0 and up to 1"),
         (lambda: importance_weights(ONE, ONE, log_clamp=100.0), "log_clamp: got 100.0, expected a positive number up"),
-        (lambda: importance_weights(ONE, ONE, normalise="no"), "normalise: got 'no', expected True or False"),
+        (lambda: importance_weights(ONE, ONE, normalize="no"), "normalize: got 'no', expected True or False"),
         (lambda: importance_weights(ONE, ONE, mask_outside=2.0), "mask_outside: got 2.0, expected a pair"),
         (
             lambda: importance_weights(ONE, ONE, mask_outside=(2.0, 1.0)),

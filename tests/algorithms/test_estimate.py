@@ -229,7 +229,7 @@ def across(rows: list[int], ranks: Any) -> dict[str, list[float]]:
         "ids": [f"id{i}" for i in rows],
     }
     return {
-        name: ESTIMATORS.call(name.removesuffix("_batch"), data, ranks=ranks, **options).advantages.tolist()
+        name: ESTIMATORS.call(name.removesuffix("_batch"), data, process_group=ranks, **options).advantages.tolist()
         for name, options in ACROSS.items()
     }
 
@@ -254,7 +254,7 @@ def test_groups_that_lie_across_processes_are_still_groups(tmp_path: Path) -> No
 
 
 def test_ranks_need_a_process_group() -> None:
-    with pytest.raises(ValueError, match=r"ranks: torch.distributed is not initialised"):
+    with pytest.raises(ValueError, match=r"process_group: torch.distributed is not initialized"):
         ProcessGroup()
 
 

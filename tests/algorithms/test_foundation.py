@@ -82,7 +82,7 @@ def test_micro_batches_add_up_in_value_and_gradient(rows: list[list[tuple[float,
     one = aggregate(matrix, bits, mode=mode, norm=3)
     (right,) = torch.autograd.grad(one, matrix)
     halves = [
-        aggregate(matrix[p], bits[p], mode=mode, norm=3, whole=whole)
+        aggregate(matrix[p], bits[p], mode=mode, norm=3, denominators=whole)
         for p in (slice(0, cut), slice(cut, None))
         if len(matrix[p])
     ]
@@ -127,7 +127,7 @@ def test_whitening_equals_its_loop_in_every_layout(rows: list[list[tuple[float, 
     for values, mask in layouts(rows):
         found = whiten(values, mask, std=std, eps=eps, eps_in=eps_in)
         layout = Layout.of(mask, values=values)
-        tokens = layout.whole("found", found)
+        tokens = layout.tensor("found", found)
         assert tokens[layout.mask].tolist() == pytest.approx(
             [v for row, r in zip(expected, rows, strict=True) for v, (_, m) in zip(row, r, strict=True) if m], abs=1e-6
         )
@@ -146,9 +146,9 @@ def test_whitening_can_keep_mean_or_deviation() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Layout.of(None), "tokens: got nothing without rows, expected a matrix (B, A), or Rows"),
+        (lambda: Layout.of(None), "tokens: got nothing without rows, expected a matrix (B, R), or Rows"),
         (lambda: Layout.of(torch.ones(3)), "tokens: got mask without rows"),
-        (lambda: Layout.of(torch.ones(1, 2, 3)), "mask: got 3 dimensions, expected 2 (B, A), or packed rows"),
+        (lambda: Layout.of(torch.ones(1, 2, 3)), "mask: got 3 dimensions, expected 2 (B, R), or packed rows"),
         (lambda: Layout.of([[1, 2]]), "mask: got 2, expected 0 and 1 only"),
         (lambda: Layout.of([[math.nan]]), "mask: got nan, expected 0 and 1 only"),
         (lambda: Layout.of("ab"), "mask: got str, expected a matrix"),
@@ -235,18 +235,18 @@ def test_arrays_of_any_kind_are_read() -> None:
 
 @pytest.mark.parametrize("whole", [5, {"tokens": 3}, (1, 2)])
 def test_denominators_are_denominators(whole: Any) -> None:
-    with pytest.raises(ValueError, match="whole: got .*, expected the Denominators of the whole batch"):
-        aggregate([[1.0]], whole=whole)
+    with pytest.raises(ValueError, match="denominators: got .*, expected the Denominators of the whole batch"):
+        aggregate([[1.0]], denominators=whole)
 
 
 def test_denominators_of_a_narrowed_mask_make_micro_batches_add_up() -> None:
-    from rollbook.algorithms.aggregate import denominators
+    from rollbook.algorithms.aggregate import count_denominators
 
     values, mask = torch.arange(12.0).reshape(3, 4), torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
-    whole = denominators(mask)
+    whole = count_denominators(mask)
     assert whole == Denominators(3, 2, 3)
     for mode in MODES[:3]:
-        parts = sum(aggregate(values[i : i + 1], mask[i : i + 1], mode=mode, whole=whole) for i in range(3))
+        parts = sum(aggregate(values[i : i + 1], mask[i : i + 1], mode=mode, denominators=whole) for i in range(3))
         assert parts.item() == pytest.approx(aggregate(values, mask, mode=mode).item())
 
 

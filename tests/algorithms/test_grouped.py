@@ -74,7 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rloo": {},
     "opmd": {"baseline": "logavgexp", "tau": 0.7},
     "asymre": {"shift": -0.1},
-    "rec": {"normalise": True},
+    "rec": {"normalize": True},
 }
 
 
@@ -241,9 +241,9 @@ STEPS = st.lists(
     rows=STEPS,
     seed=st.randoms(use_true_random=False),
     gamma=st.floats(0, 1),
-    normalise=st.sampled_from(["none", "std"]),
+    normalize=st.sampled_from(["none", "std"]),
 )
-def test_gigpo_equals_its_loop_in_any_order(rows: list[Any], seed: Any, gamma: float, normalise: str) -> None:
+def test_gigpo_equals_its_loop_in_any_order(rows: list[Any], seed: Any, gamma: float, normalize: str) -> None:
     steps: dict[Any, int] = defaultdict(int)
     table = []
     for task, run, reward, state in rows:
@@ -254,7 +254,7 @@ def test_gigpo_equals_its_loop_in_any_order(rows: list[Any], seed: Any, gamma: f
         if len(members) < 2 or min(members) == max(members):
             return 0.0
         off = value - statistics.fmean(members)
-        return off / (statistics.stdev(members) + 1e-6) if normalise == "std" else off
+        return off / (statistics.stdev(members) + 1e-6) if normalize == "std" else off
 
     def to_go(task: str, run: int, step: int) -> float:
         later = sorted((s, r) for t, u, s, r, _ in table if (t, u) == (task, run) and s >= step)
@@ -273,10 +273,10 @@ def test_gigpo_equals_its_loop_in_any_order(rows: list[Any], seed: Any, gamma: f
         *(list(column) for column in zip(*[(r, t, u, s, h) for t, u, s, r, h in picked], strict=True)),
         omega=0.5,
         gamma=gamma,
-        normalise=normalise,
+        normalize=normalize,
     )
     # Near-equal members differ by rounding alone, and a deviation that small magnifies it.
-    tolerance = 1e-2 if normalise == "std" else 1e-4
+    tolerance = 1e-2 if normalize == "std" else 1e-4
     assert found.advantages.tolist() == pytest.approx([expected[i] for i in order], rel=1e-4, abs=tolerance)
 
 
@@ -353,7 +353,7 @@ def test_a_run_that_lacks_a_reward_is_in_no_statistic_of_gigpo() -> None:
 def test_runs_of_the_same_rewards_in_another_order_are_equal() -> None:
     rewards = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], dtype=torch.float64)
     found = stepwise.gigpo(
-        rewards, ["t"] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, list("abcdef"), normalise="std", eps=0.0
+        rewards, ["t"] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, list("abcdef"), normalize="std", eps=0.0
     )
     assert found.advantages.tolist() == [0.0] * 6 and found.report.count("constant group") == 6
 
@@ -403,11 +403,11 @@ def test_numbers_written_as_text_are_text() -> None:
         grouped.pass_at_k_advantage([1.0], ["a"], correct="x")
 
 
-@pytest.mark.parametrize("call", ["whiten", "normalise", "step_norm"])
+@pytest.mark.parametrize("call", ["whiten", "normalize", "step_norm"])
 def test_a_switch_is_on_or_off(call: str) -> None:
     calls = {
         "whiten": lambda: ESTIMATORS.call("reinforce", {"rewards": [1.0]}, whiten="no"),
-        "normalise": lambda: grouped.rec([1.0], ["a"], normalise="no"),
+        "normalize": lambda: grouped.rec([1.0], ["a"], normalize="no"),
         "step_norm": lambda: stepwise.step_wise_grpo([1.0], ["a"], [0], [0], step_norm="no"),
     }
     with pytest.raises(ValueError, match=f"{call}: got 'no', expected True or False"):

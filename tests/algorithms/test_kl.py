@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.algorithms.kl import KL, AdaptiveKL, FixedKL, corrected_k3, k3, kl, kl_loss, penalise, token_kl
+from rollbook.algorithms.kl import KL, AdaptiveKL, FixedKL, corrected_k3, k3, kl, kl_loss, penalize, token_kl
 from rollbook.core.rows import Rows
 
 
@@ -238,7 +238,7 @@ def test_kl_loss_takes_weights_of_rows():
 @given(
     seed=st.integers(0, 10**6), coef=st.sampled_from([0.1, 0.0, -1.0]), clip=st.sampled_from([None, 0.5, (-0.1, 2.0)])
 )
-def test_penalise(seed, coef, clip):
+def test_penalize(seed, coef, clip):
     draw = random.Random(seed)
     lengths = [draw.randint(0, 5) for _ in range(draw.randint(1, 4))]
     mask = [[draw.random() < 0.6 for _ in range(n)] for n in lengths]
@@ -258,7 +258,7 @@ def test_penalise(seed, coef, clip):
 
     flat = doubles([x for row in kls for x in row])
     kept = Rows(torch.tensor([x for row in mask for x in row], dtype=torch.bool), lengths)
-    found, report = penalise(rewards, Rows(flat, lengths), kept, coef=coef, reward_clip=clip)
+    found, report = penalize(rewards, Rows(flat, lengths), kept, coef=coef, reward_clip=clip)
     assert [row.tolist() for row in found] == [pytest.approx(row, abs=1e-6) for row in expected]
     assert report.reasons == {"no actions": no_actions, "missing reward": missing} and report.rows == len(lengths)
 
@@ -266,56 +266,56 @@ def test_penalise(seed, coef, clip):
     padded, wide = torch.full((len(lengths), width), math.nan), torch.zeros(len(lengths), width)
     for i, n in enumerate(lengths):  # left-padded
         padded[i, width - n :], wide[i, width - n :] = torch.tensor(kls[i]), torch.tensor(mask[i], dtype=torch.float)
-    again, _ = penalise(torch.tensor(rewards), padded, wide, coef=coef, reward_clip=clip)
+    again, _ = penalize(torch.tensor(rewards), padded, wide, coef=coef, reward_clip=clip)
     for i, n in enumerate(lengths):
         assert again[i, width - n :].tolist() == pytest.approx(expected[i], abs=1e-6)
         assert (again[i, : width - n] == 0).all()
 
 
-def test_penalise_rewards_of_tokens_and_none():
+def test_penalize_rewards_of_tokens_and_none():
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     given_ = torch.tensor([[1.0, 5.0, 9.0], [0.0, math.nan, 2.0]])
-    found, report = penalise(given_, torch.ones(2, 3), mask, coef=0.5, reward_clip=3.0)
+    found, report = penalize(given_, torch.ones(2, 3), mask, coef=0.5, reward_clip=3.0)
     assert found.tolist() == [[0.5, 2.5, 0.0], [-0.5, -0.5, 1.5]]
     assert report.which("missing reward") == [1] and report.metrics == {"kl": 1.0, "kl_coef": 0.5}
-    found, report = penalise([None, 2.0], None, mask)
+    found, report = penalize([None, 2.0], None, mask)
     assert found.tolist() == [[0, 0, 0], [0, 0, 2.0]] and report.reasons["missing reward"] == [0]
-    found, _ = penalise([[1.0, 2.0], [3.0]], [[0.1, 0.2], [0.3]], coef=1.0)
+    found, _ = penalize([[1.0, 2.0], [3.0]], [[0.1, 0.2], [0.3]], coef=1.0)
     assert [row.tolist() for row in found] == [pytest.approx([0.9, 1.8]), pytest.approx([2.7])]
-    assert penalise(doubles([1.0]), doubles([[1.0]]), coef=1.0).rewards.dtype == torch.float64
+    assert penalize(doubles([1.0]), doubles([[1.0]]), coef=1.0).rewards.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: penalise([1.0], None, torch.ones(1, 2), coef=0.1), r"kl: got None, expected the KL of tokens"),
-        (lambda: penalise([1.0, 2.0, 3.0], torch.ones(2, 2)), r"rewards: got shape \[3\], expected \[2\]"),
-        (lambda: penalise([1.0], torch.ones(1, 2), coef=math.nan), r"coef: got nan"),
-        (lambda: penalise([1.0], torch.ones(1, 2), reward_clip=(2, 1)), r"reward_clip: got 1, expected .* below 2"),
+        (lambda: penalize([1.0], None, torch.ones(1, 2), coef=0.1), r"kl: got None, expected the KL of tokens"),
+        (lambda: penalize([1.0, 2.0, 3.0], torch.ones(2, 2)), r"rewards: got shape \[3\], expected \[2\]"),
+        (lambda: penalize([1.0], torch.ones(1, 2), coef=math.nan), r"coef: got nan"),
+        (lambda: penalize([1.0], torch.ones(1, 2), reward_clip=(2, 1)), r"reward_clip: got 1, expected .* below 2"),
         (
-            lambda: penalise([1.0], torch.ones(1, 2), reward_clip=(1, 2, 3)),
+            lambda: penalize([1.0], torch.ones(1, 2), reward_clip=(1, 2, 3)),
             r"reward_clip: got \(1, 2, 3\), expected a pair \(low, high\), one number, or None",
         ),
-        (lambda: penalise([1.0], torch.ones(1, 2), reward_clip="x"), r"reward_clip: got 'x', expected a number of at"),
+        (lambda: penalize([1.0], torch.ones(1, 2), reward_clip="x"), r"reward_clip: got 'x', expected a number of at"),
         (
-            lambda: penalise([1.0], torch.ones(1, 2), reward_clip=-1.0),
+            lambda: penalize([1.0], torch.ones(1, 2), reward_clip=-1.0),
             r"reward_clip: got -1.0, expected a number of at",
         ),
-        (lambda: penalise([1.0], torch.ones(1, 2), reward_clip=("x", 1)), r"reward_clip: got 'x', expected a number"),
-        (lambda: penalise([1.0], torch.ones(1, 2), reward_clip=(0, "x")), r"reward_clip: got 'x', expected .* below 0"),
+        (lambda: penalize([1.0], torch.ones(1, 2), reward_clip=("x", 1)), r"reward_clip: got 'x', expected a number"),
+        (lambda: penalize([1.0], torch.ones(1, 2), reward_clip=(0, "x")), r"reward_clip: got 'x', expected .* below 0"),
         (
-            lambda: penalise(torch.ones(2), torch.ones(2), Rows(torch.ones(2), [0, 2])),
+            lambda: penalize(torch.ones(2), torch.ones(2), Rows(torch.ones(2), [0, 2])),
             r"rewards: got 2 numbers for as many rows and as many tokens, expected Rows\(values, lengths\)",
         ),
     ],
 )
-def test_penalise_errors(call, message):
+def test_penalize_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
 def test_rewards_of_packed_rows_some_of_which_are_empty():
-    rewards, _ = penalise(torch.tensor([1.0, 2.0]), Rows(torch.ones(2), [0, 2]))
+    rewards, _ = penalize(torch.tensor([1.0, 2.0]), Rows(torch.ones(2), [0, 2]))
     assert rewards.values.tolist() == [0.0, 2.0]
 
 
@@ -375,6 +375,6 @@ def test_coefficients_check_their_numbers():
 
 def test_a_controller_is_a_coefficient():
     for controller in (FixedKL(0.25), AdaptiveKL(0.25, 6, 100)):
-        with_it = penalise([1.0], [[0.5, 0.2]], [[1, 1]], coef=controller)
-        torch.testing.assert_close(with_it.rewards[0], penalise([1.0], [[0.5, 0.2]], [[1, 1]], coef=0.25).rewards[0])
+        with_it = penalize([1.0], [[0.5, 0.2]], [[1, 1]], coef=controller)
+        torch.testing.assert_close(with_it.rewards[0], penalize([1.0], [[0.5, 0.2]], [[1, 1]], coef=0.25).rewards[0])
         assert kl_loss([[-1.0]], [[-2.0]], coef=controller).value == kl_loss([[-1.0]], [[-2.0]], coef=0.25).value

@@ -446,7 +446,7 @@ def test_micro_batches_add_up_in_any_order(name, options, naive, expected, mode,
         small = batch.sub(part)
         arrays = small.packed() if k else small.padded("left")
         data, leaf = data_of(arrays)
-        loss = LOSSES.call(name, data, **options, whole=whole)
+        loss = LOSSES.call(name, data, **options, denominators=whole)
         loss.backward()
         total += loss.value.item()
         for metric, number in loss.metrics.items():
@@ -696,9 +696,12 @@ X = torch.zeros(2, 3)
         (lambda: mix(X, X, X, [True]), r"expert_mask: got shape \[1\], expected \[2\], one for each row"),
         (lambda: mix(X, X, X, [0, 2]), r"expert_mask: got 2, expected 0 and 1 only"),
         (lambda: mix(X, X, X, [0, 1], mu=1.5), r"mu: got 1.5"),
-        (lambda: mix(X, X, X, [0, 1], whole=Denominators(1, 1, 1)), r"whole: got Denominators, expected a pair"),
-        (lambda: mix(X, X, X, [0, 1], whole=5), r"whole: got int, expected a pair of Denominators"),
-        (lambda: mix_chord(X, X, X, [0, 1], 1, whole={"tokens": 3}), r"whole: got dict, expected a pair"),
+        (
+            lambda: mix(X, X, X, [0, 1], denominators=Denominators(1, 1, 1)),
+            r"denominators: got Denominators, expected a pair",
+        ),
+        (lambda: mix(X, X, X, [0, 1], denominators=5), r"denominators: got int, expected a pair of Denominators"),
+        (lambda: mix_chord(X, X, X, [0, 1], 1, denominators={"tokens": 3}), r"denominators: got dict, expected a pair"),
         (lambda: mix_chord(X, X, X, [0, 1], [3, 4]), r"step: got \[3, 4\], expected one step"),
         (lambda: mix_chord(X, X, X, [0, 1], 2.7), r"step: got 2.7\d*, expected a whole number"),
         (lambda: mix_chord(X, X, X, [0, 1], True), r"step: got True, expected a whole number"),
@@ -709,7 +712,10 @@ X = torch.zeros(2, 3)
         (lambda: dpo(X, ["a"], [1, 0], X), r"pairs: got 1, expected 2, one for each row"),
         (lambda: dpo(X, None, [1, 0], X), r"pairs: got None, expected 2 ids, one for each row"),
         (lambda: dpo(X, [["a"], ["a"]], [1, 0], X), r"pairs: got an id that cannot be a key"),
-        (lambda: dpo(X, ["a", "a"], [1, 0], X, whole={"tokens": 3}), r"whole: got {'tokens': 3}, expected how many"),
+        (
+            lambda: dpo(X, ["a", "a"], [1, 0], X, denominators={"tokens": 3}),
+            r"denominators: got {'tokens': 3}, expected how many",
+        ),
         (lambda: dpo(X, ["a", "a"], [1, 1], X), r"pairs: 'a' has rows 0 and 1 as chosen, expected one of each"),
         (lambda: dpo(X, ["a", "b"], [1, 0], X), r"pairs: 'a' has a chosen row and no rejected one"),
         (lambda: dpo(X, ["a", "a"], [1, 0]), r"ref_logprobs: got None, expected .* or reference_free=True"),
@@ -754,8 +760,8 @@ def test_errors_name_field_value_and_expectation(call, message):
 @pytest.mark.parametrize("whole", [5, {"tokens": 3}, (1, 2, 3)])
 def test_the_denominators_of_the_batch_have_one_type(name, options, whole):
     data, _ = data_of(Batch(33, rows=4).padded("right"))
-    with pytest.raises(ValueError, match=rf"whole: got {type(whole).__name__}, expected the Denominators"):
-        LOSSES.call(name, data, whole=whole, **options)
+    with pytest.raises(ValueError, match=rf"denominators: got {type(whole).__name__}, expected the Denominators"):
+        LOSSES.call(name, data, denominators=whole, **options)
 
 
 def test_numbers_of_numpy_are_options():
@@ -876,7 +882,7 @@ def test_mix(name, mode, seed):
         arrays = batch.sub(part).packed()
         data, leaf = data_of(arrays)
         flags = torch.tensor(expert)[part]
-        small = LOSSES.call(name, data | {"expert_mask": flags, "step": 20}, mode=mode, whole=whole, **options)
+        small = LOSSES.call(name, data | {"expert_mask": flags, "step": 20}, mode=mode, denominators=whole, **options)
         total += small.value.item()
         for metric, number in small.metrics.items():
             sums[metric] = sums.get(metric, 0.0) + number.item()
@@ -897,10 +903,10 @@ def test_a_chord_step_may_come_with_no_row():
     rows, options = torch.zeros(0, 3), {"warmup": 10, "peak": 0.9, "valley": 0.1}
     whole = (Denominators(3, 1, 1), Denominators(3, 1, 1))
     for step in (torch.zeros(0, dtype=torch.int64), [], 5):
-        loss = mix_chord(rows, rows, rows, torch.zeros(0, dtype=torch.bool), step, whole=whole, **options)
+        loss = mix_chord(rows, rows, rows, torch.zeros(0, dtype=torch.bool), step, denominators=whole, **options)
         assert loss.value.item() == 0.0 and loss.metrics["mu"].item() == 0.0
     packed = Rows(torch.zeros(0), [])
-    assert mix_chord(packed, packed, [], [], [], whole=whole, **options).value.item() == 0.0
+    assert mix_chord(packed, packed, [], [], [], denominators=whole, **options).value.item() == 0.0
     data, _ = data_of(Batch(33, rows=2).padded("right"))
     one = LOSSES.call("mix_chord", data | {"expert_mask": [0, 1], "step": torch.tensor([5.0, 5.0])}, **options)
     for step in (5, np.int64(5), 5.0, torch.tensor(5)):
@@ -953,7 +959,7 @@ def test_dpo_per_pair(variant, smoothing, free, seed):
     for part in ([0, 1, 6, 7], [2, 3, 4, 5]):
         data = referred(batch.sub(part).padded("left"))
         pairs, chosen = torch.tensor(part) // 2, torch.tensor(part) % 2 == 0
-        share = LOSSES.call("dpo", data | {"pairs": pairs, "chosen": chosen}, whole=len(full), **options)
+        share = LOSSES.call("dpo", data | {"pairs": pairs, "chosen": chosen}, denominators=len(full), **options)
         total += share.value.item()
         for metric, number in share.metrics.items():
             sums[metric] = sums.get(metric, 0.0) + number.item()
@@ -991,7 +997,7 @@ def test_dpo_does_not_pool_pairs():
     assert metrics["accuracy_mean"] == 0.5 and metrics["reward_margin"] == 1.0
     halves = Denominators(tokens=4, sequences=4, samples=4)
     rows = ([[40.0], [0.0]], [[0.0], [20.0]])
-    parts = [dpo(pair, *interleaved(2), reference_free=True, whole=halves) for pair in rows]
+    parts = [dpo(pair, *interleaved(2), reference_free=True, denominators=halves) for pair in rows]
     assert sum(part.value for part in parts).item() == pytest.approx(loss.item())
 
 

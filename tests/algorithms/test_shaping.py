@@ -51,7 +51,7 @@ def missing(reward: float | None) -> bool:
     return reward is None or math.isnan(reward)
 
 
-def alike(got: torch.Tensor, wanted: list[float | None], tolerance: float = 1e-5) -> None:
+def same_shape(got: torch.Tensor, wanted: list[float | None], tolerance: float = 1e-5) -> None:
     assert got.dtype == torch.float32 and got.shape == (len(wanted),)
     for one, other in zip(got.tolist(), wanted, strict=True):
         same = math.isnan(one) if missing(other) else math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-6)
@@ -79,9 +79,9 @@ def test_overlong_is_the_formula(
     for length in lengths:
         penalty = min(0.0, -(length - (longest - buffer)) / buffer * factor)
         penalties.append(max(penalty, -factor) if bounded else penalty)
-    alike(overlong_penalty(lengths, **options), list(penalties))
+    same_shape(overlong_penalty(lengths, **options), list(penalties))
     shaped = shape_overlong(rewards, lengths, **options)
-    alike(shaped.rewards, [None if missing(r) else r + p for r, p in zip(rewards, penalties, strict=True)])
+    same_shape(shaped.rewards, [None if missing(r) else r + p for r, p in zip(rewards, penalties, strict=True)])
     assert shaped.report.which("missing reward") == [i for i, r in enumerate(rewards) if missing(r)]
     if factor > 1e-6:
         assert shaped.report.which("overlong") == [i for i, n in enumerate(lengths) if n > longest - buffer]
@@ -99,7 +99,7 @@ def test_overlong_has_no_minus_zero_and_keeps_float64_and_its_argument() -> None
 @given(st.lists(st.integers(0, 300), max_size=8), st.integers(0, 200), st.floats(0, 0.1), st.floats(0, 2))
 def test_length_penalty_is_the_formula(lengths: list[int], target: int, per_token: float, most: float) -> None:
     found = length_penalty(lengths, target=target, per_token=per_token, max_penalty=most)
-    alike(found, [-min(max(0, n - target) * per_token, most) for n in lengths])
+    same_shape(found, [-min(max(0, n - target) * per_token, most) for n in lengths])
     assert all(math.copysign(1, x) > 0 for x, n in zip(found.tolist(), lengths, strict=True) if n <= target)
 
 
@@ -120,12 +120,12 @@ def test_length_bonus_is_the_formula(rows: list[tuple[int, Any, str]], random: p
             continue
         bonus = 0.5 - (length - min(sizes)) / (max(sizes) - min(sizes))
         wanted.append(bonus if correct else min(0.0, bonus))
-    alike(length_bonus([n for n, _, _ in rows], [c for _, c, _ in rows], [g for _, _, g in rows]), wanted)
+    same_shape(length_bonus([n for n, _, _ in rows], [c for _, c, _ in rows], [g for _, _, g in rows]), wanted)
     order = list(range(len(rows)))
     random.shuffle(order)
     mixed = [rows[i] for i in order]
     found = length_bonus([n for n, _, _ in mixed], [c for _, c, _ in mixed], [g for _, _, g in mixed])
-    alike(found, [wanted[i] for i in order])
+    same_shape(found, [wanted[i] for i in order])
 
 
 @USUAL
@@ -134,11 +134,11 @@ def test_penalties_say_how_many_which_and_why(rows: list[tuple[float | None, int
     rewards, lengths, tokens = ([row[part] for row in rows] for part in (0, 1, 2))
     ids = [f"row{i}" for i in range(len(rows))]
     long = shape_length(rewards, lengths, ids, target=20, per_token=0.3, max_penalty=2.0)
-    alike(long.rewards, [None if missing(r) else r - min(max(n - 20, 0) * 0.3, 2.0) for r, n, _ in rows])
+    same_shape(long.rewards, [None if missing(r) else r - min(max(n - 20, 0) * 0.3, 2.0) for r, n, _ in rows])
     assert long.report.which("over target") == [name for name, n in zip(ids, lengths, strict=True) if n > 20]
     again = shape_repetition(rewards, tokens, None, ids, n=2, max_penalty=3.0)
     shares = naive_repetition(tokens, [[True] * len(row) for row in tokens], 2, 3.0)
-    alike(again.rewards, [None if missing(r) else r + lost for r, lost in zip(rewards, shares, strict=True)])
+    same_shape(again.rewards, [None if missing(r) else r + lost for r, lost in zip(rewards, shares, strict=True)])
     assert again.report.which("repetition") == [name for name, lost in zip(ids, shares, strict=True) if lost]
     groups, likely = [n % 2 for n in lengths], [-float(n % 5) for n in lengths]
     unlikely = shape_rank(rewards, groups, likely, None, ids, penalty=0.5)
@@ -146,7 +146,7 @@ def test_penalties_say_how_many_which_and_why(rows: list[tuple[float | None, int
         torch.tensor([math.nan if r is None else r for r in rewards], dtype=torch.float64), groups, likely
     )
     lost = (lost * 2).tolist()
-    alike(unlikely.rewards, [None if missing(r) else r + gone for r, gone in zip(rewards, lost, strict=True)])
+    same_shape(unlikely.rewards, [None if missing(r) else r + gone for r, gone in zip(rewards, lost, strict=True)])
     assert unlikely.report.which("likely") == [name for name, gone in zip(ids, lost, strict=True) if gone]
     for shaped in (long, again, unlikely):
         assert shaped.report.which("missing reward") == [n for n, r in zip(ids, rewards, strict=True) if missing(r)]
@@ -188,9 +188,9 @@ def test_repetition_is_the_loop_in_every_layout(data: Ragged, n: int, most: floa
     tokens = [[random.choice([5, 151_935, -1][:letters]) for _ in range(length)] for length in data.lengths]
     wanted = naive_repetition(tokens, data.masks, n, most)
     padded = data.padded(tokens, 7.0).long()
-    alike(repetition_penalty(padded, data.padded_mask, n=n, max_penalty=most), wanted)
+    same_shape(repetition_penalty(padded, data.padded_mask, n=n, max_penalty=most), wanted)
     packed = Rows(data.packed(tokens).values.long(), data.lengths)
-    alike(repetition_penalty(packed, data.packed_mask, n=n, max_penalty=most), wanted)
+    same_shape(repetition_penalty(packed, data.packed_mask, n=n, max_penalty=most), wanted)
 
 
 def test_a_loop_of_any_period_costs_nearly_all_and_plain_counting_nothing() -> None:
@@ -207,7 +207,7 @@ def test_every_width_of_ngram_tells_all_apart() -> None:
         flat = [letter + 2 * i for i, word in enumerate(words) for letter in word]
         assert repetition_penalty([flat], n=n).item() == 0.0
         joined = [letter for word in words for letter in word]
-        alike(repetition_penalty([joined], n=n), naive_repetition([joined], [[True] * len(joined)], n, 1.0))
+        same_shape(repetition_penalty([joined], n=n), naive_repetition([joined], [[True] * len(joined)], n, 1.0))
 
 
 # --- operations -----------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_shape_by_is_the_loop(rows: list[tuple[float | None, float | None]], op:
     rewards = [r for r, _ in rows]
     shaped = shape_by(rewards, [v for _, v in rows], op, weight)
     kept = [w if w is None or abs(w) < 1e30 else None for w in wanted]
-    alike(shaped.rewards[[k is not None for k in kept]], [k for k in kept if k is not None])
+    same_shape(shaped.rewards[[k is not None for k in kept]], [k for k in kept if k is not None])
     assert shaped.report.which("zero divisor") == skipped and shaped.report.which("missing value") == unknown
     assert shaped.report.which("missing reward") == [i for i, (r, _) in enumerate(rows) if missing(r)]
     assert rewards == [r for r, _ in rows]
@@ -254,7 +254,7 @@ def test_shape_by_is_the_loop(rows: list[tuple[float | None, float | None]], op:
 def test_clipped_rewards_are_counted(rewards: list[float | None], low: float | None, high: float | None) -> None:
     least, most = -math.inf if low is None else low, math.inf if high is None else high
     found = clip_rewards(rewards, low, high)
-    alike(found.rewards, [None if missing(r) else min(max(r, least), most) for r in rewards])
+    same_shape(found.rewards, [None if missing(r) else min(max(r, least), most) for r in rewards])
     assert found.report.which("below") == [i for i, r in enumerate(rewards) if not missing(r) and r < least]
     assert found.report.which("above") == [i for i, r in enumerate(rewards) if not missing(r) and r > most]
 
@@ -298,7 +298,7 @@ def test_the_clipped_share_is_of_tokens_that_count_before_they_are_clipped(data:
         (packed, [r.tolist() for r in packed.advantages]),
     ):
         assert tokens == values and found.fraction == pytest.approx(share)
-        alike(found.fractions, list(shares))
+        same_shape(found.fractions, list(shares))
         assert found.report.which("clipped") == [i for i, x in enumerate(shares) if x]
 
 
@@ -337,7 +337,7 @@ def test_running_norm_is_the_deviation_of_all_in_any_order(
         assert each.std == pytest.approx(std, rel=1e-6, abs=1e-9)
         scale = each.std if each.std > 1e-3 else 1.0
         wanted = [None if missing(r) else (r - (each.mean if minus_mean else 0.0)) / scale for r in mixed]
-        alike(each.apply(mixed).rewards, wanted)
+        same_shape(each.apply(mixed).rewards, wanted)
 
 
 def test_equal_first_rewards_stay_finite() -> None:
@@ -412,13 +412,13 @@ def _rank(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     ranks = ProcessGroup()
     norm = RunningNorm()
-    shaped = norm(PARTS[rank], ranks=ranks)
-    bonus = length_bonus([[10, 20, 30], [5]][rank], [[1, 0, 1], [1]][rank], GROUPS[rank], ranks=ranks)
-    weights = clip_filter_weights(PARTS[rank], GROUPS[rank], ranks=ranks).weights
-    kept = zero_variance(PARTS[rank], GROUPS[rank], ranks=ranks)
+    shaped = norm(PARTS[rank], process_group=ranks)
+    bonus = length_bonus([[10, 20, 30], [5]][rank], [[1, 0, 1], [1]][rank], GROUPS[rank], process_group=ranks)
+    weights = clip_filter_weights(PARTS[rank], GROUPS[rank], process_group=ranks).weights
+    kept = zero_variance(PARTS[rank], GROUPS[rank], process_group=ranks)
     off = torch.tensor([[0.5, 0.2], [0.1, 0.0]])[rank : rank + 1]
-    scaled = importance_weights(off, torch.zeros(1, 2), truncate=None, normalise=True, ranks=ranks).weights
-    likely = shape_rank(*(part[rank] for part in RANKED), ranks=ranks)
+    scaled = importance_weights(off, torch.zeros(1, 2), truncate=None, normalize=True, process_group=ranks).weights
+    likely = shape_rank(*(part[rank] for part in RANKED), process_group=ranks)
     found = [norm.state_dict(), shaped.rewards.tolist(), bonus.tolist(), weights.tolist(), kept.keep.tolist()]
     found += [scaled[0].tolist(), likely.rewards.tolist(), likely.report.which("likely")]
     Path(folder, str(rank)).write_text(json.dumps(found))
@@ -429,7 +429,7 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     mp.spawn(_rank, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
     first, second = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
     norm = RunningNorm()
-    shaped = norm(PARTS[0] + PARTS[1], ranks=SINGLE_PROCESS)
+    shaped = norm(PARTS[0] + PARTS[1], process_group=SINGLE_PROCESS)
     assert first[0] == second[0]
     assert first[0] == pytest.approx(norm.state_dict())
     assert np.allclose(first[1] + second[1], shaped.rewards.tolist(), equal_nan=True)
@@ -437,7 +437,7 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     assert first[3] + second[3] == clip_filter_weights(PARTS[0] + PARTS[1], GROUPS[0] + GROUPS[1]).weights.tolist()
     assert first[4] + second[4] == zero_variance(PARTS[0] + PARTS[1], GROUPS[0] + GROUPS[1]).keep.tolist()
     off = torch.tensor([[0.5, 0.2], [0.1, 0.0]])
-    whole = importance_weights(off, torch.zeros(2, 2), truncate=None, normalise=True).weights
+    whole = importance_weights(off, torch.zeros(2, 2), truncate=None, normalize=True).weights
     assert np.allclose([first[5], second[5]], whole.tolist()) and whole.mean().item() == pytest.approx(1.0)
     likely = shape_rank(*(one + other for one, other in RANKED))
     assert first[6] + second[6] == likely.rewards.tolist()
@@ -464,11 +464,11 @@ def test_clip_filter_weights_are_the_formula_by_place_and_by_id(
     matrix = clip_filter_like_weight_func(groups, clip, lam)
     assert matrix.dtype == torch.float32
     for row, weight in zip(matrix, each, strict=True):
-        alike(row, [weight] * len(groups[0]))
+        same_shape(row, [weight] * len(groups[0]))
     rows = [(reward, i) for i, group in enumerate(groups) for reward in group]
     python_random.Random(0).shuffle(rows)
     by_id = clip_filter_weights([r for r, _ in rows], [i for _, i in rows], clip=clip, lam=lam)
-    alike(by_id.weights, [each[i] for _, i in rows])
+    same_shape(by_id.weights, [each[i] for _, i in rows])
 
 
 def test_clip_filter_weights_of_odd_shapes(recwarn: pytest.WarningsRecorder) -> None:
@@ -616,7 +616,7 @@ def test_rank_penalty_equals_its_loop_in_any_order(rows: list[tuple[str, float |
 
 
 def test_equal_rewards_with_a_rank_penalty_score_against_each_other() -> None:
-    # Trinity's mean and deviation are of penalised rewards, its numerator of raw ones: +0.707 for both.
+    # Trinity's mean and deviation are of penalized rewards, its numerator of raw ones: +0.707 for both.
     lost = rank_penalty([1.0, 1.0], ["a", "a"], [-0.1, -2.0], penalty=0.5)
     shaped = shape_by([1.0, 1.0], lost, "add").rewards
     scores = grpo(shaped, ["a", "a"]).scores

@@ -420,7 +420,7 @@ def one_process(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     place = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=len(SPLIT))
-    found = estimates(SPLIT[rank], ranks=ProcessGroup())
+    found = estimates(SPLIT[rank], process_group=ProcessGroup())
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

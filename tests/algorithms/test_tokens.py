@@ -19,7 +19,7 @@ from rollbook.algorithms.kernels import vocabulary as _vocabulary
 from rollbook.models import logprobs
 from rollbook.models import logprobs as output_layers
 from rollbook.models.logprobs import (
-    Head,
+    OutputLayer,
     TokenStats,
     entropy_from_logits,
     from_hidden,
@@ -238,20 +238,22 @@ def sixteen_bits() -> Iterator[set[tuple[torch.dtype, ...]]]:
     A CPU has no product of them that is summed in float32, so they are widened for the product, and for nothing else.
     """
     seen: set[tuple[torch.dtype, ...]] = set()
-    of, product = Head.of, Head.product
+    of, product = OutputLayer.of, OutputLayer.product
 
-    def narrow(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> Head:
-        return replace(of(hidden, weight, bias, softcap), factors=torch.promote_types(hidden.dtype, weight.dtype))
+    def narrow(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
+    ) -> OutputLayer:
+        return replace(of(hidden, weight, bias, softcap), factor_dtype=torch.promote_types(hidden.dtype, weight.dtype))
 
     def widened(
-        head: Head, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, onto: bool = False
+        head: OutputLayer, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, onto: bool = False
     ) -> torch.Tensor:
         seen.add((left.dtype, right.dtype, out.dtype))
         return product(head, left.to(out.dtype), right.to(out.dtype), out, onto)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Head, "of", staticmethod(narrow))
-        patch.setattr(Head, "product", widened)
+        patch.setattr(OutputLayer, "of", staticmethod(narrow))
+        patch.setattr(OutputLayer, "product", widened)
         yield seen
 
 
@@ -508,8 +510,8 @@ def test_slices_are_not_copied() -> None:
         close(found.logprobs, log_probs)
         assert found.entropy is not None
         close(found.entropy, entropy)
-    assert _vocabulary.pieces_of(whole[:, :-1]).data_ptr() == whole.data_ptr()
-    assert _vocabulary.pieces_of(whole[:, -1:]).shape == (1, 3, 8)
+    assert _vocabulary.flatten_logits(whole[:, :-1]).data_ptr() == whole.data_ptr()
+    assert _vocabulary.flatten_logits(whole[:, -1:]).shape == (1, 3, 8)
     odd = torch.randn(2, 3, 4, 5, dtype=torch.float64)[:, :2, :3]
     close(entropy_from_logits(odd), textbook(odd, torch.zeros(2, 2, 3, dtype=torch.int64))[1])
     logits = whole.clone().requires_grad_()

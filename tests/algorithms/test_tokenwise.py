@@ -50,7 +50,7 @@ def test_jsd_has_the_sign_of_the_gap_and_a_divergence_of_at_least_zero(
 def test_jsd_is_log_of_mixture_over_student(student: float, teacher: float, beta: float) -> None:
     p, q = math.exp(student), math.exp(teacher)
     expected = (1 - beta) * math.log((beta * q + (1 - beta) * p) / p)
-    found = jsd([[student]], [[teacher]], beta=beta, normalise=False).advantages
+    found = jsd([[student]], [[teacher]], beta=beta, normalize=False).advantages
     wide = jsd(
         torch.tensor([[student]], dtype=torch.float64), torch.tensor([[teacher]], dtype=torch.float64), beta=beta
     )
@@ -80,7 +80,7 @@ def test_jsd_is_the_gradient_of_the_divergence() -> None:
         beta * (teacher.exp() * (teacher - mixture)).sum() + (1 - beta) * (student.exp() * (student - mixture)).sum()
     )
     (right,) = torch.autograd.grad(divergence, logits, retain_graph=True)
-    found = jsd(student.detach()[None], teacher[None], beta=beta, normalise=False).advantages[0]
+    found = jsd(student.detach()[None], teacher[None], beta=beta, normalize=False).advantages[0]
     (mine,) = torch.autograd.grad((student.exp().detach() * found * student).sum(), logits)
     torch.testing.assert_close(mine, -right)
     # and the reported divergence, weighted by the student, is D

@@ -20,10 +20,10 @@ TRANSLATE = {
     "epsilon": "eps",
     "std_cal_level": "level",
     "enable_step_norm": "step_norm",
-    "std_normalize": "normalise",
+    "std_normalize": "normalize",
     "opmd_baseline": "baseline",
     "baseline_shift": "shift",
-    "fnorm": "normalise",
+    "fnorm": "normalize",
     "kl_coef": "coef",
     "lambda_coef": "beta",
 }
@@ -132,7 +132,7 @@ def test_trinity_by_batch(case: str) -> None:
         "necs": torch.tensor(data.get("necs", [[0.0]])),
     }
     if name == "clipv":
-        options |= {"centred": False, "zero_advantage": "uncapped"}
+        options |= {"centered": False, "zero_advantage": "uncapped"}
     found = ESTIMATORS.call(name, inputs, **options)
     expected = decoded(TRINITY[case]["expected"])
     for mine, theirs in ((found.advantages, expected["advantages"]), (found.returns, expected["returns"])):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollbook.algorithms.kl import AdaptiveKL, kl, kl_loss, penalise, token_kl
+from rollbook.algorithms.kl import AdaptiveKL, kl, kl_loss, penalize, token_kl
 from rollbook.algorithms.losses import LOSSES, chord_mu, dpo, interleaved, mix, ppo, sapo, value_loss
 from tests.conformance.algorithms import LIGHTRFT, TRINITY, call_of, decoded
 
@@ -182,14 +182,14 @@ def test_token_kl(name):
 def test_compute_reward(name):
     given, expected = lightrft(name)
     clip = tuple(given["reward_clip_range"]) if "reward_clip_range" in given else None
-    found, report = penalise(given["r"], given["kl"], given["action_mask"], coef=given["kl_coef"], reward_clip=clip)
+    found, report = penalize(given["r"], given["kl"], given["action_mask"], coef=given["kl_coef"], reward_clip=clip)
     assert torch.allclose(found, decoded(expected), atol=1e-6)
     assert report.count("no actions") == 0
 
 
 def test_compute_reward_packed():
     given, expected = lightrft("reward_packed_lists")
-    found, _ = penalise(given["r"], given["kl"], coef=given["kl_coef"])
+    found, _ = penalize(given["r"], given["kl"], coef=given["kl_coef"])
     assert [len(row) for row in found] == given["num_actions"]
     assert all(torch.allclose(row, decoded(want), atol=1e-6) for row, want in zip(found, expected, strict=True))
 
@@ -197,7 +197,7 @@ def test_compute_reward_packed():
 def test_reward_of_a_row_without_actions():
     given, _ = lightrft("reward_all_masked_row")
     mask = torch.tensor(given["action_mask"])
-    found, report = penalise(given["r"], given["kl"], mask, coef=given["kl_coef"])
+    found, report = penalize(given["r"], given["kl"], mask, coef=given["kl_coef"])
     assert (found == 0).all() and report.which("no actions") == [0]
 
 

@@ -319,9 +319,9 @@ def test_the_kl_penalty_lies_on_every_token() -> None:
     batch = made.make_experience(samples)
     expected = decoded(case["lightrft_output"])
     _, scored = made.process_experiences([batch])
-    from rollbook.algorithms.kl import penalise
+    from rollbook.algorithms.kl import penalize
 
-    found, _ = penalise(scored[0], batch.kl, batch.action_mask, coef=given["kl_coef"])
+    found, _ = penalize(scored[0], batch.kl, batch.action_mask, coef=given["kl_coef"])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

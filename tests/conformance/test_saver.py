@@ -161,7 +161,7 @@ def test_images(tmp_path: Path) -> None:
 
 def test_only_images_of_what_is_kept(tmp_path: Path) -> None:
     case = CASES["saver_orphan_images"]
-    pictures = [[Image.new("RGB", (8, 8), colour)] for colour in ("red", "blue")]
+    pictures = [[Image.new("RGB", (8, 8), color)] for color in ("red", "blue")]
     saver = TrajectorySaver(tmp_path, Characters())
     path, _ = saver.save_trajectories([experience(raw_images=pictures)], 16, num_samples=case["inputs"]["num_samples"])
     assert len(saved(path)) == case["better"]["n_records"]

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.compat.lightrft.models import Actor, process_sequences, sampling_of
-from rollbook.models import policy_log_probs
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo
+from tests.models.zoo import policy_log_probs
 
 # --- called as LightRFT's ---------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Critics: values of the state before each response token, from trunks, actors, folders and token classifiers."""
+"""Critics: values of the state before each response token, from backbones, actors, folders and token classifiers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import transformers
 
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.compat.lightrft.models import forward_batch, native_batch
-from rollbook.models import Actor, Critic, values
+from rollbook.models import Actor, Critic
 from tests import tiny
 from tests.models import zoo
+from tests.models.zoo import values
 
 SHAPES = [(3, 4), (2, 0), (1, 6), (5, 2)]
 
 
 def naive(critic: Critic, record: Any) -> torch.Tensor:
     """The head on the hidden state of the token before each of the response."""
-    hidden = critic.trunk(record.tokens.long()[None]).last_hidden_state[0].float()
+    hidden = critic.backbone(record.tokens.long()[None]).last_hidden_state[0].float()
     return critic.value_head(hidden)[record.prompt_length - 1 : -1, 0]
 
 
@@ -48,7 +49,7 @@ def test_values_are_of_the_state_before(make: Any) -> None:
     torch.testing.assert_close(zoo.values_of(critic, records).values, torch.cat(want), rtol=1e-5, atol=1e-5)
     critic.token_values(native_batch(packed)).values.square().sum().backward()
     assert critic.value_head.weight.grad is not None and critic.value_head.weight.grad.abs().sum() > 0
-    assert next(critic.trunk.parameters()).grad is not None
+    assert next(critic.backbone.parameters()).grad is not None
 
 
 def test_fresh_heads() -> None:
@@ -60,11 +61,11 @@ def test_fresh_heads() -> None:
     assert values(half, records).values.dtype == "float32"
 
 
-def test_the_actors_trunk_is_copied() -> None:
+def test_the_actors_backbone_is_copied() -> None:
     actor = Actor(tiny.llama())
-    critic = Critic(trunk_from=actor, value_head="normal")
+    critic = Critic(backbone_from=actor, value_head="normal")
     ids = torch.tensor([[5, 6, 7]])
-    assert torch.equal(critic.trunk(ids).last_hidden_state, actor.model.model(ids).last_hidden_state)
+    assert torch.equal(critic.backbone(ids).last_hidden_state, actor.model.model(ids).last_hidden_state)
     assert not {id(one) for one in critic.parameters()} & {id(one) for one in actor.parameters()}
     output = critic(ids, 2, return_output=True)[1]
     assert output.last_hidden_state.shape == (1, 3, 32)
@@ -77,11 +78,11 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     again = Critic(tmp_path)
     want = values(critic, records).values.tensor_of_values()
     assert torch.equal(values(again, records).values.tensor_of_values(), want) and want.any()
-    # A language model's folder is a trunk with a fresh head.
+    # A language model's folder is a backbone with a fresh head.
     tiny.qwen3().save_pretrained(tmp_path / "model")
     fresh = Critic(str(tmp_path / "model"))
     ids = torch.tensor([[5, 6, 7]])
-    assert torch.equal(fresh.trunk(ids).last_hidden_state, critic.trunk(ids).last_hidden_state)
+    assert torch.equal(fresh.backbone(ids).last_hidden_state, critic.backbone(ids).last_hidden_state)
     assert not values(fresh, records).values.tensor_of_values().any()
 
 
@@ -123,10 +124,10 @@ def test_a_reward_model_begins_as_a_critic(tmp_path: Path) -> None:
 def test_bad_critics() -> None:
     with pytest.raises(ValueError, match="value_head: got 'ones'"):
         Critic(tiny.llama(), value_head="ones")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="model: got it with trunk_from, or neither"):
+    with pytest.raises(ValueError, match="model: got it with backbone_from, or neither"):
         Critic()
-    with pytest.raises(ValueError, match="model: got it with trunk_from, or neither"):
-        Critic(tiny.llama(), trunk_from=Actor(tiny.llama()))
+    with pytest.raises(ValueError, match="model: got it with backbone_from, or neither"):
+        Critic(tiny.llama(), backbone_from=Actor(tiny.llama()))
     bloom = transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=4, initializer_range=0.2)
     critic = Critic(bloom)
     assert not critic.packs
@@ -138,6 +139,6 @@ def test_gradient_checkpointing() -> None:
     critic = Critic(tiny.llama(), value_head="normal").train()
     critic.gradient_checkpointing_enable()
     zoo.values_of(critic, zoo.records(SHAPES)).values.sum().backward()
-    assert critic.trunk.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+    assert critic.backbone.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
     critic.gradient_checkpointing_disable()
-    assert not critic.trunk.is_gradient_checkpointing
+    assert not critic.backbone.is_gradient_checkpointing

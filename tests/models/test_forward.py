@@ -15,10 +15,11 @@ from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
 from rollbook.compat.lightrft.models import forward_batch, native_batch
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
-from rollbook.models import Actor, Critic, Policy, ValueModel, policy_log_probs, reference_log_probs, values
+from rollbook.models import Actor, Critic, Policy, ValueModel
 from rollbook.models.forward import forward
 from tests import tiny
 from tests.models import zoo
+from tests.models.zoo import policy_log_probs, reference_log_probs, values
 
 
 @pytest.fixture(scope="module")

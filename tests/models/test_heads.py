@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollbook import Experience
 from rollbook.batch import Batch
-from rollbook.models import Actor, policy_log_probs, scoring
+from rollbook.models import Actor, scoring
 from rollbook.models.head import Head
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo
+from tests.models.zoo import policy_log_probs
 
 SHAPES = [(3, 4), (1, 6), (5, 2), (2, 0), (0, 3), (4, 1)]
 LAYOUTS = ["left", "right", "packed"]

@@ -9,10 +9,11 @@ import peft
 import pytest
 import torch
 
-from rollbook.models import Actor, Critic, Reference, policy_log_probs, reference_log_probs, values
+from rollbook.models import Actor, Critic, Reference
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo
+from tests.models.zoo import policy_log_probs, reference_log_probs, values
 
 RECORDS = [(3, 4), (1, 6), (5, 2)]
 
@@ -129,8 +130,8 @@ def test_sampling_is_with_adapters() -> None:
 def test_a_critic_from_an_adapted_actor() -> None:
     torch.manual_seed(0)
     actor, records = adapted(), zoo.records(RECORDS)
-    critic = Critic(trunk_from=actor, value_head="normal")
-    merged = critic.trunk
+    critic = Critic(backbone_from=actor, value_head="normal")
+    merged = critic.backbone
     inside = actor.model.eval().get_base_model().model
     ids = records[0].tokens.long()[None]
     torch.testing.assert_close(merged(ids).last_hidden_state, inside(ids).last_hidden_state, rtol=1e-4, atol=1e-4)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rollbook.models import Actor, policy_log_probs
+from rollbook.models import Actor
 from rollbook.rollout import TransformersEngine
 from tests import tiny
+from tests.models.zoo import policy_log_probs
 
 PROMPTS = [[5, 6, 7, 9, 10, 11, 12, 13], [8], [10, 11], [20, 21, 22, 23, 24]]
 MODELS = {"llama": tiny.llama, "qwen3": tiny.qwen3, "gpt2": tiny.gpt2}

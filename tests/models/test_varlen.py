@@ -18,11 +18,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rollbook.compat.lightrft.batch import from_experiences
-from rollbook.models import Actor, Critic, policy_log_probs, reference_log_probs, values
+from rollbook.models import Actor, Critic
 from rollbook.models.varlen import NAME, PackedMask, attend, best_attention, bounds_of, register, use_varlen, why_not
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import test_vision_models, zoo
+from tests.models.zoo import policy_log_probs, reference_log_probs, values
 
 SHAPES = [(3, 40), (1, 6), (50, 20), (2, 0), (0, 3), (40, 100), (7, 7), (0, 1)]
 TOTAL = sum(sum(shape) for shape in SHAPES)
@@ -136,7 +137,7 @@ def test_critics_and_scores_of_many() -> None:
     ours = Critic(tiny.llama(), attn_implementation="varlen", value_head="normal")
     plain = Critic(tiny.llama())
     plain.value_head.load_state_dict(ours.value_head.state_dict())
-    assert ours.packs_cheaply and Critic(trunk_from=pair()[0]).packs_cheaply
+    assert ours.packs_cheaply and Critic(backbone_from=pair()[0]).packs_cheaply
     torch.testing.assert_close(zoo.values_of(ours, records).values, zoo.values_of(plain, records).values)
     for budget in (1, 60, 1000):
         found, want = values(ours, records, token_budget=budget), values(plain, records)

@@ -11,11 +11,12 @@ from transformers import PretrainedConfig
 from rollbook import Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, from_experiences
 from rollbook.compat.lightrft.models import BatchRows, forward_batch, native_batch
-from rollbook.models import Actor, Critic, policy_log_probs, values
+from rollbook.models import Actor, Critic
 from rollbook.models.head import inputs_of
 from rollbook.train import AlgorithmConfig, Learner
 from tests import tiny
 from tests.models import zoo
+from tests.models.zoo import policy_log_probs, values
 
 
 def llava_records() -> list[Experience]:
@@ -116,7 +117,7 @@ def test_types_of_tokens_are_derived_where_a_batch_has_none() -> None:
     ]
     bare[2] = typed[2]  # some have them
     torch.manual_seed(0)
-    critic = Critic(trunk_from=actor, value_head="normal")
+    critic = Critic(backbone_from=actor, value_head="normal")
     with torch.no_grad():
         want = [zoo.naive(model, one, 1.0, actor.suppress, **one.multi_modal_inputs)[0] for one in typed]
         state_values = critic.token_values(zoo.batch_of(typed))
@@ -176,7 +177,7 @@ def test_gradients_reach_the_images_tower(name: str) -> None:
 def test_a_critic_sees_images() -> None:
     model, records = (make() for make in MODELS["llava"])
     torch.manual_seed(0)
-    critic = Critic(trunk_from=Actor(model), value_head="normal")
+    critic = Critic(backbone_from=Actor(model), value_head="normal")
     every = values(critic, records).values
     for budget, packed in ((1, None), (30, True)):
         found = values(critic, records, token_budget=budget, packed=packed).values

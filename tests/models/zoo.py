@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ import transformers
 
 from rollbook import Experience, Experiences
 from rollbook.batch import Batch
+from rollbook.core.experiences import as_experiences
 from rollbook.core.rows import Rows
+from rollbook.models.forward import forward, without_adapters
 from rollbook.models.logprobs import TokenStats
 from tests import tiny
 
@@ -121,3 +124,34 @@ def naive(model: Any, record: Experience, temperature: float = 1.0, suppress: Se
         blank = picked.new_zeros(1)
         return torch.cat([blank, picked]), torch.cat([blank, entropy])
     return picked[start - 1 :], entropy[start - 1 :]
+
+
+@dataclass
+class Scores:
+    """Columns that `forward` computed, and its statistics."""
+
+    logprobs: Any = None
+    entropy: Any = None
+    values: Any = None
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+def policy_log_probs(actor: Any, data: Any, *, entropy: bool = False, **options: Any) -> Scores:
+    """`forward` for log-probs, and entropies if asked for, of any records."""
+    scores = Scores()
+    outputs = ("logprobs", "entropy") if entropy else ("logprobs",)
+    for name, column in forward(actor, as_experiences(data), outputs, stats=scores.stats, **options).items():
+        setattr(scores, name, column)
+    return scores
+
+
+def reference_log_probs(reference: Any, data: Any, **options: Any) -> Scores:
+    """`policy_log_probs` with the adapters off."""
+    return policy_log_probs(without_adapters(reference), data, **options)
+
+
+def values(critic: Any, data: Any, **options: Any) -> Scores:
+    """`forward` for values of any records."""
+    stats: dict[str, float] = {}
+    columns = forward(critic, as_experiences(data), ("values",), stats=stats, **options)
+    return Scores(values=columns["values"], stats=stats)

@@ -589,7 +589,7 @@ def test_what_is_no_error_passes(tmp_path: Path) -> None:
         ({"high_entropy_token_ratio": "x"}, "high_entropy_token_ratio: got 'x'"),
         ({"keep": "best"}, "keep: got 'best', expected one of"),
         ({"background": None}, "background: got None"),
-        ({"ranks": 3}, "ranks: got 3"),
+        ({"process_group": 3}, "process_group: got 3"),
     ],
 )
 def test_a_constructor_says_what_is_wrong(options: dict[str, Any], said: str, tmp_path: Path) -> None:

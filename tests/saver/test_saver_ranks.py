@@ -60,7 +60,7 @@ def scenes(rank: int) -> dict[str, dict[str, Any]]:
             "experiences": with_images(part, ["red"] * 6 if not rank else ["blue", "red"] * 3),
             "num_samples": 100,
         },
-        "alone": {"experiences": part if rank == 0 else None, "ranks": SINGLE_PROCESS},
+        "alone": {"experiences": part if rank == 0 else None, "process_group": SINGLE_PROCESS},
         "behind": {"experiences": part, "num_samples": 100, "background": True},
     }
 
@@ -95,8 +95,8 @@ def worker(rank: int, folder: str) -> None:
     try:
         found: dict[str, Any] = {}
         for name, call in scenes(rank).items():
-            options = {key: call.pop(key) for key in ("keep", "ranks", "background") if key in call}
-            if options.get("ranks") is SINGLE_PROCESS and rank:
+            options = {key: call.pop(key) for key in ("keep", "process_group", "background") if key in call}
+            if options.get("process_group") is SINGLE_PROCESS and rank:
                 found[name] = None, None  # a saver that one process has for itself
                 continue
             saver = TrajectorySaver(f"{folder}/{name}", TOKENIZER, **options)

@@ -78,9 +78,9 @@ def scored(model: Any, prompt: Sequence[int], response: Sequence[int]) -> tuple[
     return log_probs, entropies
 
 
-def valued(trunk: Any, head: Any, prompt: Sequence[int], response: Sequence[int]) -> Numbers:
+def valued(backbone: Any, head: Any, prompt: Sequence[int], response: Sequence[int]) -> Numbers:
     """The value of the state before each token of the response."""
-    hidden = trunk(input_ids=torch.tensor([[*prompt, *response]])).last_hidden_state[0]
+    hidden = backbone(input_ids=torch.tensor([[*prompt, *response]])).last_hidden_state[0]
     return [head(hidden[len(prompt) + i - 1])[0] for i in range(len(response))]
 
 
@@ -294,11 +294,11 @@ def dpo_loss(model: Any, reference: Any, how: How, pairs: Sequence[tuple[list[in
     return torch.stack(losses).mean()
 
 
-def value_loss(trunk: Any, head: Any, how: How, samples: Sequence[Sample]) -> torch.Tensor:
+def value_loss(backbone: Any, head: Any, how: How, samples: Sequence[Sample]) -> torch.Tensor:
     """The mean over actions of half the larger squared error, of V and of V near its old value."""
     losses = []
     for one in samples:
-        for i, value in enumerate(valued(trunk, head, one.prompt, one.response)):
+        for i, value in enumerate(valued(backbone, head, one.prompt, one.response)):
             if not one.action[i]:
                 continue
             error = (value - one.returns[i]) ** 2

@@ -223,17 +223,17 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
     rewards at the end, by turn, by turn alone; one that is missing, and one of tokens that is."""
     how = How(kl_coef=0.05, lr=0.01, eps=EPS, grad_clip=0.5)
     slow = How(lr=0.003, eps=EPS, grad_clip=0.0, value_clip=0.1)
-    model, trunk = llama(), llama(5).model
-    actor, critic = Actor(copy.deepcopy(model)), Critic(copy.deepcopy(trunk))
+    model, backbone = llama(), llama(5).model
+    actor, critic = Actor(copy.deepcopy(model)), Critic(copy.deepcopy(backbone))
     with torch.random.fork_rng():
         torch.manual_seed(6)
         torch.nn.init.normal_(critic.value_head.weight, std=0.25)
-    judge = torch.nn.ModuleDict({"trunk": trunk, "value_head": copy.deepcopy(critic.value_head)})
+    judge = torch.nn.ModuleDict({"backbone": backbone, "value_head": copy.deepcopy(critic.value_head)})
     given = samples()
     draw = random.Random(1)
     for one in given:
         with torch.no_grad():
-            now = naive.valued(judge["trunk"], judge["value_head"], one.prompt, one.response)
+            now = naive.valued(judge["backbone"], judge["value_head"], one.prompt, one.response)
         one.values = [float(value) + draw.gauss(0, 0.2) for value in now]
         if one.group in (2, 3):
             one.turns = [draw.gauss(0, 1) if acts else 0.0 for acts in one.action]
@@ -276,7 +276,7 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
         chosen = [given[i] for i in rows]
         loss, _ = naive.policy_loss(model, how, chosen)
         same(seen[0][k], naive.moved(how, movers[0], model, loss)[0])
-        value = naive.value_loss(judge["trunk"], judge["value_head"], slow, chosen)
+        value = naive.value_loss(judge["backbone"], judge["value_head"], slow, chosen)
         same(seen[1][k], naive.moved(slow, movers[1], judge, value)[0])
         losses.append((loss.item(), value.item()))
     same(weights(actor.model), weights(model))

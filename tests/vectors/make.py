@@ -41,7 +41,7 @@ CITES = {
     "advantages.reinforce_plus_plus_baseline": "REINFORCE++ with the group's mean as baseline (arXiv 2501.03262)",
     "advantages.remax": "ReMax (Li et al., 2023, arXiv 2310.10505): the greedy response's reward as baseline",
     "advantages.on_policy_distill": "reverse KL as a reward for each token (Agarwal et al., 2023, arXiv 2306.13649)",
-    "advantages.jsd": "generalised Jensen-Shannon divergence (arXiv 2306.13649); its slope by the student's p",
+    "advantages.jsd": "generalized Jensen-Shannon divergence (arXiv 2306.13649); its slope by the student's p",
     "advantages.clip_b": "Clip-B (On the Entropy Dynamics in Reinforcement Fine-Tuning, 2026, arXiv 2602.03392)",
     "advantages.clip_v": "Clip-V (On the Entropy Dynamics in Reinforcement Fine-Tuning, 2026, arXiv 2602.03392)",
     "kl.none": "no reference: 0",
@@ -78,7 +78,7 @@ CITES = {
     "filters.clip_filter_like_weight_func": "CPGD (arXiv 2505.12504): min(groups / groups that differ, clip)",
     "shaping.overlong_penalty": "DAPO (Yu et al., 2025, arXiv 2503.14476), equation 13",
     "corrections.importance_weights": "truncated importance sampling (Yao et al., 2025): min(exp(log-ratio), cap)",
-    "corrections.diagnostics": "k1, k3 of KL(behaviour || policy); chi2 = mean(w^2) - 1, ESS = (sum w)^2 / (N sum w^2)",
+    "corrections.diagnostics": "k1, k3 of KL(engine || policy); chi2 = mean(w^2) - 1, ESS = (sum w)^2 / (N sum w^2)",
     "logprobs.from_logits": "log softmax(x / T)[label] and the entropy of softmax(x / T)",
     "logprobs.entropy_from_logits": "-sum p log p with p = softmax(x / T)",
 }
@@ -142,9 +142,9 @@ case(
     "advantages.rec",
     {"rewards": [0.0, 1.0, 1.0], "groups": ["a"] * 3},
     TRINITY.format("adv_rec_norm"),
-    normalise=True,
+    normalize=True,
 )
-case("rec-centred", "advantages.rec", HOLES)
+case("rec-centered", "advantages.rec", HOLES)
 case("rec-singleton", "advantages.rec", LONE, TRINITY.format("adv_rec_singleton"), singleton="raw")
 
 case(
@@ -220,7 +220,7 @@ case(
     "advantages.gigpo",
     ANCHORS,
     TRINITY.format("adv_gigpo_std_gamma"),
-    normalise="std",
+    normalize="std",
     gamma=0.5,
     omega=2.0,
 )
@@ -341,7 +341,7 @@ case("on_policy_distill-coef", "advantages.on_policy_distill", TEACHER, coef=0.5
 case("jsd", "advantages.jsd", TEACHER, TRINITY.format("adv_jsd") + " (the better value)")
 case("jsd-beta1", "advantages.jsd", TEACHER, "is on_policy_distill", beta=1.0)
 case("jsd-beta0", "advantages.jsd", TEACHER, "the forward KL's q / p - 1", beta=0.0)
-case("jsd-slope", "advantages.jsd", TEACHER, beta=0.25, coef=2.0, normalise=False)
+case("jsd-slope", "advantages.jsd", TEACHER, beta=0.25, coef=2.0, normalize=False)
 
 CLIPB = {
     "rewards": [0.0, 1.0],
@@ -368,7 +368,7 @@ case(
     CLIPV,
     TRINITY.format("adv_clipv_cap"),
     mu=0.1,
-    centred=False,
+    centered=False,
     zero_advantage="uncapped",
 )
 
@@ -438,7 +438,7 @@ case(
     "losses.ppo",
     TWO_ROWS,
     "a micro-batch of a batch of 10 tokens",
-    whole={"tokens": 10, "sequences": 4, "samples": 4},
+    denominators={"tokens": 10, "sequences": 4, "samples": 4},
 )
 case("ppo-weights", "losses.ppo", TWO_ROWS, weights=[[0.5, 1.0, 1.0], [2.0, 0.0, 1.0]])
 case(
@@ -693,7 +693,7 @@ case(
     "aggregate.aggregate",
     VALUES,
     "a micro-batch of a batch of 12 tokens",
-    whole={"tokens": 12, "sequences": 5, "samples": 5},
+    denominators={"tokens": 12, "sequences": 5, "samples": 5},
 )
 WHITE = {"values": [[1.0, 2.0], [3.0, None]], "mask": [[1, 1], [1, 0]]}
 case("whiten", "groups.whiten", WHITE, TRINITY.format("masked_whiten"))
@@ -758,22 +758,22 @@ case(
     factor=0.5,
     bounded=False,
 )
-BEHAVIOUR = {
+ENGINE = {
     "old_logprobs": [[-1.0, -1.0, None], [-9.0, -1.0], []],
     "logprobs": [[-1.5, -3.0, 0.0], [-1.0, -1.0], []],
     "mask": [[1, 1, 0], [1, 1], []],
 }
-case("importance_weights", "corrections.importance_weights", BEHAVIOUR)
-case("importance_weights-sequence", "corrections.importance_weights", BEHAVIOUR, level="sequence", truncate=5.0)
+case("importance_weights", "corrections.importance_weights", ENGINE)
+case("importance_weights-sequence", "corrections.importance_weights", ENGINE, level="sequence", truncate=5.0)
 case(
     "importance_weights-geometric",
     "corrections.importance_weights",
-    BEHAVIOUR,
+    ENGINE,
     level="geometric",
     truncate=None,
     mask_outside=[0.5, 5.0],
 )
-case("importance_weights-veto", "corrections.importance_weights", BEHAVIOUR, veto=1e-3, low=0.5, normalise=True)
+case("importance_weights-veto", "corrections.importance_weights", ENGINE, veto=1e-3, low=0.5, normalize=True)
 case(
     "diagnostics",
     "corrections.diagnostics",
@@ -782,7 +782,7 @@ case(
 case(
     "diagnostics-masked",
     "corrections.diagnostics",
-    {**BEHAVIOUR, "old_logprobs": [[-1.0, -1.0, None], [-2.0, -1.0], []]},
+    {**ENGINE, "old_logprobs": [[-1.0, -1.0, None], [-2.0, -1.0], []]},
 )
 LOGITS = {"logits": [[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0], [0.5, None, 1.0, 0.0]], "labels": [2, 3, 0]}
 case("from_logits", "logprobs.from_logits", LOGITS, LIGHTRFT.format("entropy_from_logits"))

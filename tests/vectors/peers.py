@@ -232,16 +232,16 @@ def _verl_policy(name: str, mode: str, **defaults: float) -> Callable[[Sample], 
             settings["clip_ratio_c"] = sample.option("dual_clip", 3.0)
             if settings["clip_ratio_c"] is None:
                 raise NotOffered("no dual clip")
-        whole, weights = sample.option("whole", None), sample.option("weights", None)
+        denominators, weights = sample.option("denominators", None), sample.option("weights", None)
         chosen = sample.option("mode", mode)
         sample.only(detach_gate=False, mask_clip=False)
         sample.done()
         config = verl("workers.config").ActorConfig(
             strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings
         )
-        if whole is not None:
+        if denominators is not None:
             config.global_batch_info.update(
-                dp_size=1, batch_num_tokens=whole["tokens"], global_batch_size=whole["sequences"]
+                dp_size=1, batch_num_tokens=denominators["tokens"], global_batch_size=denominators["sequences"]
             )
         ours = sample.leaf("new_logprobs")
         given = {} if weights is None else {"rollout_is_weights": torch.tensor(weights)}
@@ -264,8 +264,16 @@ def _verl_value(sample: Sample) -> Outputs:
 
 
 def _verl_aggregate(sample: Sample) -> Outputs:
-    mode, norm, whole = sample.option("mode", "token-mean"), sample.option("norm", None), sample.option("whole", None)
-    more = {} if whole is None else {"batch_num_tokens": whole["tokens"], "global_batch_size": whole["sequences"]}
+    mode, norm, denominators = (
+        sample.option("mode", "token-mean"),
+        sample.option("norm", None),
+        sample.option("denominators", None),
+    )
+    more = (
+        {}
+        if denominators is None
+        else {"batch_num_tokens": denominators["tokens"], "global_batch_size": denominators["sequences"]}
+    )
     if norm is not None:
         more["loss_scale_factor"] = norm
     return {"value": _number(verl().agg_loss(sample.values, sample.mask, mode, **more))}
@@ -567,7 +575,7 @@ _TRINITY_RECORDS = {
     "grpo": ("GRPOGroupedAdvantage", {"eps": "epsilon", "level": "std_cal_level"}),
     "opmd": ("OPMDGroupAdvantage", {"baseline": "opmd_baseline", "tau": "tau"}),
     "asymre": ("ASYMREGroupAdvantage", {"shift": "baseline_shift"}),
-    "rec": ("RECGroupedAdvantage", {"eps": "epsilon", "normalise": "std_normalize"}),
+    "rec": ("RECGroupedAdvantage", {"eps": "epsilon", "normalize": "std_normalize"}),
     "step_wise_grpo": (
         "StepWiseGRPOAdvantageFn",
         {"eps": "epsilon", "step_norm": "enable_step_norm", "level": "std_cal_level"},
@@ -629,7 +637,7 @@ TRINITY_CALLS: dict[str, tuple[str, Callable[[Sample], Outputs]]] = {
     "advantages.gigpo": (
         "GiGPOAdvantageFn",
         _trinity_records(
-            "GiGPOAdvantageFn", "step_rewards", omega="omega", gamma="gamma", normalise="fnorm", eps="epsilon"
+            "GiGPOAdvantageFn", "step_rewards", omega="omega", gamma="gamma", normalize="fnorm", eps="epsilon"
         ),
     ),
     "advantages.reinforce": ("REINFORCEGroupAdvantage", _trinity_records("REINFORCEGroupAdvantage")),
@@ -650,7 +658,7 @@ TRINITY_CALLS: dict[str, tuple[str, Callable[[Sample], Outputs]]] = {
     "advantages.clip_v": (
         "ClipVAdvantageFn",
         lambda sample: (
-            sample.only(centred=False, zero_advantage="uncapped"),
+            sample.only(centered=False, zero_advantage="uncapped"),
             _trinity_batch("ClipVAdvantageFn", mu="mu", eps="epsilon", max_frac="max_frac")(sample),
         )[1],
     ),
@@ -738,7 +746,7 @@ _NOTES = {
     "rloo-singleton": _RAW,
     "rloo-missing": _POISON,
     "asymre-shift": _POISON,
-    "rec-centred": _POISON,
+    "rec-centered": _POISON,
     "rec-singleton": "a lone row is not provided for",
     "step_wise_grpo-out-of-order": "takes the last step listed, not the one with the largest number",
     "gigpo-across-tasks": "compares states across tasks",
@@ -755,7 +763,7 @@ _NOTES = {
     "jsd-beta0": "beta=0 is the reverse KL there, the forward KL here",
     "jsd-beta1": "the sign is the other way round",
     "clip_v": "compares D itself, not its distance from the mean, and spares A = 0 without a limit: "
-    "centred=False, zero_advantage='uncapped'",
+    "centered=False, zero_advantage='uncapped'",
     "ppo-empty": "0 / 0",
     "gspo-batch": _EMPTY,
     "gspo-default": _EMPTY,
@@ -901,7 +909,7 @@ PAGE: dict[str, dict[str, Callable[[], list[Any]]]] = {
     "Standard deviation": {
         "verl": lambda: _of(VERL, "advantages.grpo", FOUR)[:1],
         "Trinity-RFT, grpo": lambda: _of(TRINITY, "advantages.grpo", FOUR)[:1],
-        "Trinity-RFT, rec": lambda: _of(TRINITY, "advantages.rec", FOUR, normalise=True)[:1],
+        "Trinity-RFT, rec": lambda: _of(TRINITY, "advantages.rec", FOUR, normalize=True)[:1],
         "TRL": lambda: _trl_norm(FOUR["rewards"])[:1],
         "LightRFT, group_norm": lambda: _float32_norm(FOUR["rewards"], 1e-9)[:1],
         "LightRFT, cpgd": lambda: reference.cpgd(**FOUR)["advantages"][:1],

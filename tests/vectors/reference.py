@@ -222,9 +222,9 @@ def asymre(rewards, groups, mask=None, runs=None, *, shift=-0.1, singleton="zero
     return by_group(rewards, groups, mask, runs, singleton, lambda r, xs: r - mean(xs) - shift)
 
 
-def rec(rewards, groups, mask=None, runs=None, *, normalise=False, std="population", eps=1e-6, singleton="zero"):
+def rec(rewards, groups, mask=None, runs=None, *, normalize=False, std="population", eps=1e-6, singleton="zero"):
     def score(r, xs):
-        return over(r - mean(xs), xs.spread(std) + eps) if normalise else r - mean(xs)
+        return over(r - mean(xs), xs.spread(std) + eps) if normalize else r - mean(xs)
 
     return by_group(rewards, groups, mask, runs, singleton, score)
 
@@ -294,7 +294,7 @@ def gigpo(
     *,
     omega=1.0,
     gamma=1.0,
-    normalise="none",
+    normalize="none",
     std="sample",
     eps=1e-6,
     singleton="zero",
@@ -307,7 +307,7 @@ def gigpo(
         totals[key] = totals.get(key, 0.0) + given[i]
         later = [(steps[j], j) for j in range(len(keys)) if keys[j] == key and steps[j] >= steps[i]]
         to_go[i] = sum(gamma**rank * given[j] for rank, (_, j) in enumerate(sorted(later)))
-    normal = (lambda v, g, s: grpo(v, g, std=std, eps=eps, singleton=s)) if normalise == "std" else None
+    normal = (lambda v, g, s: grpo(v, g, std=std, eps=eps, singleton=s)) if normalize == "std" else None
     plain = normal or (lambda v, g, s: dr_grpo(v, g, singleton=s))
     of_runs = plain(list(totals.values()), [k[0] for k in totals], singleton)["advantages"]
     by_run = dict(zip(totals, of_runs, strict=True))
@@ -444,8 +444,8 @@ def reinforce_plus_plus_baseline(
     **options,
 ):
     scores = dr_grpo(rewards, groups, None, runs, singleton=singleton)["advantages"]
-    centred = [None if r is None else a for r, a in zip(rewards, scores, strict=True)]
-    return reinforce(token_rewards, centred, mask, response, whiten=whiten, **options)
+    centered = [None if r is None else a for r, a in zip(rewards, scores, strict=True)]
+    return reinforce(token_rewards, centered, mask, response, whiten=whiten, **options)
 
 
 def remax(
@@ -484,15 +484,15 @@ def on_policy_distill(old_logprobs, teacher_logprobs, mask=None, *, coef=1.0):
     return {"advantages": each(lambda i, t: coef * (teacher_logprobs[i][t] - old_logprobs[i][t]), mask)}
 
 
-def jsd(old_logprobs, teacher_logprobs, mask=None, *, beta=0.5, coef=1.0, normalise=True):
+def jsd(old_logprobs, teacher_logprobs, mask=None, *, beta=0.5, coef=1.0, normalize=True):
     def score(i, t):
         p, q = math.exp(old_logprobs[i][t]), math.exp(teacher_logprobs[i][t])
-        if normalise and beta == 0:
+        if normalize and beta == 0:
             return coef * (q / p - 1)
-        if normalise and beta == 1:
+        if normalize and beta == 1:
             return coef * math.log(q / p)
         slope = (1 - beta) * math.log(p / (beta * q + (1 - beta) * p))  # of the divergence, by p
-        return -coef * slope / (beta * (1 - beta) if normalise else 1)
+        return -coef * slope / (beta * (1 - beta) if normalize else 1)
 
     return {"advantages": each(score, mask or ones(old_logprobs))}
 
@@ -518,7 +518,7 @@ def clip_v(
     *,
     mu=8.5,
     max_frac=1e-4,
-    centred=True,
+    centered=True,
     zero_advantage="keep",
     std="sample",
     eps=1e-6,
@@ -527,7 +527,7 @@ def clip_v(
     advantages = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton)["advantages"]
     d = each(lambda i, t: necs[i][t] - math.exp(old_logprobs[i][t]) * (entropy[i][t] + old_logprobs[i][t]), mask)
     known = counted(d, mask)
-    bound = mu * deviation(known, "population") + (mean(known) if centred else 0.0)
+    bound = mu * deviation(known, "population") + (mean(known) if centered else 0.0)
     places = [(i, t) for i, row in enumerate(mask) for t, m in enumerate(row) if m]
     candidates = [(i, t) for i, t in places if advantages[i][t] < 0 and d[i][t] > bound]
     limit = max(int(max_frac * len(places)), 1) if max_frac > 0 else 0
@@ -578,14 +578,14 @@ def _kl_sum(logprobs, frozen, **rest) -> float:
 # --- losses ---------------------------------------------------------------------------------------------------------
 
 
-def aggregate(values, mask=None, *, mode="token-mean", norm=None, whole=None, weights=None) -> float:
+def aggregate(values, mask=None, *, mode="token-mean", norm=None, denominators=None, weights=None) -> float:
     mask = mask or ones(values)
     if None in counted(values, mask):
         return math.nan
     tokens = each(lambda i, t: values[i][t] * (1.0 if weights is None else on_tokens(weights, i, t)), mask)
     counts = [sum(bool(m) for m in row) for row in mask]
-    count = max(sum(counts) if whole is None else whole["tokens"], 1)
-    rows = max(sum(c > 0 for c in counts) if whole is None else whole["sequences"], 1)
+    count = max(sum(counts) if denominators is None else denominators["tokens"], 1)
+    rows = max(sum(c > 0 for c in counts) if denominators is None else denominators["sequences"], 1)
     if mode == "token-mean":
         return sum(map(sum, tokens)) / count
     if mode == "seq-mean-token-mean":
@@ -605,7 +605,7 @@ def policy(term, mode_by_default, moving=("new_logprobs",)):
         *,
         mode=None,
         norm=None,
-        whole=None,
+        denominators=None,
         weights=None,
         **options,
     ):
@@ -624,7 +624,7 @@ def policy(term, mode_by_default, moving=("new_logprobs",)):
             )
 
         chosen = mode or (mode_by_default(options) if callable(mode_by_default) else mode_by_default)
-        return aggregate(each(at, mask), mask, mode=chosen, norm=norm, whole=whole, weights=weights)
+        return aggregate(each(at, mask), mask, mode=chosen, norm=norm, denominators=denominators, weights=weights)
 
     return moving, loss
 
@@ -846,7 +846,7 @@ def mix_chord(
     return mix(new_logprobs, frozen, old_logprobs, advantages, expert_mask, mask, mu=mu, expert=kind, **options)
 
 
-def preference(logits, beta, label_smoothing, variant, whole):
+def preference(logits, beta, label_smoothing, variant, denominators):
     def one(z):
         if variant == "ipo":
             return (z - 1 / (2 * beta)) ** 2
@@ -855,7 +855,7 @@ def preference(logits, beta, label_smoothing, variant, whole):
         softplus = [max(y, 0.0) + math.log1p(math.exp(-abs(y))) for y in (-beta * z, beta * z)]
         return (1 - label_smoothing) * softplus[0] + label_smoothing * softplus[1]
 
-    return sum(map(one, logits)) / (len(logits) if whole is None else whole)
+    return sum(map(one, logits)) / (len(logits) if denominators is None else denominators)
 
 
 def dpo(
@@ -870,7 +870,7 @@ def dpo(
     label_smoothing=0.0,
     variant="sigmoid",
     reference_free=False,
-    whole=None,
+    denominators=None,
 ):
     mask = mask or ones(new_logprobs)
 
@@ -884,7 +884,7 @@ def dpo(
         rows = {chosen[row]: row for row in range(len(pairs)) if pairs[row] == name}
         if all(any(mask[row]) for row in rows.values()):
             logits.append(of(rows[True]) - of(rows[False]))
-    return preference(logits, beta, label_smoothing, variant, whole)
+    return preference(logits, beta, label_smoothing, variant, denominators)
 
 
 def dpo_sums(
@@ -898,12 +898,12 @@ def dpo_sums(
     label_smoothing=0.0,
     variant="sigmoid",
     reference_free=False,
-    whole=None,
+    denominators=None,
 ):
     free = [0.0] * len(chosen_logprobs)
     refs = (free, free) if reference_free else (ref_chosen_logprobs, ref_rejected_logprobs)
     each_pair = zip(chosen_logprobs, rejected_logprobs, *refs, strict=True)
-    return preference([c - r - (rc - rr) for c, r, rc, rr in each_pair], beta, label_smoothing, variant, whole)
+    return preference([c - r - (rc - rr) for c, r, rc, rr in each_pair], beta, label_smoothing, variant, denominators)
 
 
 BY_ROW, BY_TOKEN = "seq-mean-token-mean", "token-mean"
@@ -984,7 +984,7 @@ def importance_weights(
     mask_outside=None,
     veto=None,
     log_clamp=20.0,
-    normalise=False,
+    normalize=False,
 ):
     mask = mask or ones(old_logprobs)
     off = each(lambda i, t: old_logprobs[i][t] - logprobs[i][t], mask)
@@ -1000,7 +1000,7 @@ def importance_weights(
             kept[i][t] = kept[i][t] and not vetoed and not outside
     top, least = math.inf if truncate is None else truncate, 0.0 if low is None else low
     bounded = each(lambda i, t: clip(weights[i][t], least, top), kept)
-    if normalise:
+    if normalize:
         left = [counted([w], [m]) for w, m in zip(bounded, kept, strict=True)]
         units = [w for row in left for w in (row if level == "token" else row[:1])]
         factor = len(units) / sum(units)
@@ -1032,7 +1032,7 @@ def diagnostics(old_logprobs, logprobs, mask=None):
         "log_diff_max_abs": max(abs(x) for x in d),
         "log_diff_std": deviation(d, "population"),
         "policy_perplexity": ours,
-        "behaviour_perplexity": theirs,
+        "engine_perplexity": theirs,
         "perplexity_ratio": ours / theirs,
     }
 

@@ -119,8 +119,8 @@ def ours(vector: dict[str, Any], layout: str, dtype: torch.dtype) -> dict[str, A
             given[key] = torch.tensor(value, dtype=dtype, requires_grad=key.endswith("logprobs"))
     if _nested(options.get("weights")):
         options["weights"] = sheet.lay("weights", options["weights"])
-    if isinstance(options.get("whole"), dict):
-        options["whole"] = Denominators(**options["whole"])
+    if isinstance(options.get("denominators"), dict):
+        options["denominators"] = Denominators(**options["denominators"])
     if room == "advantages":
         found = ESTIMATORS[name].call(given, options)
         kept = {"advantages": found.advantages, "returns": found.returns, "mask": found.mask}

@@ -1,13 +1,12 @@
-"""From one loss per token to one number: four ways, each over the global batch and blind to padding and micro-batches.
+"""Aggregation of token losses to one number, in four modes, and the metrics of losses.
 
-Invariant: the values of a batch's micro-batches, each divided by the whole batch's denominators, add up to the value of
-the batch; a row without a token that counts contributes 0, never NaN, and does not count as a row.
+Invariant: the values of the micro-batches of a batch, each divided by the denominators of the whole batch, add up to
+the value of the batch. A row without a token that counts contributes 0, never NaN, and does not count as a row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -27,45 +26,65 @@ def aggregate(
     *,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | None = None,
 ) -> torch.Tensor:
-    """One number for the values of all tokens that count.
+    """Aggregate the values of all tokens that count to one number.
 
-    values, mask: (B, A) or packed.
+    - `token-mean`: the sum over all tokens, divided by their number (DAPO).
+    - `seq-mean-token-mean`: the mean over rows of the mean over tokens of each row (GRPO, GSPO, LightRFT).
+    - `seq-mean-token-sum`: the mean over rows of the sum of each row.
+    - `seq-mean-token-sum-norm`: the sum over all tokens, divided by the constant `norm`. That of Dr. GRPO is rows times
+      the longest response allowed; verl and Trinity take the padded width, so that their loss changes with padding.
 
-    - `token-mean`: the sum over all tokens, divided by how many there are (DAPO).
-    - `seq-mean-token-mean`: the mean over rows of each row's mean over tokens (GRPO, GSPO, LightRFT).
-    - `seq-mean-token-sum`: the mean over rows of each row's sum.
-    - `seq-mean-token-sum-norm`: the sum over all tokens, divided by the constant `norm`. Dr. GRPO's is rows times the
-      longest response allowed; verl and Trinity take the padded width, so that their loss changes with padding.
+    Rows without a token that counts are not rows, also not in `denominators.sequences`.
 
-    Without `whole` the batch is this call's. In micro-batches give the denominators of the whole batch, as
-    `plan(...).denominators` has them: the values then add up. Rows without a token that counts are not rows, also not
-    in `whole.sequences`. `weights` (B, A) multiply the values and leave the denominators as they are.
+    Args:
+        values: [B, R] or packed.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        mode: One of `MODES`.
+        norm: Constant of `seq-mean-token-sum-norm`.
+        denominators: In micro-batches, the denominators of the whole batch, such as `plan(...).denominators`: the
+            values of micro-batches then add up. `None`: those of this call.
+        weights: [B, R] or packed: factors of the values, which leave the denominators as they are.
+
+    Returns:
+        [] The number.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> values, mask = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
     >>> [round(aggregate(values, mask, mode=mode, norm=3).item(), 4) for mode in MODES]
     [2.3333, 2.75, 3.5, 2.3333]
-    >>> rest = Denominators(tokens=3, sequences=2, samples=2)
-    >>> round((aggregate(values[:1], mask[:1], whole=rest) + aggregate(values[1:], mask[1:], whole=rest)).item(), 4)
+    >>> denominators = Denominators(tokens=3, sequences=2, samples=2)
+    >>> parts = [aggregate(values[i : i + 1], mask[i : i + 1], denominators=denominators) for i in (0, 1)]
+    >>> round(sum(parts).item(), 4)
     2.3333
     """
     layout = Layout.of(mask, values=values)
     tokens = layout.take("values", values)
     if weights is not None:
         tokens = tokens * layout.take("weights", weights)
-    return reduce(layout, tokens, mode, norm, whole)
+    return reduce(layout, tokens, mode, norm, denominators)
 
 
-def denominators(mask: PerToken) -> Denominators:
-    """What a batch with this mask is divided by: to be given as `whole` to its micro-batches.
+def count_denominators(mask: PerToken) -> Denominators:
+    """Count the denominators of a batch, to be passed to its micro-batches.
 
-    mask: (B, A) or packed. `plan(...)` has them too, by the tokens it was told of; where the mask was narrowed since,
-    to tokens of high entropy, say, or to those that a correction left, take them of the narrowed mask of the *whole*
-    batch.
+    `plan(...)` counts them too. If the mask was narrowed since, for example to tokens of high entropy or by a
+    correction, count them on the narrowed mask of the *whole* batch.
 
-    >>> denominators([[1, 1, 0], [0, 0, 0]])
+    Args:
+        mask: [B, R] or packed: which tokens count. `None`: all.
+
+    Returns:
+        The denominators.
+
+    Raises:
+        ValueError: If the mask is no mask.
+
+    >>> count_denominators([[1, 1, 0], [0, 0, 0]])
     Denominators(tokens=2, sequences=1, samples=2)
     """
     layout = Layout.of(mask)
@@ -73,40 +92,55 @@ def denominators(mask: PerToken) -> Denominators:
 
 
 def reduce(
-    layout: Layout, tokens: torch.Tensor, mode: str, norm: float | None = None, whole: Denominators | None = None
+    layout: Layout, tokens: torch.Tensor, mode: str, norm: float | None = None, denominators: Denominators | None = None
 ) -> torch.Tensor:
     """`aggregate` for values (`layout.shape`) that are plain tensors already."""
     check_choice("mode", mode, MODES)
-    if whole is not None and not isinstance(whole, Denominators):
-        raise ValueError(f"whole: got {type(whole).__name__}, expected the Denominators of the whole batch, or None")
+    if denominators is not None and not isinstance(denominators, Denominators):
+        raise ValueError(
+            f"denominators: got {type(denominators).__name__}, expected the Denominators of the whole batch, or None"
+        )
     if mode == "seq-mean-token-sum-norm":
         if norm is None:
             raise ValueError("norm: got None, expected the constant to divide by (the padded width is none)")
         check_float("norm", norm, 1e-30, what="a positive number")
         return layout.masked(tokens).sum() / norm
     if mode == "token-mean":
-        count = layout.mask.sum().clamp(min=1) if whole is None else max(whole.tokens, 1)
+        count = layout.mask.sum().clamp(min=1) if denominators is None else max(denominators.tokens, 1)
         return layout.masked(tokens).sum() / count
     rows = layout.row_means(tokens) if mode == "seq-mean-token-mean" else layout.row_sums(tokens)
-    return rows.sum() / ((layout.counts > 0).sum().clamp(min=1) if whole is None else max(whole.sequences, 1))
+    return rows.sum() / (
+        (layout.counts > 0).sum().clamp(min=1) if denominators is None else max(denominators.sequences, 1)
+    )
 
 
-def token_share(layout: Layout, tokens: torch.Tensor, whole: Denominators | None = None) -> torch.Tensor:
+def token_share(layout: Layout, tokens: torch.Tensor, denominators: Denominators | None = None) -> torch.Tensor:
     """The mean over tokens as a metric: detached, and as a share of the whole batch where that is given."""
-    return reduce(layout, tokens.detach().to(torch.float32), "token-mean", None, whole)
+    return reduce(layout, tokens.detach().to(torch.float32), "token-mean", None, denominators)
 
 
-def row_share(layout: Layout, rows: torch.Tensor, whole: Denominators | None = None) -> torch.Tensor:
+def row_share(layout: Layout, rows: torch.Tensor, denominators: Denominators | None = None) -> torch.Tensor:
     """The mean over rows that have tokens as a metric: (B,) -> ()."""
     has = layout.counts > 0
-    kept = torch.where(has, rows.detach().to(torch.float32), 0.0)
-    return kept.sum() / (has.sum().clamp(min=1) if whole is None else max(whole.sequences, 1))
+    present = torch.where(has, rows.detach().to(torch.float32), 0.0)
+    return present.sum() / (has.sum().clamp(min=1) if denominators is None else max(denominators.sequences, 1))
 
 
-def masked_mean(values: PerToken | PerRow, mask: Any = None, *, dim: int | None = None) -> torch.Tensor:
-    """The mean of the entries that count; 0 where none does.
+def masked_mean(
+    values: PerToken | PerRow, mask: PerToken | PerRow | None = None, *, dim: int | None = None
+) -> torch.Tensor:
+    """Compute the mean of the entries that count, 0 where there are none.
 
-    values, mask: any shape alike, or packed; `dim` averages along one dimension, else over all.
+    Args:
+        values: Numbers of any shape, or packed.
+        mask: Which entries count, of the same shape. `None`: all.
+        dim: Dimension to average along; `None`: all.
+
+    Returns:
+        [] or, with `dim`, the means along it.
+
+    Raises:
+        ValueError: If shapes differ.
 
     >>> masked_mean([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[1, 1, 0], [1, 0, 0]], dim=1)
     tensor([1.5000, 4.0000])
@@ -122,17 +156,17 @@ def masked_mean(values: PerToken | PerRow, mask: Any = None, *, dim: int | None 
             raise ValueError(f"dim: got {dim}, expected 1 or -1 for packed rows, or None")
         return layout.row_means(tokens)
     tensor = as_floats(as_tensor("values", values))
-    kept = (
+    counted = (
         torch.ones_like(tensor, dtype=torch.bool)
         if mask is None
-        else as_mask("mask", as_tensor("mask", mask, tensor.device))
+        else as_mask("mask", as_tensor("mask", mask, tensor.device))  # type: ignore[arg-type]
     )
-    if kept.shape != tensor.shape:
-        raise ValueError(f"mask: got shape {list(kept.shape)}, expected {list(tensor.shape)}, as the values have")
-    total = torch.where(kept, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+    if counted.shape != tensor.shape:
+        raise ValueError(f"mask: got shape {list(counted.shape)}, expected {list(tensor.shape)}, as the values have")
+    total = torch.where(counted, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
     if dim is None:
-        return total.sum() / kept.sum().clamp(min=1)
-    return total.sum(dim) / kept.sum(dim).clamp(min=1)
+        return total.sum() / counted.sum().clamp(min=1)
+    return total.sum(dim) / counted.sum(dim).clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -199,17 +233,21 @@ class Terms:
         layout: Layout,
         mode: str,
         norm: float | None,
-        whole: Denominators | None,
+        denominators: Denominators | None,
         weights: PerToken | PerRow | None,
     ) -> Loss:
         """Aggregate; the value is reported under `name`."""
         tokens = self.tokens
         if weights is not None:
             tokens = tokens * on_tokens(layout, "weights", weights).detach()
-        value = reduce(layout, tokens, mode, norm, whole)
-        metrics = {each: token_share(layout, found, whole) for each, found in self.of_tokens.items()}
-        metrics |= {each: row_share(layout, found, whole) for each, found in self.of_rows.items()}
-        return Loss(value, {**metrics, name: value.detach()})
+        total = reduce(layout, tokens, mode, norm, denominators)
+        metrics = {}
+        for metric, entries in self.of_tokens.items():
+            metrics[metric] = token_share(layout, entries, denominators)
+        for metric, entries in self.of_rows.items():
+            metrics[metric] = row_share(layout, entries, denominators)
+        metrics[name] = total.detach()
+        return Loss(total, metrics)
 
 
 def clipped(
@@ -220,5 +258,5 @@ def clipped(
     >>> clipped(torch.tensor([1.0, -1.0]), torch.tensor([1.5, 1.5]), 0.8, 1.2)
     (tensor([-1.2000,  1.5000]), tensor([1., 0.]))
     """
-    plain, held = -advantages * ratio, -advantages * ratio.clamp(low, high)
-    return torch.maximum(plain, held), (held > plain).to(ratio.dtype)
+    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(low, high)
+    return torch.maximum(plain, bounded), (bounded > plain).to(ratio.dtype)

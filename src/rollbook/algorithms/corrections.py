@@ -1,8 +1,8 @@
-"""Corrections where another policy sampled than the one that learns: weights, masks, and how far apart the two are.
+"""Off-policy corrections: importance weights, staleness weights, masks, and diagnostics of the mismatch.
 
-Invariant: ratios are formed as differences of logarithms in float64 and bounded before they are raised, so that all
-finite float32 log-probs give finite weights and numbers; weights carry no gradient, are 0 where the returned mask is
-False, and no token is in the returned mask that was not in the given one.
+Invariant: ratios are differences of logarithms in float64, clamped before they are exponentiated, so that all finite
+float32 log-probs give finite weights and numbers. Weights carry no gradient and are 0 where the returned mask is False,
+and the returned mask is never wider than the given one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rollbook.algorithms.kl import k3
-from rollbook.algorithms.layout import Layout, PerToken, as_tensor, is_per_row
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor, is_per_row
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
@@ -53,7 +53,7 @@ def importance_weights(
     old_logprobs: PerToken,
     logprobs: PerToken,
     mask: PerToken | None = None,
-    versions: Any = None,
+    versions: PerToken | PerRow | int | None = None,
     *,
     level: str = "token",
     truncate: float | None = 2.0,
@@ -61,50 +61,70 @@ def importance_weights(
     mask_outside: tuple[float, float] | None = None,
     veto: float | None = None,
     log_clamp: float = 20.0,
-    normalise: bool = False,
+    normalize: bool = False,
     current: int | None = None,
     max_staleness: int | None = None,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Correction:
-    """Importance weights from the engine's policy to the trainer's old one: truncated, masked, or both.
+    """Compute importance weights from the engine's policy to the trainer's old policy: truncated, masked, or both.
 
-    old_logprobs: the trainer's old policy, recomputed; logprobs: the engine's, of the *same*
-    distribution (temperature and top-p truncation included, else every ratio is off by the log of the kept mass);
-    mask: (B, A) or packed. With d = policy - behaviour at each token that counts, a weight is e to the power of
+    With d = log p_old - log p_engine at each token that counts, a weight is e to the power of
 
     - `level="token"`: d itself (truncated importance sampling, Yao et al., 2025; biased for sequences, low variance);
     - `"sequence"`: the sum of d over the row, on each of its tokens (unbiased, high variance);
-    - `"geometric"`: the mean of d over the row (its per-token geometric mean; bounded variance whatever the length);
+    - `"geometric"`: the mean of d over the row (its per-token geometric mean; bounded variance for any length).
 
-    the exponent kept within `log_clamp`. Then, in this order:
+    The exponent is clamped to ±`log_clamp`. Then, in this order:
 
-    1. `veto=1e-4` masks a whole row if one of its tokens has e^d below that: a token the policy would not have said.
-    2. `mask_outside=(a, b)` masks what weighs less than a or more than b: tokens, or at the other levels rows.
-    3. `versions` (as in `staleness_weights`), `current` and `max_staleness` mask tokens that are older. They still
-       count in the ratio of their row.
-    4. `truncate` caps weights, `low` raises them; `None` leaves them.
-    5. `normalise` divides by the mean weight over the tokens that are left (at the other levels: rows), of all `ranks`,
-       so that it becomes 1. Do this on the whole batch, before it is cut into micro-batches.
+    1. `veto` masks a row if one of its tokens has e^d below it.
+    2. `mask_outside` masks weights out of range: tokens, or at the other levels rows.
+    3. `versions`, `current` and `max_staleness` mask older tokens. They still count in the ratio of their row.
+    4. `truncate` caps weights, `low` raises them.
+    5. `normalize` divides by the mean weight over the tokens that are left (at the other levels: rows), of all
+       processes. Do this on the whole batch, before it is divided into micro-batches.
 
-    NaN log-probs give NaN weights: they are not hidden. What is masked is in the report, row by row; its metrics are
-    those of `diagnostics`, and of the weights that are left, before 5.: `weight_mean`, `_min`, `_max`, `_ess` (as a
-    share), which share was `capped` or `raised`, and which share of tokens was `masked`.
+    NaN log-probs give NaN weights.
 
-    >>> policy, behaviour = torch.tensor([[-1.0, -1.0], [-9.0, -1.0]]), torch.tensor([[-1.5, -3.0], [-1.0, -1.0]])
-    >>> importance_weights(policy, behaviour).weights
+    Args:
+        old_logprobs: [B, R] or packed: log-probs of the trainer's policy before the update, recomputed.
+        logprobs: [B, R] or packed: log-probs of the engine, of the *same* distribution (temperature and top-p
+            truncation included; otherwise every ratio is off by the log of the kept mass).
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        versions: Policy versions, as of `staleness_weights`.
+        level: `"token"`, `"sequence"` or `"geometric"`.
+        truncate: Largest weight; `None`: no cap.
+        low: Smallest weight; `None`: no floor.
+        mask_outside: Range (low, high) of weights; `None`: any.
+        veto: Smallest e^d of a token, such as 1e-4; `None`: any.
+        log_clamp: Bound of the absolute exponent.
+        normalize: Whether to divide by the mean weight.
+        current: Current policy version.
+        max_staleness: Largest number of versions that a token may be old.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Weights and mask in the layout of the arguments. The report lists masked rows; its metrics are those of
+        `diagnostics`, and of the weights that are left, before step 5: `weight_mean`, `weight_min`, `weight_max`,
+        `weight_ess` (as a share), the shares `capped` and `raised`, and the share of tokens `masked`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
+
+    >>> policy, engine = torch.tensor([[-1.0, -1.0], [-9.0, -1.0]]), torch.tensor([[-1.5, -3.0], [-1.0, -1.0]])
+    >>> importance_weights(policy, engine).weights
     tensor([[1.6487e+00, 2.0000e+00],
             [3.3546e-04, 1.0000e+00]])
-    >>> found = importance_weights(policy, behaviour, level="geometric", truncate=None, mask_outside=(0.5, 5.0))
-    >>> found.weights, found.report.which("outside range")
+    >>> result = importance_weights(policy, engine, level="geometric", truncate=None, mask_outside=(0.5, 5.0))
+    >>> result.weights, result.report.which("outside range")
     (tensor([[3.4903, 3.4903],
             [0.0000, 0.0000]]), [1])
     """
     check_choice("level", level, LEVELS)
     check_float("log_clamp", log_clamp, 1e-30, _LARGEST, what=f"a positive number up to {_LARGEST:g}")
     _check_bounds(truncate, low, mask_outside, veto)
-    normalise = check_bool("normalise", normalise)
-    layout, dtype, policy, behaviour = _taken(old_logprobs, logprobs, mask)
-    off = policy - behaviour
+    normalize = check_bool("normalize", normalize)
+    layout, dtype, policy, engine = _taken(old_logprobs, logprobs, mask)
+    off = policy - engine
     by_row = level != "token"
     exponent = off if not by_row else layout.row_sums(off) if level == "sequence" else layout.row_means(off)
     raw = exponent.clamp(-log_clamp, log_clamp).exp()  # of tokens, or of rows; `put` puts either on tokens
@@ -122,12 +142,12 @@ def importance_weights(
     left = layout.narrowed(~torch.stack(list(gone.values())).any(0)) if gone else layout
     weights = raw.clamp(low, truncate) if truncate is not None or low is not None else raw
     counted = left.counts > 0 if by_row else left.mask
-    metrics = _diagnosed(layout, policy, behaviour) | _weighed(raw[counted], weights[counted], truncate, low)
+    metrics = _diagnosed(layout, policy, engine) | _weighed(raw[counted], weights[counted], truncate, low)
     tokens = int(layout.mask.sum())
     metrics["masked"] = 1 - int(left.mask.sum()) / tokens if tokens else 0.0
-    if normalise:
+    if normalize:
         part = torch.stack([weights[counted].sum(), counted.sum().to(torch.float64)]).cpu()
-        total, count = ranks.sum(part).tolist()
+        total, count = process_group.sum(part).tolist()
         if total > 0:
             weights = weights * (count / total)
     return Correction(
@@ -138,7 +158,7 @@ def importance_weights(
 
 
 def staleness_weights(
-    versions: Any,
+    versions: PerToken | PerRow | int,
     current: int,
     mask: PerToken | None = None,
     *,
@@ -146,19 +166,31 @@ def staleness_weights(
     max_staleness: int | None = None,
     decay: float = 0.9,
 ) -> Correction:
-    """Weights by how many versions old the policy was that sampled each token, s = current - version.
-
-    versions: for each token, in the layout of the mask; (B,) for each row, or one number for all, either of which needs
-    the mask. What they are at masked tokens does not matter. A version ahead of `current` is an error. By `kind`:
+    """Weight tokens by the age of the policy that sampled them, s = current - version.
 
     - `"cut"`: 1 up to `max_staleness`, masked beyond;
     - `"linear"`: 1 - s / (max_staleness + 1), masked beyond `max_staleness`;
-    - `"exponential"`: decay^s, masked beyond `max_staleness` where that is given.
+    - `"exponential"`: decay^s, masked beyond `max_staleness` if that is given.
 
     Cutting tokens and not rows keeps the fresh end of a response that began under an old policy.
 
-    >>> found = staleness_weights([[3, 3, 5], [1, 5]], 5, kind="linear", max_staleness=3)
-    >>> found.weights, found.mask, found.report.which("stale")
+    Args:
+        versions: [B, R] or packed: policy version of each token; or [B] or one number, either of which needs the mask.
+            Those of masked tokens are ignored.
+        current: Current policy version; a later one is an error.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        kind: `"cut"`, `"linear"` or `"exponential"`.
+        max_staleness: Largest age.
+        decay: Factor of the kind `"exponential"` per version.
+
+    Returns:
+        Weights and mask in the layout of the mask, and the report.
+
+    Raises:
+        ValueError: If a version is ahead of `current`, or an option is invalid.
+
+    >>> result = staleness_weights([[3, 3, 5], [1, 5]], 5, kind="linear", max_staleness=3)
+    >>> result.weights, result.mask, result.report.which("stale")
     ([tensor([0.5000, 0.5000, 1.0000]), tensor([0., 1.])],
      [tensor([True, True, True]), tensor([False,  True])], [1])
     """
@@ -171,7 +203,7 @@ def staleness_weights(
         raise ValueError("versions: got None, expected the version of each token, of each row, or one for all")
     if mask is None and (_is_one(versions) or _flat(versions)):
         raise ValueError("mask: got None, expected a mask beside one version for each row, or for all")
-    layout = Layout.of(mask) if mask is not None else Layout.of(None, versions=versions)
+    layout = Layout.of(mask) if mask is not None else Layout.of(None, versions=versions)  # type: ignore[arg-type]
     age = _staleness(layout, versions, current)
     weights = torch.ones_like(age)
     if kind == "linear":
@@ -183,8 +215,8 @@ def staleness_weights(
     metrics = {"staleness_mean": 0.0, "staleness_max": 0.0, "stale_fraction": 0.0}
     if (tokens := int(layout.mask.sum())) > 0:
         stale = (tokens - left.mask.sum()) / tokens
-        found = torch.stack([layout.masked(age).sum() / tokens, layout.masked(age).amax(), stale.to(torch.float64)])
-        metrics = dict(zip(metrics, found.tolist(), strict=True))
+        numbers = torch.stack([layout.masked(age).sum() / tokens, layout.masked(age).amax(), stale.to(torch.float64)])
+        metrics = dict(zip(metrics, numbers.tolist(), strict=True))
     return Correction(
         layout.give(left.masked(weights).to(torch.float32)),
         layout.give(left.mask),
@@ -193,27 +225,39 @@ def staleness_weights(
 
 
 def diagnostics(old_logprobs: PerToken, logprobs: PerToken, mask: PerToken | None = None) -> dict[str, float]:
-    """How far the policy that learns is from the one that sampled, over the N tokens that count.
+    """Measure how far the policy being trained is from the one that sampled, over the N tokens that count.
 
-    With d = policy - behaviour, D its sum over a row, w = e^d, W = e^D; means over tokens, or over rows that have any:
+    With d = log p_old - log p_engine, D its sum over a row, w = e^d, W = e^D; means over tokens, or over rows that have
+    any:
 
-    - `kl`: mean(-d), the k1 estimate of KL(behaviour || policy); `kl_k3`: mean(w - 1 - d), the same, never below 0;
+    - `kl`: mean(-d), the k1 estimate of KL(engine || policy); `kl_k3`: mean(w - 1 - d), the same, never negative;
     - `chi2_token`: mean(w^2) - 1; `chi2_sequence`: mean(W^2) - 1;
     - `ess_token`: (sum w)^2 / (N sum w^2), the effective sample size as a share; `ess_sequence`: of W, over rows;
-    - `log_diff_mean_abs`, `log_diff_max_abs`, `log_diff_std`: of d, the deviation of the population. A mean hides the
-      few tokens that matter, so look at the largest;
-    - `policy_perplexity`, `behaviour_perplexity`: e to the minus mean over rows of the row's mean log-prob;
+    - `log_diff_mean_abs`, `log_diff_max_abs`, `log_diff_std`: of d, with the population deviation. A mean hides the few
+      tokens that matter, so look at the largest;
+    - `policy_perplexity`, `engine_perplexity`: e to the minus mean over rows of the mean log-prob of the row;
       `perplexity_ratio`: the first over the second.
 
-    Sums of exponentials are formed in logarithms, and no number exceeds e^80 because of one. Without tokens all are
-    what two equal policies give. NaN and infinite log-probs are not hidden.
+    Sums of exponentials are formed in logarithms, and no number exceeds e^80 because of one. Without tokens, the
+    numbers are those of two equal policies.
 
-    >>> found = diagnostics([[-1.0, -2.0], [-0.5]], [[-1.0, -1.0], [-0.5]])
-    >>> round(found["kl"], 4), round(found["ess_token"], 4), round(found["perplexity_ratio"], 4)
+    Args:
+        old_logprobs: [B, R] or packed: log-probs of the trainer's policy.
+        logprobs: [B, R] or packed: log-probs of the engine.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+
+    Returns:
+        The numbers by name. NaN and infinite log-probs are not hidden.
+
+    Raises:
+        ValueError: If shapes differ.
+
+    >>> result = diagnostics([[-1.0, -2.0], [-0.5]], [[-1.0, -1.0], [-0.5]])
+    >>> round(result["kl"], 4), round(result["ess_token"], 4), round(result["perplexity_ratio"], 4)
     (0.3333, 0.8752, 1.284)
     """
-    layout, _, policy, behaviour = _taken(old_logprobs, logprobs, mask)
-    return _diagnosed(layout, policy, behaviour)
+    layout, _, policy, engine = _taken(old_logprobs, logprobs, mask)
+    return _diagnosed(layout, policy, engine)
 
 
 _EQUAL = {
@@ -227,7 +271,7 @@ _EQUAL = {
     "log_diff_max_abs": 0.0,
     "log_diff_std": 0.0,
     "policy_perplexity": 1.0,
-    "behaviour_perplexity": 1.0,
+    "engine_perplexity": 1.0,
     "perplexity_ratio": 1.0,
 }
 
@@ -238,19 +282,19 @@ def _taken(
     """The layout, the type of results, and both log-probs in float64, 0 where the mask is False."""
     layout = Layout.of(mask, old_logprobs=old_logprobs, logprobs=logprobs)
     policy = layout.take("old_logprobs", old_logprobs).detach()
-    behaviour = layout.take("logprobs", logprobs).detach()
-    dtype = torch.float64 if torch.float64 in (policy.dtype, behaviour.dtype) else torch.float32
-    return layout, dtype, policy.to(torch.float64), behaviour.to(torch.float64)
+    engine = layout.take("logprobs", logprobs).detach()
+    dtype = torch.float64 if torch.float64 in (policy.dtype, engine.dtype) else torch.float32
+    return layout, dtype, policy.to(torch.float64), engine.to(torch.float64)
 
 
-def _diagnosed(layout: Layout, policy: torch.Tensor, behaviour: torch.Tensor) -> dict[str, float]:
+def _diagnosed(layout: Layout, policy: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
     has = layout.counts > 0
-    off = (policy - behaviour)[layout.mask]
+    off = (policy - engine)[layout.mask]
     if not off.numel():
         return dict(_EQUAL)
-    sums = layout.row_sums(policy - behaviour)[has]
-    log_policy, log_behaviour = (-layout.row_means(each)[has].mean() for each in (policy, behaviour))
-    found = torch.stack(
+    sums = layout.row_sums(policy - engine)[has]
+    log_policy, log_engine = (-layout.row_means(logprobs)[has].mean() for logprobs in (policy, engine))
+    numbers = torch.stack(
         [
             -off.mean(),
             k3(torch.zeros_like(off), off.clamp(max=_LARGEST)).mean(),
@@ -262,11 +306,11 @@ def _diagnosed(layout: Layout, policy: torch.Tensor, behaviour: torch.Tensor) ->
             off.abs().amax(),
             off.std(correction=0),
             log_policy.clamp(max=_LARGEST).exp(),
-            log_behaviour.clamp(max=_LARGEST).exp(),
-            (log_policy - log_behaviour).clamp(max=_LARGEST).exp(),
+            log_engine.clamp(max=_LARGEST).exp(),
+            (log_policy - log_engine).clamp(max=_LARGEST).exp(),
         ]
     )
-    return dict(zip(_EQUAL, found.tolist(), strict=True))  # one transfer from a device, not twelve
+    return dict(zip(_EQUAL, numbers.tolist(), strict=True))  # one transfer from a device, not twelve
 
 
 def _log_mean(exponents: torch.Tensor) -> torch.Tensor:
@@ -275,16 +319,16 @@ def _log_mean(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _weighed(raw: torch.Tensor, weights: torch.Tensor, truncate: float | None, low: float | None) -> dict[str, float]:
-    """Numbers about the weights of the tokens (or rows) that are left, before they are normalised."""
+    """Numbers about the weights of the tokens (or rows) that are left, before they are normalized."""
     names = ("weight_mean", "weight_min", "weight_max", "weight_ess", "capped", "raised")
     if not weights.numel():
         return dict.fromkeys(names, 0.0)
     capped = raw > (float("inf") if truncate is None else truncate)
     raised = raw < (0.0 if low is None else low)
     squares = (len(weights) * (weights**2).sum()).clamp(min=1e-300)
-    found = [weights.mean(), weights.amin(), weights.amax(), weights.sum() ** 2 / squares]
-    found += [capped.to(torch.float64).mean(), raised.to(torch.float64).mean()]
-    return dict(zip(names, torch.stack(found).tolist(), strict=True))
+    numbers = [weights.mean(), weights.amin(), weights.amax(), weights.sum() ** 2 / squares]
+    numbers += [capped.to(torch.float64).mean(), raised.to(torch.float64).mean()]
+    return dict(zip(names, torch.stack(numbers).tolist(), strict=True))
 
 
 def _reported(layout: Layout, left: Layout, gone: dict[str, torch.Tensor], metrics: dict[str, float]) -> Report:
@@ -294,38 +338,38 @@ def _reported(layout: Layout, left: Layout, gone: dict[str, torch.Tensor], metri
     return Report(layout.rows, {reason: rows_where(hit) for reason, hit in lost.items()}, metrics)
 
 
-def _is_one(versions: Any) -> bool:
+def _is_one(versions: PerToken | PerRow | int) -> bool:
     """Whether there is one number for all rows."""
     return isinstance(versions, Real) or getattr(versions, "ndim", None) == 0
 
 
-def _flat(versions: Any) -> bool:
+def _flat(versions: PerToken | PerRow | int) -> bool:
     """Whether there is one number for each row, or for each of packed tokens: no rows within."""
     if isinstance(versions, (torch.Tensor, np.ndarray)):
         return versions.ndim == 1
     return (
         isinstance(versions, Sequence)
         and not isinstance(versions, Rows)
-        and not any(hasattr(each, "__len__") for each in versions)
+        and not any(hasattr(version, "__len__") for version in versions)
     )
 
 
-def _staleness(layout: Layout, versions: Any, current: int) -> torch.Tensor:
+def _staleness(layout: Layout, versions: PerToken | PerRow | int, current: int) -> torch.Tensor:
     """[of the layout's shape] float64: how many versions old each token is; 0 where the mask is False."""
     if isinstance(current, bool) or not isinstance(current, Integral):
         raise ValueError(f"current: got {current!r}, expected the number of a version")
     if _is_one(versions):
-        given = as_tensor("versions", versions).to(layout.mask.device).expand(layout.shape)
+        tensor = as_tensor("versions", versions).to(layout.mask.device).expand(layout.shape)
     elif is_per_row(layout, "versions", versions):
-        given = as_tensor("versions", versions, layout.mask.device)
-        if tuple(given.shape) != (layout.rows,):
-            raise ValueError(f"versions: got {len(given)}, expected {layout.rows}, one for each row, or tokens")
-        given = layout.spread(given)
+        tensor = as_tensor("versions", versions, layout.mask.device)
+        if tuple(tensor.shape) != (layout.rows,):
+            raise ValueError(f"versions: got {len(tensor)}, expected {layout.rows}, one for each row, or tokens")
+        tensor = layout.spread(tensor)
     else:
-        given = layout.whole("versions", versions)
-    if (given.is_floating_point() or given.dtype == torch.bool) and given.numel():
-        raise ValueError(f"versions: got {str(given.dtype).removeprefix('torch.')}, expected integers")
-    age = layout.masked(int(current) - given.to(torch.float64))
+        tensor = layout.tensor("versions", versions)
+    if (tensor.is_floating_point() or tensor.dtype == torch.bool) and tensor.numel():
+        raise ValueError(f"versions: got {str(tensor.dtype).removeprefix('torch.')}, expected integers")
+    age = layout.masked(int(current) - tensor.to(torch.float64))
     if age.numel() and float(age.amin()) < 0:
         ahead = current - int(age.amin())
         raise ValueError(f"versions: got {ahead}, expected at most current, {current}")

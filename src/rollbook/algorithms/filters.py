@@ -1,7 +1,8 @@
-"""Which groups are worth training on: filters by id, weights that make up for the rest, and sampling until enough are.
+"""Filters of groups and rows by id, group weights, sampling with refill (`Refill`), and masks of tokens.
 
-Invariant: a filter says of each row whether it is kept, and changes and reorders nothing; every row that is dropped has
-a reason in the report; what a filter finds of a group does not depend on the order of rows or on the group's place.
+Invariant: a filter returns whether each row is kept, and changes and reorders nothing. Every dropped row has a reason
+in the report. The result for a group does not depend on the order of rows or on the position of the group.
+`high_entropy_mask` marks only tokens that count.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, numbered
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor, state_of
+from rollbook.algorithms.layout import Ids, Layout, Numbers, PerRow, PerToken, as_tensor, state_of
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_choice, check_float, check_int
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
@@ -85,21 +86,36 @@ class Weights:
 
 def zero_variance(
     rewards: PerRow,
-    groups: Any,
-    runs: Any = None,
+    groups: Ids,
+    runs: Ids | None = None,
     ids: Sequence[Hashable] | None = None,
     *,
     threshold: float = 0.0,
     std: str = "population",
     singleton: str = "drop",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Kept:
-    """Drop groups whose rewards deviate by at most `threshold`; by default those that are equal, whatever their value.
+    """Drop groups whose rewards deviate by at most `threshold`; by default those with equal rewards.
 
-    rewards, groups, runs (rows of one run are one sample), ids (names for the report): (B,). As in the estimators,
-    rows without a finite reward are in no statistic; a group with none at all is dropped, and one with a single one is
-    a singleton. The deviation is of the population, as Trinity's reward_std_filter has it; GRPO's is of the sample, so
-    that a threshold above 0 means another thing there.
+    As in the estimators, rows without a finite reward are in no statistic; a group without any is dropped, and one with
+    a single reward is a singleton. The deviation is of the population, as in the reward_std_filter of Trinity; that of
+    GRPO is of the sample, so that a threshold above 0 has another meaning there.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        ids: [B] Names of the rows for the report.
+        threshold: Largest deviation of a dropped group.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        singleton: Whether to `"drop"` or `"keep"` groups with one reward.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Which rows are kept, and why the others are not.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> kept = zero_variance([0.1, 0.1, 0.1, 0.0, 1.0, None, 5.0], list("aaabbbc"))
     >>> kept.keep.tolist(), kept.groups["constant group"], kept.groups["singleton group"]
@@ -107,7 +123,7 @@ def zero_variance(
     """
     check_float("threshold", threshold, 0)
     check_choice("singleton", singleton, SINGLETON)
-    grouped = Grouped(rewards, groups, runs, ranks)
+    grouped = Grouped(rewards, groups, runs, process_group)
     deviation = grouped.std(std)
     several = grouped.count > 1
     drops = {
@@ -116,28 +132,42 @@ def zero_variance(
         "singleton group": grouped.singleton & (singleton == "drop"),
     }
     metrics: dict[str, float] = {}
-    for name, each in (("reward_mean", grouped.mean[several]), ("reward_std", deviation[several])):
-        if len(each):
-            metrics |= {f"{name}/mean": float(each.mean()), f"{name}/max": float(each.max())}
-            metrics[f"{name}/min"] = float(each.min())
+    for name, numbers in (("reward_mean", grouped.mean[several]), ("reward_std", deviation[several])):
+        if len(numbers):
+            metrics |= {f"{name}/mean": float(numbers.mean()), f"{name}/max": float(numbers.max())}
+            metrics[f"{name}/min"] = float(numbers.min())
     return _judged(grouped, drops, metrics, ids)
 
 
 def dynamic_sampling(
     scores: PerRow,
-    groups: Any,
-    runs: Any = None,
+    groups: Ids,
+    runs: Ids | None = None,
     ids: Sequence[Hashable] | None = None,
     *,
     correct: float = 0.0,
     singleton: str = "drop",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Kept:
-    """Keep groups in which some answers are correct but not all: those with a score above `correct`.
+    """Keep groups in which some answers are correct, but not all.
 
-    DAPO (Yu et al., 2025, arXiv 2503.14476), equation 11. scores: (B,), an accuracy where there is one, else the
-    reward; the other arguments, and scores that are missing, as in `zero_variance`. `Refill` samples until there are
-    enough such groups, which is DAPO's other half.
+    DAPO (Yu et al., 2025, arXiv 2503.14476), equation 11. `Refill` samples until there are enough such groups, which is
+    the other half of DAPO.
+
+    Args:
+        scores: [B] Accuracy, or else the reward, of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        ids: [B] Names of the rows for the report.
+        correct: Score above which an answer is correct.
+        singleton: Whether to `"drop"` or `"keep"` groups with one reward.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Which rows are kept, and why the others are not.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> kept = dynamic_sampling([1, 1, 0, 1, 0, -1, 1], [0, 0, 1, 1, 2, 2, 3])
     >>> kept.rows, kept.groups
@@ -145,7 +175,7 @@ def dynamic_sampling(
     """
     check_float("correct", correct)
     check_choice("singleton", singleton, SINGLETON)
-    grouped = Grouped(scores, groups, runs, ranks)
+    grouped = Grouped(scores, groups, runs, process_group)
     right = grouped.run_valid & (np.where(grouped.run_valid, grouped.run_values, 0.0) > correct)
     solved = np.bincount(grouped.run_group[right], minlength=len(grouped.keys))
     several = grouped.count > 1
@@ -164,12 +194,12 @@ def _judged(
     ids: Sequence[Hashable] | None,
 ) -> Kept:
     """What a filter found of each group, said of each row of this process."""
-    own = grouped.index[grouped.own]
+    local_index = grouped.index[grouped.own]
     drops = {"no finite reward": np.equal(grouped.count, 0), **drops}
     dropped = np.any(list(drops.values()), axis=0)
-    keep = ~dropped[own]
-    here = np.unique(own)  # numbered as they first appear, so that sorted is that order
-    reasons = {reason: rows_where(hit[own]) for reason, hit in drops.items()}
+    keep = ~dropped[local_index]
+    here = np.unique(local_index)  # numbered as they first appear, so that sorted is that order
+    reasons = {reason: rows_where(hit[local_index]) for reason, hit in drops.items()}
     reasons[WITHOUT] = rows_where(keep & ~grouped.valid[grouped.own])
     counts = {"groups": float(len(here)), "groups_kept": float(np.count_nonzero(~dropped[here]))}
     groups = {reason: [grouped.keys[i] for i in here if hit[i]] for reason, hit in drops.items()}
@@ -181,10 +211,21 @@ def _judged(
 
 
 def invalid_rewards(rewards: PerRow, ids: Sequence[Hashable] | None = None, *, infinite: str = "drop") -> Kept:
-    """Drop rows whose reward is missing (`None`, NaN) or infinite; `infinite="keep"` keeps the latter, as Trinity does.
+    """Drop rows whose reward is missing (`None`, NaN) or infinite.
 
-    An infinite reward makes its group's mean infinite and every advantage in it NaN, so that it is dropped unless told
-    otherwise. (Estimators here leave both out of statistics by themselves; this takes them out of the batch.)
+    An infinite reward makes the mean of its group infinite and every advantage in it NaN. (The estimators leave both
+    out of their statistics; this filter takes them out of the batch.)
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        ids: [B] Names of the rows for the report.
+        infinite: `"drop"`, or `"keep"` as Trinity does.
+
+    Returns:
+        Which rows are kept, and why the others are not.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> kept = invalid_rewards([None, float("nan"), float("inf"), 1.0])
     >>> kept.rows, kept.report.which("missing reward"), kept.report.which("infinite reward")
@@ -197,7 +238,18 @@ def invalid_rewards(rewards: PerRow, ids: Sequence[Hashable] | None = None, *, i
 
 
 def reward_at_least(rewards: PerRow, threshold: float = 0.0, ids: Sequence[Hashable] | None = None) -> Kept:
-    """Keep rows with a reward of at least `threshold`; a missing one is none.
+    """Keep rows with a reward of at least `threshold`; rows without a reward are dropped.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        threshold: Smallest reward of a kept row.
+        ids: [B] Names of the rows for the report.
+
+    Returns:
+        Which rows are kept, and why the others are not.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> kept = reward_at_least([-1.0, 0.0, None, 2.0])
     >>> kept.rows, kept.report.which("below threshold")
@@ -216,41 +268,53 @@ def _sifted(rewards: PerRow, drops: Mapping[str, NDArray[np.bool_]], ids: Sequen
 
 
 def truncated(
-    finish: Any,
+    finish: Ids,
     mask: PerToken,
     ids: Sequence[Hashable] | None = None,
     *,
     reasons: str | Sequence[str] = TRUNCATED,
 ) -> Masked:
-    """The mask with nothing left of rows that were cut off; they stay in the batch, and in their group's statistics.
+    """Mask all tokens of truncated rows; they stay in the batch and in the statistics of their group.
 
-    finish: (B,) why each row ended (`finish_reason`, or Trinity's `truncate_status`; those in `reasons`, one or more,
-    were cut off), or whether it was cut off; `None` where that is not known: the row stays as it is, and is counted.
-    mask: (B, A) or packed. DAPO (Yu et al., 2025), section 3.4, calls it overlong filtering. Losses take the rows left
-    empty as if they were not there.
+    DAPO (Yu et al., 2025), section 3.4, calls it overlong filtering. Losses ignore rows without tokens.
 
-    >>> found = truncated(["stop", "length", None], torch.ones(3, 2))
-    >>> found.mask.tolist(), found.report.which("truncated"), found.report.which("unknown finish")
+    Args:
+        finish: [B] Why each row ended (`finish_reason`, or `truncate_status` of Trinity), or whether it was truncated;
+            `None` if that is unknown: the row stays as it is, and is counted.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        ids: [B] Names of the rows for the report.
+        reasons: Finish reason, or reasons, of truncated rows.
+
+    Returns:
+        The mask, and the report.
+
+    Raises:
+        ValueError: If an entry of `finish` is invalid, or the number of rows differs.
+
+    >>> result = truncated(["stop", "length", None], torch.ones(3, 2))
+    >>> result.mask.tolist(), result.report.which("truncated"), result.report.which("unknown finish")
     ([[True, True], [False, False], [True, True]], [1], [2])
     """
     causes = (reasons,) if isinstance(reasons, str) else reasons  # a text would have all its parts for reasons
     layout = Layout.of(mask)
     rows = as_ids("finish", finish, layout.rows)
     odd = next(
-        (i for i, each in enumerate(rows) if not (each is None or isinstance(each, str) or each in (0, 1))), None
+        (i for i, status in enumerate(rows) if not (status is None or isinstance(status, str) or status in (0, 1))),
+        None,
     )
     if odd is not None:
         raise ValueError(f"finish: got {rows[odd]!r} at row {odd}, expected a finish reason, true, false or None")
-    cut = [each in causes if isinstance(each, str) else bool(each) for each in rows]
+    cut = [status in causes if isinstance(status, str) else bool(status) for status in rows]
     left = ~torch.tensor(cut, dtype=torch.bool, device=layout.mask.device)
     tokens = float(layout.counts.sum())
-    kept = layout.mask & layout.spread(left)
-    metrics = {"masked_tokens": tokens - float(kept.sum())}
-    found = {"truncated": rows_where(cut), "unknown finish": rows_where([each is None for each in rows])}
-    return Masked(layout.give(kept), Report(layout.rows, found, metrics, _names(ids, layout.rows)))
+    counted = layout.mask & layout.spread(left)
+    metrics = {"masked_tokens": tokens - float(counted.sum())}
+    unknown = rows_where([status is None for status in rows])
+    by_reason = {"truncated": rows_where(cut), "unknown finish": unknown}
+    return Masked(layout.give(counted), Report(layout.rows, by_reason, metrics, _names(ids, layout.rows)))
 
 
-def _names(ids: Any, rows: int) -> list[Hashable] | None:
+def _names(ids: Ids | None, rows: int) -> list[Hashable] | None:
     return None if ids is None else as_ids("ids", ids, rows)
 
 
@@ -341,17 +405,17 @@ class Refill:
         """Whether a batch can be taken: enough groups, or no rounds left."""
         return not self.missing or self._rounds >= self.max_rounds
 
-    def add(self, scores: PerRow, groups: Any, samples: Any) -> None:
+    def add(self, scores: PerRow, groups: Ids, samples: Ids) -> None:
         """The samples of one rollout, by id: scores, groups, samples (B,). Bad input changes nothing."""
         values = as_rewards("scores", scores)
         names, ids = as_ids("groups", groups, len(values)), as_ids("samples", samples, len(values))
         numbered("groups", names)
         _, different = numbered("samples", ids)
-        known = {sample for _, part in self._ready for sample in part}
-        known |= {sample for parts in self._pending.values() for _, sample in parts}
+        known_samples = {sample for _, part in self._ready for sample in part}
+        known_samples |= {sample for parts in self._pending.values() for _, sample in parts}
         seen: set[Hashable] = set()
-        for sample in ids if len(different) < len(ids) or known.intersection(different) else ():
-            if sample in seen or sample in known:
+        for sample in ids if len(different) < len(ids) or known_samples.intersection(different) else ():
+            if sample in seen or sample in known_samples:
                 raise ValueError(f"samples: got {sample!r} again, expected each sample once")
             seen.add(sample)
         pending = {group: list(parts) for group, parts in self._pending.items()}
@@ -370,23 +434,23 @@ class Refill:
         rows = [(at, score, sample) for at, (_, parts) in enumerate(complete) for score, sample in parts]
         if not rows:
             return
-        kept = self.judge([score for _, score, _ in rows], [at for at, _, _ in rows])
+        keep = self.judge([score for _, score, _ in rows], [at for at, _, _ in rows])
         left: dict[int, list[Hashable]] = {}
-        for at, _, sample in (rows[i] for i in kept.rows):
+        for at, _, sample in (rows[i] for i in keep.rows):
             left.setdefault(at, []).append(sample)
         self._ready += [(complete[at][0], part) for at, part in left.items()]
-        self._say(kept.report.reasons, [sample for _, _, sample in rows])
+        self._say(keep.report.reasons, [sample for _, _, sample in rows])
 
     def _say(self, reasons: Mapping[str, Sequence[int]], samples: list[Hashable]) -> None:
-        for reason, found in reasons.items():
-            self._reasons.setdefault(reason, []).extend(len(self._judged) + row for row in found)
+        for reason, rows in reasons.items():
+            self._reasons.setdefault(reason, []).extend(len(self._judged) + row for row in rows)
         self._judged += samples
 
     def take(self) -> Taken:
         """The next batch, once `done`; the count of rounds and the report begin anew."""
         if not self.done:
-            got = f"{len(self._ready)} of {self.groups} after {self._rounds} of {self.max_rounds} rounds"
-            raise ValueError(f"groups: got {got}, expected another rollout first")
+            progress = f"{len(self._ready)} of {self.groups} after {self._rounds} of {self.max_rounds} rounds"
+            raise ValueError(f"groups: got {progress}, expected another rollout first")
         batch, self._ready = self._ready[: self.groups], self._ready[self.groups :]
         report = Report(len(self._judged), self._reasons, {"rounds": float(self._rounds)}, self._judged)
         short, rounds = self.groups - len(batch), self._rounds
@@ -408,7 +472,7 @@ class Refill:
             "pending": [[group, [list(part) for part in parts]] for group, parts in self._pending.items()],
             "ready": [[group, list(part)] for group, part in self._ready],
             "judged": list(self._judged),
-            "reasons": {reason: list(found) for reason, found in self._reasons.items()},
+            "reasons": {reason: list(rows) for reason, rows in self._reasons.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -421,21 +485,32 @@ class Refill:
             raise ValueError(f"state: group {name!r} waits with {len(pending[name])} samples; group_size is too small")
         self._pending, self._ready = pending, [(group, list(part)) for group, part in state["ready"]]
         self._rounds, self._judged = int(state["rounds"]), list(state["judged"])
-        self._reasons = {reason: list(found) for reason, found in state["reasons"].items()}
+        self._reasons = {reason: list(rows) for reason, rows in state["reasons"].items()}
 
 
 # --- groups ---------------------------------------------------------------------------------------------------------
 
 
 def clip_filter_like_weight_func(
-    rewards: Any, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
+    rewards: Numbers, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
 ) -> torch.Tensor:
-    """[G, n] Weights that make up for groups that teach nothing. LightRFT's name and signature.
+    """Weight groups to make up for groups of equal rewards. LightRFT's name and signature.
 
-    rewards: (G, n). With D of G groups constant (largest reward = least), the others weigh min(G / (G - D), eps), the
-    constant ones `lamda`; if all are, 1. Upstream finds constant groups by a deviation of 0, which rounding hides for
-    most values; here they are compared, without rewards that are not finite: a group with fewer than two others is
-    constant. `clip_filter_weights` does the same by id.
+    With D of G groups constant, the others weigh min(G / (G - D), eps), the constant ones `lamda`; if all are constant,
+    1. Upstream finds constant groups by a deviation of 0, which rounding hides for most values; here rewards are
+    compared, without those that are not finite: a group with fewer than two others is constant. `clip_filter_weights`
+    does the same by id.
+
+    Args:
+        rewards: [G, n] Rewards of G groups.
+        clip_filter_like_weight_clip_eps: Largest weight.
+        lamda: Weight of constant groups.
+
+    Returns:
+        [G, n] The weights.
+
+    Raises:
+        ValueError: If rewards are no matrix, or an option is invalid.
 
     >>> clip_filter_like_weight_func([[1.0, 1.0], [0.0, 1.0], [2.0, 2.0], [0.0, 3.0]])[:, 0]
     tensor([1., 2., 1., 2.])
@@ -453,8 +528,11 @@ def clip_filter_like_weight_func(
         if np.isfinite(low).all() and np.isfinite(high).all():  # a NaN would be both
             weights = make_up(low == high, clip_filter_like_weight_clip_eps, lamda).astype(array.dtype)
             return torch.from_numpy(weights.repeat(array.shape[1]).reshape(array.shape))
-    known = matrix.isfinite()
-    least, largest = matrix.masked_fill(~known, torch.inf).amin(-1), matrix.masked_fill(~known, -torch.inf).amax(-1)
+    is_known = matrix.isfinite()
+    least, largest = (
+        matrix.masked_fill(~is_known, torch.inf).amin(-1),
+        matrix.masked_fill(~is_known, -torch.inf).amax(-1),
+    )
     constant = ~(least < largest).cpu().numpy()
     made_up = torch.from_numpy(make_up(constant, clip_filter_like_weight_clip_eps, lamda))
     return made_up.to(matrix.device, matrix.dtype)[:, None].expand(matrix.shape).clone()
@@ -462,22 +540,36 @@ def clip_filter_like_weight_func(
 
 def clip_filter_weights(
     rewards: PerRow,
-    groups: Any,
-    runs: Any = None,
+    groups: Ids,
+    runs: Ids | None = None,
     *,
     clip: float = 3.0,
     lam: float = 1.0,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Weights:
-    """`clip_filter_like_weight_func` for groups of any sizes, by id.
+    """Compute `clip_filter_like_weight_func` for groups of any sizes, by id.
 
-    rewards, groups, runs: (B,). A group teaches nothing if its known rewards are all equal, or if it has fewer than
-    two. A row whose reward is missing weighs what its group weighs.
+    A group is constant if its known rewards are all equal, or if it has fewer than two. A row whose reward is missing
+    has the weight of its group.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        clip: Largest weight.
+        lam: Weight of constant groups.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        A weight for each row.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> clip_filter_weights([1.0, 0.0, 1.0, 2.0, 2.0, 2.0], list("abbaca")).weights
     tensor([1.5000, 1.5000, 1.5000, 1.5000, 1.0000, 1.5000])
     """
-    grouped = Grouped(rewards, groups, runs, ranks)
+    grouped = Grouped(rewards, groups, runs, process_group)
     weights = grouped.of(make_up(grouped.constant | (grouped.count < 2), clip, lam))[grouped.own]
     return Weights(torch.from_numpy(weights).to(grouped.device, grouped.dtype), grouped.report())
 
@@ -495,16 +587,26 @@ def make_up(constant: NDArray[np.bool_], clip: float, lam: float) -> Floats:
 def high_entropy_mask(
     entropy: PerToken, mask: PerToken | None = None, ratio: float = 0.2, *, over: str = "sample"
 ) -> Any:
-    """The tokens with the highest entropies: `ratio` of each sample's tokens that count, or of the batch's.
+    """Mark the tokens with the highest entropies: `ratio` of the tokens of each sample, or of the batch.
 
-    "Beyond the 80/20 rule" (Wang et al., 2025, arXiv 2506.01939): most of what is learnt is learnt at few tokens.
-    entropy, mask: (B, A) or packed; the result is bool, in their layout. Marked are max(1, floor(ratio * n)) of n
-    tokens: in each row (`over="sample"`, as LightRFT does), or among all (`over="batch"`, as in the paper; some rows
-    may then have none). A row without tokens has none marked. A ratio of 0 or less, or of 1 or more, marks all tokens
-    that count, as LightRFT does. NaN ranks below every number.
+    "Beyond the 80/20 rule" (Wang et al., 2025, arXiv 2506.01939). max(1, floor(ratio * n)) of n tokens are marked. A
+    row without tokens has none marked. A ratio of 0 or less, or of 1 or more, marks all tokens that count, as LightRFT
+    does. NaN ranks below every number.
 
-    Give it to a loss as its mask, and its denominators count marked tokens only; give it as weights, and they count
-    all.
+    As the mask of a loss, its denominators count marked tokens only; as weights, they count all tokens.
+
+    Args:
+        entropy: [B, R] or packed: entropy of each token.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        ratio: Share of the tokens that are marked.
+        over: Rank tokens in each `"sample"` (LightRFT), or in the whole `"batch"`, as in the paper; some rows may then
+            have none.
+
+    Returns:
+        A bool mask in the layout of the arguments.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> entropy = torch.tensor([[1.0, 5.0, 2.0, 6.0, 3.0], [2.0, 4.0, 1.0, 5.0, 9.0]])
     >>> high_entropy_mask(entropy, torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]), 0.4).int()
@@ -514,7 +616,7 @@ def high_entropy_mask(
     check_choice("over", over, ("sample", "batch"))
     check_float("ratio", ratio)
     layout = Layout.of(mask, entropy=entropy)
-    values = layout.whole("entropy", entropy).detach()
+    values = layout.tensor("entropy", entropy).detach()
     if ratio <= 0 or ratio >= 1 or not values.numel():
         return layout.give(layout.mask.clone())
     values = values if values.is_floating_point() else values.to(torch.float64)
@@ -522,8 +624,8 @@ def high_entropy_mask(
     if not values.is_cpu or isnan(values.sum()):  # a sum costs a tenth of the replacement, but waits for a device
         keys = torch.where(values.isnan(), torch.full((), -torch.inf, dtype=values.dtype, device=values.device), values)
     if over == "batch":
-        whole = Layout((1, keys.numel()), None, layout.mask.reshape(1, -1))
-        marked = _marked(whole, keys.reshape(1, -1), ratio).reshape(layout.shape)
+        one_row = Layout((1, keys.numel()), None, layout.mask.reshape(1, -1))
+        marked = _marked(one_row, keys.reshape(1, -1), ratio).reshape(layout.shape)
     else:
         marked = _marked(layout, keys, ratio)
     return layout.give(marked)
@@ -534,8 +636,8 @@ def _marked(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Tensor:
     if layout.mask.device.type == "cpu" and keys.dtype in NUMPY:
         return _by_row(layout, keys, ratio)
     # In float64, as Python multiplies: 100 * 0.29 is a little less than 29, here as there.
-    wanted = (layout.counts.to(torch.float64) * ratio).floor().clamp(min=1).to(torch.int64)
-    return _by_order(layout, keys, wanted) if layout.packed else _by_least(layout, keys, wanted, ratio)
+    quota = (layout.counts.to(torch.float64) * ratio).floor().clamp(min=1).to(torch.int64)
+    return _by_order(layout, keys, quota) if layout.packed else _by_least(layout, keys, quota, ratio)
 
 
 def _by_row(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Tensor:
@@ -559,20 +661,20 @@ def _by_row(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Tensor:
     return marked
 
 
-def _by_least(layout: Layout, keys: torch.Tensor, wanted: torch.Tensor, ratio: float) -> torch.Tensor:
+def _by_least(layout: Layout, keys: torch.Tensor, quota: torch.Tensor, ratio: float) -> torch.Tensor:
     """Padded rows: all above the least key that is marked, and as many of its equals as are wanted, from the left."""
     keys = torch.where(layout.mask, keys, torch.full((), -torch.inf, dtype=keys.dtype, device=keys.device))
     most = max(1, int(layout.shape[1] * ratio))  # no row can want more, and no device is asked how many they do
-    least = keys.topk(most, dim=-1).values.gather(-1, wanted[:, None] - 1)
+    least = keys.topk(most, dim=-1).values.gather(-1, quota[:, None] - 1)
     above = (keys > least) & layout.mask
     equal = (keys == least) & layout.mask
-    return above | (equal & (equal.cumsum(-1) <= wanted[:, None] - above.sum(-1, keepdim=True)))
+    return above | (equal & (equal.cumsum(-1) <= quota[:, None] - above.sum(-1, keepdim=True)))
 
 
-def _by_order(layout: Layout, keys: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _by_order(layout: Layout, keys: torch.Tensor, quota: torch.Tensor) -> torch.Tensor:
     """Packed rows: sorted by key, then by row, so that each row lies together again; the first of each that count."""
     order = torch.argsort(keys, descending=True, stable=True)
     order = order[torch.argsort(layout.row_of[order], stable=True)]
     counting = layout.mask[order]
     place = counting.cumsum(0) - layout.spread(layout.counts.cumsum(0) - layout.counts)  # masked tokens take none
-    return torch.zeros_like(layout.mask).scatter(0, order, counting & (place <= layout.spread(wanted)))
+    return torch.zeros_like(layout.mask).scatter(0, order, counting & (place <= layout.spread(quota)))

@@ -1,8 +1,8 @@
-"""Rewards by group: who belongs together by id, and each group's mean and deviation.
+"""Statistics of rewards by group id, and of tokens over a batch: means, deviations, whitening.
 
-Invariant: statistics depend on which rows are in a group and on nothing else. They are the same, bit for bit, in every
-order of the rows; rows without a finite reward are in no statistic; a run that gave several rows counts once; and a
-group of equal rewards has a deviation of exactly 0, and deviates from its mean by exactly 0, whatever rounding says.
+Invariant: statistics depend only on which rows are in a group, and are bit-equal for every order of the rows. Rows
+without a finite reward are in no statistic, and a run of several rows counts once. A group of equal rewards has a
+deviation of exactly 0, and deviates from its mean by exactly 0, regardless of rounding.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms.layout import Layout, PerRow, PerToken
+from rollbook.algorithms.layout import Ids, Layout, PerRow, PerToken
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.algorithms.scan import spread_scan
 from rollbook.core.checks import check_choice, check_float
-from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_process_group
 
 STD = ("sample", "population")
+SINGLETON = ("zero", "raw")
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -45,23 +47,23 @@ class Moments:
         return float((self.squares / (self.count - (kind == "sample"))) ** 0.5)
 
 
-def moments(tokens: torch.Tensor, mask: torch.Tensor, ranks: ProcessGroup = SINGLE_PROCESS) -> Moments:
-    """The moments of `tokens` where `mask`, over all `ranks`; two passes, so that nothing cancels.
+def moments(tokens: torch.Tensor, mask: torch.Tensor, process_group: ProcessGroup = SINGLE_PROCESS) -> Moments:
+    """The moments of `tokens` where `mask`, over all processes of `process_group`; two passes, so that nothing cancels.
 
     >>> found = moments(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
     >>> found.count, found.mean, found.std("population")
     (2, 2.0, 1.0)
     """
-    check_ranks(ranks)
-    kept = tokens.detach()[mask].to(torch.float64)
-    ends = (kept.amin(), kept.amax()) if len(kept) else (kept.new_zeros(()), kept.new_zeros(()))
-    total, low, high = torch.stack([kept.sum(), *ends]).tolist()
-    count, total = ranks.sum(torch.tensor([float(len(kept)), total], dtype=torch.float64)).tolist()
-    every = [end for part in ranks.gather([low, high] if len(kept) else []) for end in part]
+    check_process_group(process_group)
+    counted = tokens.detach()[mask].to(torch.float64)
+    ends = (counted.amin(), counted.amax()) if len(counted) else (counted.new_zeros(()), counted.new_zeros(()))
+    total, low, high = torch.stack([counted.sum(), *ends]).tolist()
+    count, total = process_group.sum(torch.tensor([float(len(counted)), total], dtype=torch.float64)).tolist()
+    every = [end for part in process_group.gather([low, high] if len(counted) else []) for end in part]
     constant = len(set(every)) <= 1
     # Of equal tokens exactly that: a rounded mean would lie beside every one of them.
     mean = every[0] if every and constant else total / max(count, 1)
-    squares = ranks.sum(((kept - mean) ** 2).sum().cpu())
+    squares = process_group.sum(((counted - mean) ** 2).sum().cpu())
     return Moments(int(count), mean, float(squares), constant)
 
 
@@ -74,14 +76,29 @@ def whiten(
     eps_in: str = "variance",
     shift_mean: bool = True,
     scale: bool = True,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Any:
-    """Tokens that count with mean 0 and deviation 1, over the whole batch of all `ranks`; others 0.
+    """Scale tokens that count to mean 0 and deviation 1, over the whole batch of all processes.
 
-    values, mask: (B, A) or packed; the result has their layout. `eps` is added to the variance (`eps_in="variance"`,
-    verl and Trinity), to the deviation (`"std"`, LightRFT) or is the least variance (`"floor"`). `shift_mean=False`
-    keeps the mean, `scale=False` the deviation. Call it once, on the global batch: twice, or batch by batch, is
-    another estimator. Equal tokens become exactly 0, and so does a single one (their mean, where that is kept).
+    Call it once, on the global batch: twice, or batch by batch, is another estimator. Equal tokens become exactly 0,
+    and so does a single one (their mean, if that is kept).
+
+    Args:
+        values: [B, R] or packed.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the variance, or as `eps_in` says.
+        eps_in: `"variance"` (verl, Trinity); `"std"`: added to the deviation (LightRFT); `"floor"`: the smallest
+            variance.
+        shift_mean: Whether to subtract the mean.
+        scale: Whether to divide by the deviation.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Tokens in the layout of `values`, 0 where the mask is False.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> whiten(torch.tensor([[1.0, 2.0], [3.0, 100.0]]), torch.tensor([[1, 1], [1, 0]]))
     tensor([[-1.,  0.],
@@ -91,13 +108,15 @@ def whiten(
     check_float("eps", eps, 0)
     layout = Layout.of(mask, values=values)
     tokens = layout.take("values", values)
-    found = moments(tokens, layout.mask, ranks)
-    deviation = found.std(std)
-    scaled = tokens.to(torch.float64) - found.mean
+    statistics = moments(tokens, layout.mask, process_group)
+    deviation = statistics.std(std)
+    scaled = tokens.to(torch.float64) - statistics.mean
     divisor = denominator(deviation, eps, eps_in) if scale else 1.0
-    scaled = torch.zeros_like(scaled) if found.constant or found.count < 2 or not divisor else scaled / divisor
+    scaled = (
+        torch.zeros_like(scaled) if statistics.constant or statistics.count < 2 or not divisor else scaled / divisor
+    )
     if not shift_mean:
-        scaled = scaled + found.mean
+        scaled = scaled + statistics.mean
     return layout.give(layout.masked(scaled).to(tokens.dtype))
 
 
@@ -110,10 +129,6 @@ def denominator(deviation: float, eps: float, eps_in: str) -> float:
     return hypot(deviation, eps**0.5)  # and not the root of a sum of squares, which may be 0 when both are not
 
 
-Floats = NDArray[np.float64]
-SINGLETON = ("zero", "raw")
-
-
 def as_rewards(name: str, rewards: PerRow) -> Floats:
     """[B] Rewards as float64; `None` is NaN, which means that there is none.
 
@@ -123,32 +138,32 @@ def as_rewards(name: str, rewards: PerRow) -> Floats:
     if isinstance(rewards, (str, bytes)) or not hasattr(rewards, "__iter__"):
         raise ValueError(f"{name}: got {rewards!r}, expected one number for each row")
     if isinstance(rewards, torch.Tensor):
-        found: Floats = rewards.detach().to("cpu", torch.float64, copy=True).numpy()  # reports are made later
+        numbers: Floats = rewards.detach().to("cpu", torch.float64, copy=True).numpy()  # reports are made later
     else:
         try:
             numeric = isinstance(rewards, np.ndarray) and rewards.dtype.kind in "fiub"
-            given = rewards if numeric else list(rewards)
-            text = None if numeric else next((one for one in given if isinstance(one, (str, bytes))), None)
+            entries = rewards if numeric else list(rewards)
+            text = None if numeric else next((entry for entry in entries if isinstance(entry, (str, bytes))), None)
             if text is not None:
                 raise ValueError(f"{text!r} is text")
-            found = np.array(given, dtype=np.float64)  # None becomes NaN
+            numbers = np.array(entries, dtype=np.float64)  # None becomes NaN
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: got what is no number or None: {error}") from None
-    if found.ndim != 1:
-        raise ValueError(f"{name}: got {found.ndim} dimensions, expected one number for each row")
-    return found
+    if numbers.ndim != 1:
+        raise ValueError(f"{name}: got {numbers.ndim} dimensions, expected one number for each row")
+    return numbers
 
 
-def as_ids(name: str, ids: Any, rows: int) -> Any:
+def as_ids(name: str, ids: Ids, rows: int) -> Any:
     """[B] Ids as a list of hashable things, or as an array of whole numbers; one for each row."""
     if isinstance(ids, torch.Tensor):
         ids = ids.cpu().numpy()
     if isinstance(ids, (str, bytes, Set, Mapping)) or not hasattr(ids, "__iter__"):
         raise ValueError(f"{name}: got {ids!r}, expected {rows} ids, one for each row, in their order")
-    found = ids if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu" else list(ids)
-    if len(found) != rows:
-        raise ValueError(f"{name}: got {len(found)}, expected {rows}, one for each row")
-    return found
+    checked = ids if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu" else list(ids)
+    if len(checked) != rows:
+        raise ValueError(f"{name}: got {len(checked)}, expected {rows}, one for each row")
+    return checked
 
 
 def numbered(name: str, ids: Iterable[Hashable]) -> tuple[NDArray[np.int64], list[Hashable]]:
@@ -162,7 +177,7 @@ def numbered(name: str, ids: Iterable[Hashable]) -> tuple[NDArray[np.int64], lis
         return coded.indices.to_numpy(zero_copy_only=False).astype(np.int64), coded.dictionary.to_pylist()
     numbers: dict[Hashable, int] = {}
     try:
-        index = [numbers.setdefault(each, len(numbers)) for each in ids]
+        index = [numbers.setdefault(key, len(numbers)) for key in ids]
     except TypeError as error:
         raise ValueError(f"{name}: got an id that cannot be a key ({error}); of an EID use `tid` or `rid`") from None
     return np.array(index, dtype=np.int64), list(numbers)
@@ -204,14 +219,15 @@ def block_means(blocks: Floats) -> tuple[Floats, Floats]:
     ascending = blocks.copy()
     ascending.sort(axis=1)
     low = ascending[:, 0]
-    means = sums_of_blocks(ascending)
+    starts = np.arange(0, ascending.size, ascending.shape[1])
+    means = np.add.reduceat(ascending.reshape(-1), starts)
     means /= blocks.shape[1]
     np.copyto(means, low, where=low == ascending[:, -1])
     return ascending, means
 
 
 class Grouped:
-    """Rewards and the groups they belong to, over the rows of all `ranks`.
+    """Rewards and the groups they belong to, over the rows of all processes.
 
     rewards: (B,), `None` or NaN where there is none; groups: (B,) ids. With `runs`, (B,) ids, rows of one group that
     share a run are one sample of it: its reward is the mean over its rows, and it counts once, with the mean of its
@@ -220,44 +236,43 @@ class Grouped:
     >>> grouped = Grouped([1.0, 0.0, None, 5.0], ["a", "a", "a", "b"])
     >>> grouped.keys, grouped.count.tolist(), grouped.mean.tolist(), grouped.std("sample").round(4).tolist()
     (['a', 'b'], [2, 1], [0.5, 5.0], [0.7071, 0.0])
-    >>> grouped.centred().tolist()
+    >>> grouped.centered().tolist()
     [0.5, -0.5, 0.0, 0.0]
     """
 
-    def __init__(self, rewards: PerRow, groups: Any, runs: Any = None, ranks: ProcessGroup = SINGLE_PROCESS) -> None:
-        own = as_rewards("rewards", rewards)
-        names = as_ids("groups", groups, len(own))
-        labels = as_ids("runs", runs, len(own)) if runs is not None else None
+    def __init__(
+        self, rewards: PerRow, groups: Ids, runs: Ids | None = None, process_group: ProcessGroup = SINGLE_PROCESS
+    ) -> None:
+        numbers = as_rewards("rewards", rewards)
+        names = as_ids("groups", groups, len(numbers))
+        labels = as_ids("runs", runs, len(numbers)) if runs is not None else None
         self._std: dict[str, Floats] = {}
-        self.rows = len(own)
+        self.rows = len(numbers)
         """B, the rows of this process."""
         wide = isinstance(rewards, torch.Tensor) and rewards.dtype == torch.float64
         self.dtype = torch.float64 if wide else torch.float32
         self.device = rewards.device if isinstance(rewards, torch.Tensor) else torch.device("cpu")
         first = 0
-        if check_ranks(ranks) is not SINGLE_PROCESS:
-            parts = ranks.gather([own, names, labels])
-            first = sum(len(part[0]) for part in parts[: ranks.rank])
-            own = np.concatenate([part[0] for part in parts])
+        if check_process_group(process_group) is not SINGLE_PROCESS:
+            parts = process_group.gather([numbers, names, labels])
+            first = sum(len(part[0]) for part in parts[: process_group.rank])
+            numbers = np.concatenate([part[0] for part in parts])
             names = [name for part in parts for name in list(part[1])]
             labels = [label for part in parts for label in part[2]] if labels is not None else None
         self.own = slice(first, first + self.rows)
         """Which of all rows are this process's."""
-        self.values = own
+        self.values = numbers
         """[all rows] Rewards, NaN where there is none."""
-        self.valid = np.isfinite(own)
+        self.valid = np.isfinite(numbers)
         """[all rows] Whether there is a finite reward."""
         self.index, self.keys = numbered("groups", names)
         if labels is None:
-            self.run, self.run_group = np.arange(len(own)), self.index
+            self.run, self.run_group = np.arange(len(numbers)), self.index
         else:
             self.run, pairs = numbered("runs", list(zip(self.index.tolist(), labels, strict=True)))
             self.run_group = np.array([pair[0] for pair in pairs], dtype=np.int64)  # type: ignore[index]
-
-    @property
-    def row_is_run(self) -> bool:
+        self.row_is_run = len(self.run_group) == len(self.values)
         """Whether every row is a run of its own."""
-        return len(self.run_group) == len(self.values)
 
     @cached_property
     def block(self) -> int:
@@ -274,11 +289,11 @@ class Grouped:
 
     def over_runs(self, per_row: Floats) -> Floats:
         """[runs] The mean over a run's rows with a reward; of equal numbers exactly that one; NaN if there is none."""
-        run, kept = self.run[self.valid], per_row[self.valid]
+        run, valid_values = self.run[self.valid], per_row[self.valid]
         count = np.bincount(run, minlength=len(self.run_group))
         with np.errstate(invalid="ignore"):
-            means = segment_sums(kept, run, len(count)) / count
-        low, high = _ends(kept, run, len(count))
+            means = segment_sums(valid_values, run, len(count)) / count
+        low, high = _ends(valid_values, run, len(count))
         return np.where(low == high, low, means)
 
     @cached_property
@@ -301,8 +316,8 @@ class Grouped:
             starts = np.arange(0, len(self.values), self.block)
             order = self.values.reshape(-1, self.block).argsort(axis=1, kind="stable") + starts[:, None]
             return order.reshape(-1), starts, np.arange(len(starts))
-        known = np.flatnonzero(self.run_valid)
-        order = known[np.lexsort((self.run_values[known], self.run_group[known]))]
+        has_reward = np.flatnonzero(self.run_valid)
+        order = has_reward[np.lexsort((self.run_values[has_reward], self.run_group[has_reward]))]
         of = self.run_group[order]
         starts = np.flatnonzero(np.r_[True, of[1:] != of[:-1]]) if len(of) else np.zeros(0, dtype=np.int64)
         return order, starts, of[starts]
@@ -352,17 +367,15 @@ class Grouped:
         """[groups] The deviation, over n - 1 (`sample`) or n (`population`); exactly 0 if constant or alone."""
         check_choice("std", kind, STD)
         if kind not in self._std:
-            self._std[kind] = self._deviation(kind)
+            squares = (self.values - self.of(self.mean)) ** 2
+            if self.row_is_run:
+                sums = self._sums(squares)
+            else:  # rows of one run may differ: each run adds the mean of its rows' squares
+                of_runs = self.over_runs(squares)
+                sums = segment_sums(of_runs[self.run_valid], self.run_group[self.run_valid], len(self.keys))
+            deviations = np.sqrt(sums / np.maximum(self.count - (kind == "sample"), 1))
+            self._std[kind] = np.where(self.count > 1, deviations, 0.0)
         return self._std[kind]
-
-    def _deviation(self, kind: str) -> Floats:
-        if self.row_is_run:
-            squares = self._sums((self.values - self.of(self.mean)) ** 2)
-        else:  # rows of one run may differ: each run adds the mean of its rows' squares
-            of_runs = self.over_runs((self.values - self.of(self.mean)) ** 2)
-            squares = segment_sums(of_runs[self.run_valid], self.run_group[self.run_valid], len(self.keys))
-        found = np.sqrt(squares / np.maximum(self.count - (kind == "sample"), 1))
-        return np.where(self.count > 1, found, 0.0)
 
     def batch_std(self, kind: str = "sample") -> float:
         """The deviation of all runs' rewards, whatever their group."""
@@ -372,19 +385,19 @@ class Grouped:
             return 0.0
         return float(values.std(ddof=int(kind == "sample")))
 
-    def of(self, per_group: Any) -> Any:
+    def of(self, per_group: NDArray[Any]) -> NDArray[Any]:
         """[all rows] Each row's group's number."""
         if self.block:
             return per_group.repeat(self.block)
         return per_group[self.index]
 
-    def centred(self) -> Floats:
+    def centered(self) -> Floats:
         """[all rows] Reward minus the group's mean; 0 where there is no reward."""
         return self.filled(self.values - self.of(self.mean))
 
-    def over(self, centred: Floats, divisor: Any) -> Floats:
+    def over(self, centered: Floats, divisor: Floats | float) -> Floats:
         """[all rows] Deviations over a divisor; exactly 0 stays exactly 0, also over 0."""
-        return np.where(centred == 0, 0.0, centred / np.where(np.asarray(divisor) > 0, divisor, 1.0))
+        return np.where(centered == 0, 0.0, centered / np.where(np.asarray(divisor) > 0, divisor, 1.0))
 
     def filled(self, scores: Floats) -> Floats:
         """[all rows] Scores, with exactly 0 where there is no reward, and nowhere a minus before it."""
@@ -400,30 +413,30 @@ class Grouped:
 
     def report(self) -> Report:
         """What is to be said: rows are this process's, numbers about groups are of all processes' rows."""
-        own, valid = self.own, self.valid[self.own]
-        missing = np.isnan(self.values[own])
-        lone = valid & self.of(self.singleton)[own]
+        local, valid = self.own, self.valid[self.own]
+        missing = np.isnan(self.values[local])
+        lone = valid & self.of(self.singleton)[local]
         rows = np.bincount(self.index[self.valid], minlength=len(self.keys))
         reasons = {
             "missing reward": rows_where(missing),
             "infinite reward": rows_where(~valid & ~missing),
             "singleton group": rows_where(lone),
-            "constant group": rows_where(valid & self.of(self.constant)[own]),
+            "constant group": rows_where(valid & self.of(self.constant)[local]),
         }
         if not self.row_is_run:
             # Such rows were perhaps meant to be samples of their own, and were not given a run each.
-            reasons["one run alone, in several rows"] = rows_where(lone & (self.of(rows)[own] > 1))
-        known = self.count > 0
-        found = {
+            reasons["one run alone, in several rows"] = rows_where(lone & (self.of(rows)[local] > 1))
+        has_reward = self.count > 0
+        metrics = {
             "groups": float(len(self.keys)),
             "constant_groups": float(self.constant.sum()),
             "singleton_groups": float(self.singleton.sum()),
         }
-        for name, each in (("reward_mean", self.mean[known]), ("reward_std", self.std()[known])):
-            if len(each):
-                found |= {f"{name}/mean": float(each.mean()), f"{name}/max": float(each.max())}
-                found[f"{name}/min"] = float(each.min())
-        return Report(self.rows, reasons, found)
+        for name, statistic in (("reward_mean", self.mean[has_reward]), ("reward_std", self.std()[has_reward])):
+            if len(statistic):
+                metrics |= {f"{name}/mean": float(statistic.mean()), f"{name}/max": float(statistic.max())}
+                metrics[f"{name}/min"] = float(statistic.min())
+        return Report(self.rows, reasons, metrics)
 
     def scored(self, scores: Floats, mask: PerToken | None, report: Report | None = None) -> Advantages:
         """The estimate: each row's score on the tokens that count, or, without a mask, the scores themselves."""
@@ -434,9 +447,9 @@ class Grouped:
         finite = np.isfinite(mine)
 
         def made() -> Report:
-            found = report or self.report()
+            base = report or self.report()
             # Rewards so large that their differences, or these in the result's type, are not finite.
-            return found if finite.all() else found.plus({"not finite": rows_where(~finite)})
+            return base if finite.all() else base.plus({"not finite": rows_where(~finite)})
 
         return scored_tokens(torch.from_numpy(mine).to(self.device), mask, made)
 
@@ -459,6 +472,6 @@ def scored_tokens(scores: torch.Tensor, mask: PerToken | None, report: Report | 
 def last_steps(steps: Sequence[int], run: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """[runs] The row of each run's largest step, by number and not by place."""
     order = np.lexsort((np.arange(len(steps)), np.asarray(steps), run))
-    found = np.zeros(count, dtype=np.int64)
-    found[run[order]] = order  # later, that is larger, steps overwrite
-    return found
+    last = np.zeros(count, dtype=np.int64)
+    last[run[order]] = order  # later, that is larger, steps overwrite
+    return last

@@ -1,12 +1,13 @@
 """Inputs of estimators by name, read from records when they are first used.
 
-Invariant: groups, runs and steps come from ids, never from positions; a record that was never given a task is a group
-of its own. Columns are read where they lie.
+Invariant: groups, runs and steps come from ids, never from positions. A record without a task is a group of its own.
+Columns are not copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,34 +36,42 @@ class Inputs(Mapping[str, Any]):
     ([0.0, 1.0], ['1/2', '1/2'], ['1/2/0', '1/2/1'], [tensor([True]), tensor([True])])
     """
 
-    def __init__(self, makers: Mapping[str, Callable[[], Any]], count: int) -> None:
-        self._makers = dict(makers)
-        self._made: dict[str, Any] = {}
+    def __init__(self, sources: Mapping[str, Callable[[], Any]], count: int) -> None:
+        self._sources = dict(sources)
+        self._read: dict[str, Any] = {}
         self.count = count
-        """How many rows there are."""
+        """How records rows there are."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._made:
-            if name not in self._makers:
+        if name not in self._read:
+            if name not in self._sources:
                 raise KeyError(name)
-            self._made[name] = self._makers[name]()
-        return self._made[name]
+            self._read[name] = self._sources[name]()
+        return self._read[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._makers  # and nothing is made to find out
+        return name in self._sources  # and nothing is made to find out
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
+        return iter(self._sources)
 
     def __len__(self) -> int:
-        return len(self._makers)
+        return len(self._sources)
 
 
 def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mapping[str, Any]:
-    """The inputs that records, a batch, or a mapping of inputs by name have to offer.
+    """Return the inputs that records, a batch, or a mapping of inputs by name offer.
 
-    `info_keys` says which key of `info` holds what: `states`, `step_rewards`, `baselines` (`INFO_KEYS` where it does
-    not), and for records, which have no fields for them, `values`, `entropy` and `necs`, a list for each.
+    Args:
+        data: `Experiences`, a list of records, a batch with `estimator_inputs`, or a mapping.
+        info_keys: Keys of `info`: of `states`, `step_rewards`, `baselines` (default `INFO_KEYS`), and for records also
+            of `values`, `entropy` and `necs`.
+
+    Returns:
+        The inputs by name; those of records are read when they are first used.
+
+    Raises:
+        ValueError: If `info_keys` has an unknown name.
 
     >>> from rollbook import Experience
     >>> inputs_of([Experience(tokens=[1, 2], info={"room": "hall"})], info_keys={"states": "room"})["states"]
@@ -75,43 +84,63 @@ def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mappi
         return data
     if hasattr(data, "estimator_inputs"):
         return data.estimator_inputs(keys)  # type: ignore[no-any-return]
-    return _of_records(mask_unpredicted(as_experiences(data)), keys)
-
-
-def _of_records(many: Experiences, keys: Mapping[str, str]) -> Inputs:
-    makers: dict[str, Callable[[], Any]] = {
-        "rewards": lambda: row_rewards(many),
-        "groups": lambda: [group_id(eid) for eid in many.eids()],
-        "runs": lambda: [run_id(eid) for eid in many.eids()],
-        "steps": lambda: [eid.step for eid in many.eids()],
-        "ids": lambda: [eid.uid for eid in many.eids()],
-        "mask": lambda: _tokens(many, "action_mask"),
-        "response": lambda: all_of(_tokens(many, "action_mask")),
-        "token_rewards": lambda: _partly(many, "token_level_reward")[0],
-        "without_token_rewards": lambda: _partly(many, "token_level_reward")[1],
-        "old_logprobs": lambda: _first(_tokens(many, "old_logprobs"), lambda: _tokens(many, "logprobs")),
-        "ref_logprobs": lambda: _tokens(many, "ref_logprobs"),
-        "teacher_logprobs": lambda: _tokens(many, "teacher_logprobs"),
-        "values": lambda: _tokens(many, "values"),
-        "entropy": lambda: _tokens(many, "entropy"),
+    records = mask_unpredicted(as_experiences(data))
+    sources: dict[str, Callable[[], Any]] = {
+        "rewards": partial(row_rewards, records),
+        "groups": lambda: [group_id(eid) for eid in records.eids()],
+        "runs": lambda: [run_id(eid) for eid in records.eids()],
+        "steps": lambda: [eid.step for eid in records.eids()],
+        "ids": lambda: [eid.uid for eid in records.eids()],
+        "mask": partial(_tokens, records, "action_mask"),
+        "response": lambda: all_of(_tokens(records, "action_mask")),
+        "token_rewards": lambda: _partly(records, "token_level_reward")[0],
+        "without_token_rewards": lambda: _partly(records, "token_level_reward")[1],
+        "old_logprobs": partial(_old_logprobs, records),
+        "ref_logprobs": partial(_tokens, records, "ref_logprobs"),
+        "teacher_logprobs": partial(_tokens, records, "teacher_logprobs"),
+        "values": partial(_tokens, records, "values"),
+        "entropy": partial(_tokens, records, "entropy"),
     }
-    makers |= {name: lambda key=key: _info(many.values("info"), key) for name, key in keys.items()}  # type: ignore[misc]
-    return Inputs(makers, len(many))
+    for name, key in keys.items():
+        sources[name] = partial(_info, records, key)
+    return Inputs(sources, len(records))
 
 
 def group_id(eid: EID) -> str:
-    """The task a record belongs to; the record itself if it was never given one."""
+    """Return the task of a record, or the record itself if it has none.
+
+    Args:
+        eid: Id of the record.
+
+    Returns:
+        The id of the group.
+    """
     return eid.uid if eid.batch == "" and eid.task == "" else eid.tid
 
 
 def run_id(eid: EID) -> str:
-    """The run a record belongs to; the record itself if it was never given a task."""
+    """Return the run of a record, or the record itself if it has no task.
+
+    Args:
+        eid: Id of the record.
+
+    Returns:
+        The id of the run.
+    """
     return eid.uid if eid.batch == "" and eid.task == "" else eid.rid
 
 
-def row_rewards(many: Experiences) -> NDArray[np.float64]:
-    """[N] The reward of each record, NaN where there is none: `reward`, or the sum of `token_level_reward` where
-    `reward` is `None`. A `reward` of NaN could not be computed, and stays NaN.
+def row_rewards(records: Experiences) -> NDArray[np.float64]:
+    """Read the reward of each record.
+
+    It is `reward`, or the sum of `token_level_reward` where `reward` is `None`. A `reward` of NaN could not be
+    computed, and stays NaN.
+
+    Args:
+        records: Any records.
+
+    Returns:
+        [N] Rewards, NaN where a record has none.
 
     >>> from rollbook import Experience
     >>> token_rewards = {"tokens": [1, 2, 3], "token_level_reward": [0.5, 1.0]}
@@ -119,10 +148,14 @@ def row_rewards(many: Experiences) -> NDArray[np.float64]:
     >>> row_rewards(Experiences(records))
     array([1.5, 0. , nan])
     """
-    rewards = _numbers(many, "reward")
+    column = records.column("reward")
+    if isinstance(column, pa.Array) and pa.types.is_floating(column.type):
+        rewards: NDArray[np.float64] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    else:
+        rewards = np.array(records.values("reward"), dtype=np.float64)  # None becomes NaN
     if not np.isnan(rewards).any():
         return rewards
-    columns = zip(rewards, many.values("reward"), many.values("token_level_reward"), strict=True)
+    columns = zip(rewards, records.values("reward"), records.values("token_level_reward"), strict=True)
     return np.array(
         [
             number if reward is not None or token_rewards is None else float(token_rewards.double().sum())
@@ -131,20 +164,24 @@ def row_rewards(many: Experiences) -> NDArray[np.float64]:
     )
 
 
-def group_numbers(many: Experiences) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """[N] Numbers that tell groups apart, and runs: what `group_id` and `run_id` say, without making ids.
+def group_numbers(records: Experiences) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Number the groups and runs of records, as `group_id` and `run_id` tell them apart, without building ids.
 
-    The runs are `None` where each has a single row.
+    Args:
+        records: Any records.
+
+    Returns:
+        [N] numbers of groups, and [N] numbers of runs, `None` if each run has a single row.
 
     >>> from rollbook import Experience
-    >>> many = Experiences([Experience(eid={"task": t, "run": r}, tokens=[1, 2]) for t, r in ((7, 0), (8, 0), (7, 0))])
-    >>> [numbers.tolist() for numbers in group_numbers(many)]
+    >>> records = Experiences([Experience(eid={"task": t, "run": 0}, tokens=[1, 2]) for t in (7, 8, 7)])
+    >>> [numbers.tolist() for numbers in group_numbers(records)]
     [[0, 1, 0], [0, 1, 0]]
     """
-    if not len(many):
+    if not len(records):
         return np.zeros(0, dtype=np.int64), None
-    eid: Any = many.column("eid")
-    (batch, no_batch), (task, no_task) = (_codes(eid.field(name)) for name in ("batch", "task"))
+    eid: Any = records.column("eid")
+    (batch, no_batch), (task, no_task) = _codes(eid.field("batch")), _codes(eid.field("task"))
     run = eid.field("run").to_numpy(zero_copy_only=False).astype(np.int64)
     group = batch * (int(task.max(initial=0)) + 1) + task
     within = run - run.min(initial=0)
@@ -158,18 +195,22 @@ def group_numbers(many: Experiences) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 
 def group_inputs(
-    inputs: Mapping[str, Any], many: Experiences | None, *, required: bool = False, ranks: ProcessGroup = SINGLE_PROCESS
+    inputs: Mapping[str, Any],
+    records: Experiences | None,
+    *,
+    required: bool = False,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> dict[str, Any]:
     """Return the groups and runs of rows: by number where no other process must understand them, else by id.
 
     Args:
         inputs: What `inputs_of` gave.
-        many: The records, if the inputs are of records.
+        records: The records, if the inputs are of records.
         required: Whether the runs must be there also where each has a single row.
-        ranks: The processes that compare their rows.
+        process_group: The processes that compare their rows.
     """
-    if many is not None and ranks is SINGLE_PROCESS:
-        groups, runs = group_numbers(many)
+    if records is not None and process_group is SINGLE_PROCESS:
+        groups, runs = group_numbers(records)
         if runs is None and required:
             runs = np.arange(len(groups))
         return {"groups": groups, "runs": runs}
@@ -179,8 +220,8 @@ def group_inputs(
 class Uids(Sequence[str]):
     """The uids of records, each made when it is asked for."""
 
-    def __init__(self, many: Experiences) -> None:
-        self._many = many
+    def __init__(self, records: Experiences) -> None:
+        self._many = records
 
     def __len__(self) -> int:
         return len(self._many)
@@ -192,42 +233,34 @@ class Uids(Sequence[str]):
 def _codes(column: pa.Array) -> tuple[NDArray[np.int64], int]:
     """[N] A number for each text, and the number of the empty text; -1 if it is not among them."""
     coded = column.dictionary_encode()
-    found: NDArray[Any] = coded.indices.to_numpy(zero_copy_only=False)
-    return found.astype(np.int64), coded.dictionary.index("").as_py()
+    codes: NDArray[Any] = coded.indices.to_numpy(zero_copy_only=False)
+    return codes.astype(np.int64), coded.dictionary.index("").as_py()
 
 
-def _numbers(many: Experiences, name: str) -> NDArray[np.float64]:
-    column = many.column(name)
-    if isinstance(column, pa.Array) and pa.types.is_floating(column.type):
-        found: NDArray[np.float64] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
-        return found
-    return np.array(many.values(name), dtype=np.float64)  # None becomes NaN
-
-
-def _tokens(many: Experiences, name: str) -> Rows | Ragged | None:
+def _tokens(records: Experiences, name: str) -> Rows | Ragged | None:
     """A response-axis column that all records have, or none of them has (`None`)."""
-    if not len(many):
+    if not len(records):
         return Rows(torch.empty(0), [])
-    found, absent = _partly(many, name)
-    if found is not None and absent:
-        uid = many[absent[0]].eid.uid
+    column, absent = _partly(records, name)
+    if column is not None and absent:
+        uid = records[absent[0]].eid.uid
         raise ValueError(f"{name}: record {absent[0]} ({uid}) has none, expected it in every record, or in none")
-    return found
+    return column
 
 
-def _partly(many: Experiences, name: str) -> tuple[Rows | Ragged | None, list[int]]:
+def _partly(records: Experiences, name: str) -> tuple[Rows | Ragged | None, list[int]]:
     """A response-axis column, and the records that lack it; these have zeros in it. `None` if all lack it. A mask that
     some lack is True there."""
-    column = many.column(name) if len(many) else None
+    column = records.column(name) if len(records) else None
     if isinstance(column, Ragged) and column.codes is None and column.valid is None:
         return column, []
-    values = many.values(name)
+    values = records.values(name)
     absent = [i for i, value in enumerate(values) if value is None]
     if len(absent) == len(values):
         return None, absent
-    lengths = np.maximum(many.token_lengths() - many.prompt_lengths(), 0).tolist()
-    given = zip(many.values("action_mask"), lengths, strict=True)
-    masks = [torch.ones(length, dtype=torch.bool) if mask is None else mask for mask, length in given]
+    lengths = np.maximum(records.token_lengths() - records.prompt_lengths(), 0).tolist()
+    known_masks = zip(records.values("action_mask"), lengths, strict=True)
+    masks = [torch.ones(length, dtype=torch.bool) if mask is None else mask for mask, length in known_masks]
     if name == "action_mask":
         return Rows(masks), []
     return Rows([torch.zeros(len(m)) if v is None else v for v, m in zip(values, masks, strict=True)]), absent
@@ -237,13 +270,16 @@ def all_of(rows: Rows | Ragged | None) -> Rows | None:
     return None if rows is None else Rows(torch.ones(int(sum(rows.lengths)), dtype=torch.bool), rows.lengths)
 
 
-def _first(found: Any, other: Callable[[], Any]) -> Any:
-    return other() if found is None else found
+def _old_logprobs(records: Experiences) -> Rows | Ragged | None:
+    """The policy's log-probs before the update, or else those of the engine."""
+    logprobs = _tokens(records, "old_logprobs")
+    return _tokens(records, "logprobs") if logprobs is None else logprobs
 
 
-def _info(infos: list[Any], key: str) -> list[Any] | None:
-    found = [(info or {}).get(key) for info in infos]
-    return None if all(value is None for value in found) else found
+def _info(records: Experiences, key: str) -> list[Any] | None:
+    """The entry of each record's `info`, or `None` if all lack it."""
+    entries = [(info or {}).get(key) for info in records.values("info")]
+    return None if all(entry is None for entry in entries) else entries
 
 
 __all__ = ["INFO_KEYS", "Inputs", "group_id", "group_inputs", "group_numbers", "inputs_of", "row_rewards", "run_id"]

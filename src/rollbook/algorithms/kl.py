@@ -1,14 +1,13 @@
-"""How far a policy is from its reference, token by token; as a penalty in the reward, or as a loss, with a coefficient
-that is fixed or adapts.
+"""KL estimators per token; as a penalty in the reward, or as a loss; fixed and adaptive coefficients.
 
-Invariant: with d = log p - log ref every estimator but `none` is 0 where the two agree, and no estimator, penalty or
+Invariant: with d = log p - log ref, every estimator but `none` is 0 where the two agree, and no estimator, penalty or
 loss reads a token that the mask leaves out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +15,13 @@ import torch
 from rollbook.algorithms.aggregate import reduce, token_share
 from rollbook.algorithms.layout import (
     Layout,
+    Numbers,
     PerRow,
     PerToken,
-    alike,
-    constant,
     is_per_row,
     on_tokens,
     row_numbers,
+    same_shape,
     state_of,
 )
 from rollbook.algorithms.registry import Entry, Registry
@@ -67,66 +66,116 @@ class _Excess(torch.autograd.Function):
 
 
 def _excess(x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _Excess.apply(x)  # type: ignore[no-untyped-call]
-    return found
+    excess: torch.Tensor = _Excess.apply(x)  # type: ignore[no-untyped-call]
+    return excess
 
 
 @KL.register("none", source="no reference: 0")
-def none(logprobs: Any, ref_logprobs: Any) -> torch.Tensor:
-    """Zero, with a gradient of zero.
+def none(logprobs: Numbers, ref_logprobs: Numbers) -> torch.Tensor:
+    """Return 0 with a gradient of 0.
+
+    Args:
+        logprobs: Log-probs of the policy, of any shape.
+        ref_logprobs: Log-probs of the reference, of the same shape.
+
+    Returns:
+        The estimate of each element, of the same shape.
+
+    Raises:
+        ValueError: If shapes or devices differ.
 
     >>> none([-1.0, -2.0], [-1.5, -1.0])
     tensor([0., 0.])
     """
-    ours, _ = alike(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    ours, _ = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return torch.where(torch.zeros_like(ours, dtype=torch.bool), ours, 0.0)
 
 
 @KL.register("k1", "kl", source="Approximating KL Divergence (Schulman, 2020), k1: d = log p - log ref")
-def k1(logprobs: Any, ref_logprobs: Any) -> torch.Tensor:
-    """d: unbiased as a value, of high variance, negative at times.
+def k1(logprobs: Numbers, ref_logprobs: Numbers) -> torch.Tensor:
+    """Compute d = log p - log ref: unbiased as a value, of high variance, sometimes negative.
 
-    In a loss its gradient has expectation 0 on-policy, so it does not pull towards the reference; it belongs in the
+    In a loss, its gradient has expectation 0 on-policy, so it does not pull towards the reference; it belongs in the
     reward, where the policy gradient multiplies it.
+
+    Args:
+        logprobs: Log-probs of the policy, of any shape.
+        ref_logprobs: Log-probs of the reference, of the same shape.
+
+    Returns:
+        The estimate of each element, of the same shape.
+
+    Raises:
+        ValueError: If shapes or devices differ.
 
     >>> k1([-1.0, -2.0], [-1.5, -1.0])
     tensor([ 0.5000, -1.0000])
     """
-    ours, ref = alike(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    ours, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return ours - ref
 
 
 @KL.register("k2", "mse", source="Approximating KL Divergence (Schulman, 2020), k2: d^2 / 2")
-def k2(logprobs: Any, ref_logprobs: Any) -> torch.Tensor:
-    """d^2 / 2: biased as a value, but its gradient is that of KL(p, ref) on-policy.
+def k2(logprobs: Numbers, ref_logprobs: Numbers) -> torch.Tensor:
+    """Compute d^2 / 2: biased as a value, but its gradient is that of KL(p, ref) on-policy.
+
+    Args:
+        logprobs: Log-probs of the policy, of any shape.
+        ref_logprobs: Log-probs of the reference, of the same shape.
+
+    Returns:
+        The estimate of each element, of the same shape.
+
+    Raises:
+        ValueError: If shapes or devices differ.
 
     >>> k2([-1.0, -2.0], [-1.5, -1.0])
     tensor([0.1250, 0.5000])
     """
-    return k1(logprobs, ref_logprobs).square() / 2
+    ours, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return (ours - ref).square() / 2
 
 
 @KL.register("k3", source="Approximating KL Divergence (Schulman, 2020), k3: exp(-d) - 1 + d")
-def k3(logprobs: Any, ref_logprobs: Any) -> torch.Tensor:
-    """exp(-d) - 1 + d: unbiased as a value, never negative; in a loss its gradient is that of KL(ref, p).
+def k3(logprobs: Numbers, ref_logprobs: Numbers) -> torch.Tensor:
+    """Compute exp(-d) - 1 + d: unbiased as a value, never negative; in a loss its gradient is that of KL(ref, p).
 
-    Where d is small, as it is for most tokens, the formula as it stands cancels: of d = 1e-4 three digits are left in
-    float32, of 1e-7 none. There it is a series, so that value and gradient are right to rounding for any d. A token
-    that the reference finds far likelier than the policy does overflows (-d > 88 in float32) to infinity, which is not
-    hidden; `low_var_kl` has a bound.
+    For small d, the formula cancels: in float32, three digits are left of d = 1e-4 and none of 1e-7. There it is
+    computed as a series, so that value and gradient are correct up to rounding for any d. A token that the reference
+    finds far likelier than the policy (-d > 88 in float32) overflows to infinity; `low_var_kl` has a bound.
+
+    Args:
+        logprobs: Log-probs of the policy, of any shape.
+        ref_logprobs: Log-probs of the reference, of the same shape.
+
+    Returns:
+        The estimate of each element, of the same shape.
+
+    Raises:
+        ValueError: If shapes or devices differ.
 
     >>> k3([-1.0, -2.0], [-1.5, -1.0])
     tensor([0.1065, 0.7183])
     >>> k3([0.0], [1e-6])
     tensor([5.0000e-13])
     """
-    ours, ref = alike(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    ours, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return _excess(ref - ours)
 
 
 @KL.register("abs", source="the absolute log-ratio |d|, as verl and Trinity-RFT have it")
-def absolute(logprobs: Any, ref_logprobs: Any) -> torch.Tensor:
-    """|d|.
+def absolute(logprobs: Numbers, ref_logprobs: Numbers) -> torch.Tensor:
+    """Compute |d|.
+
+    Args:
+        logprobs: Log-probs of the policy, of any shape.
+        ref_logprobs: Log-probs of the reference, of the same shape.
+
+    Returns:
+        The estimate of each element, of the same shape.
+
+    Raises:
+        ValueError: If shapes or devices differ.
 
     >>> absolute([-1.0, -2.0], [-1.5, -1.0])
     tensor([0.5000, 1.0000])
@@ -139,15 +188,29 @@ def absolute(logprobs: Any, ref_logprobs: Any) -> torch.Tensor:
     "low-variance",
     source="k3 with d held within +-20 and the result within +-10, as verl and Trinity-RFT have it",
 )
-def low_var_kl(logprobs: Any, ref_logprobs: Any, *, log_ratio_clamp: float = 20.0, bound: float = 10.0) -> torch.Tensor:
-    """k3 with d held within ±`log_ratio_clamp` and the result within ±`bound`; beyond either the gradient is 0.
+def low_var_kl(
+    logprobs: Numbers, ref_logprobs: Numbers, *, log_ratio_clamp: float = 20.0, bound: float = 10.0
+) -> torch.Tensor:
+    """Compute k3 with d and the result clamped; beyond either bound the gradient is 0.
+
+    Args:
+        logprobs: Log-probs of the policy, of any shape.
+        ref_logprobs: Log-probs of the reference, of the same shape.
+        log_ratio_clamp: Bound of |d|.
+        bound: Bound of the absolute result.
+
+    Returns:
+        The estimate of each element, of the same shape.
+
+    Raises:
+        ValueError: If shapes or devices differ.
 
     >>> low_var_kl([-1.0, -2.0, -30.0], [-1.5, -1.0, 0.0])
     tensor([ 0.1065,  0.7183, 10.0000])
     """
     check_float("log_ratio_clamp", log_ratio_clamp, 0)
     check_float("bound", bound, 0)
-    ours, ref = alike(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    ours, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     ratio = (ref - ours).clamp(-log_ratio_clamp, log_ratio_clamp)
     return _excess(ratio).clamp(-bound, bound)
 
@@ -156,13 +219,31 @@ def low_var_kl(logprobs: Any, ref_logprobs: Any, *, log_ratio_clamp: float = 20.
     "corrected_k3", source="DeepSeek-V3.2 (2025), section 3.1, equation 7: p / old times k3; the ratio at most 2"
 )
 def corrected_k3(
-    logprobs: Any, ref_logprobs: Any, old_logprobs: Any = None, *, cap: float = 2.0, detach_ratio: bool = False
+    logprobs: Numbers,
+    ref_logprobs: Numbers,
+    old_logprobs: Numbers | None = None,
+    *,
+    cap: float = 2.0,
+    detach_ratio: bool = False,
 ) -> torch.Tensor:
-    """k3 times p / old, the latter at most `cap`: corrects for tokens that the old policy sampled.
+    """Compute k3 times p / old, to correct for tokens that the old policy sampled.
 
     Without `old_logprobs` it is k3. The ratio keeps its gradient: only then is the gradient that of KL(p, ref). Where
-    the ratio is below `cap` that is d * p / old, which fades as p does, and the value is near ref / old, also where k3
-    by itself overflows. `detach_ratio=True` is for those who weight k3's own gradient instead. The value is the same.
+    the ratio is below `cap`, that is d * p / old, which fades as p does, and the value is near ref / old, also where k3
+    alone overflows.
+
+    Args:
+        logprobs: Log-probs of the policy, of any shape.
+        ref_logprobs: Log-probs of the reference, of the same shape.
+        old_logprobs: Log-probs of the policy that sampled, of the same shape.
+        cap: Bound of the ratio.
+        detach_ratio: Whether the ratio is a constant weight of the gradient of k3. The value is the same.
+
+    Returns:
+        The estimate of each element, of the same shape.
+
+    Raises:
+        ValueError: If shapes or devices differ.
 
     >>> corrected_k3([-1.0, -2.0, -200.0], [-1.5, -1.0, -1.0], [-1.2, -2.5, -1.0])
     tensor([0.1301, 1.1842, 1.0000])
@@ -171,29 +252,44 @@ def corrected_k3(
     detach_ratio = check_bool("detach_ratio", detach_ratio)
     if old_logprobs is None:
         return k3(logprobs, ref_logprobs)
-    ours, ref, old = alike(logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
+    ours, ref, old = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
     if not cap:
         return (ours - ref) * 0.0
     # The cap's logarithm bounds before the exponential, so that an overflow does not turn the gradient into NaN.
     most, x, log_ratio = math.log(cap), ref - ours, ours - old
-    held = log_ratio.clamp(max=most)
-    held = held.detach() if detach_ratio else held
+    bounded = log_ratio.clamp(max=most)
+    bounded = bounded.detach() if detach_ratio else bounded
     # Far from 0 the ratio's exponent joins x in ratio * (exp(x) - 1 - x), so that neither is raised by itself.
-    far, zero, ratio = x > 1, x.new_zeros(()), held.exp()
-    joined = held + x if detach_ratio else torch.where(log_ratio <= most, ref - old, x + most)
+    far, zero, ratio = x > 1, x.new_zeros(()), bounded.exp()
+    joined = bounded + x if detach_ratio else torch.where(log_ratio <= most, ref - old, x + most)
     beyond = torch.where(far, joined, zero).exp() - ratio * (1 + torch.where(far, x, zero))
     return torch.where(far, beyond, ratio * _excess(torch.where(far, zero, x)))
 
 
-def kl(name: str, logprobs: Any, ref_logprobs: Any, old_logprobs: Any = None, **options: Any) -> torch.Tensor:
-    """An estimate by name: one number for each element of tensors of any shape.
+def kl(
+    name: str, logprobs: Numbers, ref_logprobs: Numbers, old_logprobs: Numbers | None = None, **options: Any
+) -> torch.Tensor:
+    """Compute a KL estimate by name.
+
+    Args:
+        name: A key of `KL`.
+        logprobs: Log-probs of the policy, of any shape.
+        ref_logprobs: Log-probs of the reference, of the same shape.
+        old_logprobs: Log-probs of the policy that sampled, of the same shape.
+        options: Options of the estimator.
+
+    Returns:
+        The estimate of each element, of the same shape.
+
+    Raises:
+        ValueError: If the name or an option is unknown, or shapes differ.
 
     >>> kl("k2", torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]]))
     tensor([[0.1250, 0.5000]])
     """
     data = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "old_logprobs": old_logprobs}
-    found: torch.Tensor = KL.call(name, data, **options)
-    return found
+    estimate: torch.Tensor = KL.call(name, data, **options)
+    return estimate
 
 
 def token_kl(
@@ -205,7 +301,21 @@ def token_kl(
     estimator: str = "k1",
     **options: Any,
 ) -> Any:
-    """An estimate for every token that counts, 0 elsewhere, (B, A) or packed like its arguments.
+    """Compute a KL estimate for every token that counts.
+
+    Args:
+        logprobs: [B, R] or packed: log-probs of the policy.
+        ref_logprobs: [B, R] or packed: log-probs of the reference.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        old_logprobs: [B, R] or packed: log-probs of the policy that sampled, for `corrected_k3`.
+        estimator: A key of `KL`.
+        options: Options of the estimator.
+
+    Returns:
+        Estimates in the layout of the arguments, 0 where the mask is False.
+
+    Raises:
+        ValueError: If the name or an option is unknown, or shapes differ.
 
     >>> token_kl(torch.tensor([[-1.0, -2.0, -9.0]]), [[-1.5, -1.0, float("-inf")]], [[1, 1, 0]])
     tensor([[ 0.5000, -1.0000,  0.0000]])
@@ -219,7 +329,8 @@ def _tokens(
 ) -> torch.Tensor:
     ours, theirs = layout.take("logprobs", logprobs), layout.take("ref_logprobs", ref).detach()
     before = None if old is None else layout.take("old_logprobs", old).detach()
-    return layout.masked(kl(estimator, ours, theirs, before, **options))
+    data = {"logprobs": ours, "ref_logprobs": theirs, "old_logprobs": before}
+    return layout.masked(KL[estimator].call(data, options))
 
 
 def kl_loss(
@@ -233,13 +344,31 @@ def kl_loss(
     estimator_options: Mapping[str, Any] | None = None,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """`coef`, a number or a controller, times the aggregate of an estimate, to be added to a policy loss.
+    """Compute `coef` times the aggregate of a KL estimate, to be added to a policy loss.
 
-    Reference and old log-probs are taken as constants. Metrics: `kl_loss`, the aggregate before `coef`, and `kl_coef`.
-    `k2` by default: of the plain estimators it alone has the gradient of KL(p, ref) (see `k1` and `k3`).
+    The default is `k2`: of the plain estimators, it alone has the gradient of KL(p, ref) (see `k1` and `k3`).
+
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        ref_logprobs: [B, R] or packed: log-probs of the reference, taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        estimator: A key of `KL`.
+        coef: A number, or a controller.
+        estimator_options: Options of the estimator.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `kl_loss`, the aggregate before `coef`, and `kl_coef`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> loss, metrics = kl_loss([[-1.0, -2.0, -3.0]], [[-1.5, -1.0, 0.0]], [[1, 1, 0]], coef=0.5)
     >>> loss, metrics["kl_loss"]
@@ -250,26 +379,26 @@ def kl_loss(
     tokens = _tokens(layout, new_logprobs, ref_logprobs, old_logprobs, estimator, estimator_options or {})
     if weights is not None:
         tokens = tokens * on_tokens(layout, "weights", weights).detach()
-    total = reduce(layout, tokens, mode, norm, whole)
-    share = token_share(layout, constant(layout, coef), whole)
+    total = reduce(layout, tokens, mode, norm, denominators)
+    share = token_share(layout, torch.full(layout.shape, float(coef), device=layout.mask.device), denominators)
     return Loss(coef * total, {"kl_loss": total.detach(), "kl_coef": share})
 
 
 class TokenRewards(NamedTuple):
-    """What `penalise` gives back. Unpacks as `rewards, report = ...`.
+    """Result of `penalize`. Unpacks as `rewards, report = ...`.
 
-    >>> found = penalise([1.0], [[0.5, 0.2]], coef=0.1)
+    >>> found = penalize([1.0], [[0.5, 0.2]], coef=0.1)
     >>> found.rewards, found.report.count("missing reward")
     ([tensor([-0.0500,  0.9800])], 0)
     """
 
     rewards: Any
-    """(B, A) or packed: the reward of each token, 0 where the mask is False."""
+    """[B, R] or packed: the reward of each token, 0 where the mask is False."""
     report: Report
     """Rows under "no actions" and "missing reward"; metrics `kl` (the mean over rows of their means) and `kl_coef`."""
 
 
-def penalise(
+def penalize(
     rewards: PerToken | PerRow,
     kl: PerToken | None,
     mask: PerToken | None = None,
@@ -277,18 +406,25 @@ def penalise(
     coef: float | FixedKL | AdaptiveKL = 0.0,
     reward_clip: float | tuple[float, float] | None = None,
 ) -> TokenRewards:
-    """Rewards of tokens out of rewards of rows and the KL of tokens: r_t = -coef * kl_t + (r at the last action).
+    """Compute token rewards from rewards of rows and the KL of tokens: r_t = -coef * kl_t + (r at the last action).
 
-    `coef` is a number, or a controller, whose value it then is.
+    A row without actions gets no reward, and a missing one (`None` or NaN) counts as 0; the report lists both.
 
-    rewards: (B,), each put on its row's last token that counts; or (B, A) or packed, one for each token already.
-    kl: (B, A) or packed, `None` where `coef` is not positive: a coefficient of 0 or less counts as 0, and KL is then
-    not read. `reward_clip` holds the rewards, not the penalty, within (low, high), or ±a number.
+    Args:
+        rewards: [B], each added on the last action of its row; or [B, R] or packed, one for each token.
+        kl: [B, R] or packed: KL of each token; not read if `coef` is not positive.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        coef: A number, or a controller; below 0 it counts as 0.
+        reward_clip: Bounds (low, high) of the rewards, without the penalty, or a number for ±.
 
-    A row without actions gets no reward, a missing one (`None` or NaN) counts as 0; the report names both.
+    Returns:
+        The rewards in the layout of the mask or the KL, and the report.
+
+    Raises:
+        ValueError: If the KL is missing, or shapes differ.
 
     >>> kl, mask = torch.tensor([[0.2, -0.5, 0.0], [-0.2, 0.0, -0.5]]), torch.tensor([[1, 1, 0], [0, 0, 0]])
-    >>> rewards, report = penalise([1.0, -1.0], kl, mask, coef=0.1)
+    >>> rewards, report = penalize([1.0, -1.0], kl, mask, coef=0.1)
     >>> rewards
     tensor([[-0.0200,  1.0500,  0.0000],
             [ 0.0000,  0.0000,  0.0000]])
@@ -298,15 +434,15 @@ def penalise(
     coef = _coefficient(coef)
     by_row = rewards is not None and _of_rows(mask, kl, rewards)
     layout = Layout.of(mask, kl=kl, **({} if by_row else {"rewards": rewards}))
-    found = _rewards(layout, rewards, by_row)
-    missing = found.isnan()
-    found = torch.where(missing, 0.0, found)
+    token_rewards = _rewards(layout, rewards, by_row)
+    missing = token_rewards.isnan()
+    token_rewards = torch.where(missing, 0.0, token_rewards)
     if reward_clip is not None:
         low, high = _range(reward_clip)
-        found = found.clamp(low, high)
+        token_rewards = token_rewards.clamp(low, high)
     has = layout.counts > 0
     if by_row:
-        missing_rows, found = missing, _at_last(layout, found)
+        missing_rows, token_rewards = missing, _at_last(layout, token_rewards)
     else:
         missing_rows = layout.row_sums(missing.to(torch.float32)) > 0
     metrics = {"kl": 0.0, "kl_coef": max(float(coef), 0.0)}
@@ -314,10 +450,10 @@ def penalise(
         if kl is None:
             raise ValueError(f"kl: got None, expected the KL of tokens, since coef is {coef:g}")
         tokens = layout.take("kl", kl)
-        found = layout.masked(found - coef * tokens)
+        token_rewards = layout.masked(token_rewards - coef * tokens)
         metrics["kl"] = reduce(layout, tokens.detach(), "seq-mean-token-mean").item()
     reasons = {"no actions": rows_where(~has), "missing reward": rows_where(missing_rows)}
-    return TokenRewards(layout.give(layout.masked(found)), Report(layout.rows, reasons, metrics))
+    return TokenRewards(layout.give(layout.masked(token_rewards)), Report(layout.rows, reasons, metrics))
 
 
 def kl_penalty(
@@ -331,7 +467,7 @@ def kl_penalty(
     """Compute the penalty per token for the divergence from the reference: -coef * KL.
 
     Args:
-        logprobs: Of the policy, (B, A) or packed.
+        logprobs: [B, R] or packed, of the policy.
         ref_logprobs: Of the reference, in the same layout.
         mask: Which tokens count, in the same layout.
         estimator: A name in `KL`.
@@ -371,7 +507,7 @@ def _at_last(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
     return rows.new_zeros(layout.mask.numel()).index_put((last,), rows[filled]).reshape(layout.shape)
 
 
-def _range(clip: Any) -> tuple[float, float]:
+def _range(clip: float | Sequence[float]) -> tuple[float, float]:
     if not isinstance(clip, (tuple, list)):
         bound = check_float("reward_clip", clip, 0, what="a number of at least 0, a pair (low, high), or None")
         return -bound, bound
@@ -381,12 +517,12 @@ def _range(clip: Any) -> tuple[float, float]:
     return low, check_float("reward_clip", clip[1], low, what=f"a number not below {low:g}")
 
 
-def _coefficient(coef: Any) -> float:
+def _coefficient(coef: float | FixedKL | AdaptiveKL) -> float:
     return check_float("coef", coef.value if isinstance(coef, (FixedKL, AdaptiveKL)) else coef)
 
 
 class FixedKL:
-    """A coefficient that stays.
+    """A fixed coefficient.
 
     >>> FixedKL(0.01).value
     0.01
@@ -408,10 +544,10 @@ class FixedKL:
 
 
 class AdaptiveKL:
-    """A coefficient that grows while KL is above its target and shrinks below it (Ziegler et al., 2019, section 2.2).
+    """A coefficient that grows while the KL is above its target and shrinks below it.
 
-    value *= 1 + clip(kl / target - 1, ±`clip`) * n_steps / horizon. Only `value` changes; a KL that is not finite is
-    refused and changes nothing.
+    Ziegler et al., 2019, section 2.2: value *= 1 + clip(kl / target - 1, ±`clip`) * n_steps / horizon. Only `value`
+    changes. A KL that is not finite is rejected.
 
     >>> control = AdaptiveKL(0.1, target=6.0, horizon=10_000)
     >>> for kl in (12.0, 3.0, 6.3):
@@ -454,15 +590,15 @@ class AdaptiveKL:
         self.value, (self.target, self.horizon, self.clip) = value, others
 
 
-def _measured(kl: Any) -> float:
+def _measured(kl: float | torch.Tensor) -> float:
     try:
         return float(kl)
     except (TypeError, ValueError, RuntimeError):
-        got = f"shape {list(kl.shape)}" if hasattr(kl, "shape") else repr(kl)
-        raise ValueError(f"kl: got {got}, expected one number") from None
+        shown = f"shape {list(kl.shape)}" if hasattr(kl, "shape") else repr(kl)
+        raise ValueError(f"kl: got {shown}, expected one number") from None
 
 
-def _positive(name: str, value: Any) -> float:
+def _positive(name: str, value: float) -> float:
     check_float(name, value, what="a positive number")
     if value <= 0 or math.isinf(value):
         raise ValueError(f"{name}: got {value!r}, expected a positive number")

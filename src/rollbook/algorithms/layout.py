@@ -1,13 +1,13 @@
-"""Where the tokens of many rows lie: padded to a matrix, or packed end to end; and sums over tokens and over rows.
+"""Layouts of tokens: padded to a matrix or packed end to end; sums over tokens and over rows.
 
-Invariant: whatever is computed through a `Layout` is the same, value and gradient, for padded and packed tokens; what
-the mask leaves out is replaced by zero before anything is computed from it, so that NaN and infinity there touch
-nothing.
+Invariant: a result computed through a `Layout` has the same value and gradient for padded and packed tokens. Tokens
+that the mask leaves out are replaced by 0 before anything is computed from them, so that NaN and infinity there have no
+effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -20,17 +20,23 @@ from rollbook.core.fields import DTYPES
 from rollbook.core.ragged import Ragged, offsets_of
 from rollbook.core.rows import NUMPY, Rows, memory
 
+_CPU = torch.device("cpu")
+
 PerToken: TypeAlias = torch.Tensor | NDArray[Any] | Rows | Ragged | Sequence[Any]
-"""An entry for each token of B rows: a padded matrix (B, A), or packed: `Rows`, a `Ragged` column, a list of rows."""
+"""An entry for each token of B rows: a padded matrix (B, R), or packed: `Rows`, a `Ragged` column, a list of rows."""
 PerRow: TypeAlias = torch.Tensor | NDArray[Any] | Sequence[Any]
-"""One entry for each row: (B,)."""
+"""One entry for each row: [B]."""
+Ids: TypeAlias = Sequence[Hashable] | NDArray[Any] | torch.Tensor
+"""One id for each row: [B]."""
+Numbers: TypeAlias = torch.Tensor | NDArray[Any] | Sequence[Any] | float
+"""Numbers of any shape."""
 
 
 class Layout:
     """The shape that all token arguments of one call share, and the mask over it.
 
-    Tokens are *padded*, a matrix (B, A), or *packed*: `Rows` (or a list of B one-dimensional rows of any length). A
-    function takes arguments by `take`, computes on plain tensors, (B, A) or (total,), and gives results back by `give`
+    Tokens are *padded*, a matrix (B, R), or *packed*: `Rows` (or a list of B one-dimensional rows of any length). A
+    function takes arguments by `take`, computes on plain tensors, (B, R) or (total,), and gives results back by `give`
     in the layout they came in. Without a mask every slot is a token.
 
     >>> padded = Layout.of(torch.tensor([[1, 1, 0], [1, 1, 1]]))
@@ -52,56 +58,78 @@ class Layout:
         flat: bool = False,
     ) -> None:
         self.shape = shape
-        """(B, A) if padded, (total,) if packed."""
+        """(B, R) if padded, (total,) if packed."""
         self.lengths = lengths
-        """How many tokens each packed row has; `None` if padded."""
+        """Number of tokens of each packed row; `None` if padded."""
+        self.rows = shape[0] if lengths is None else len(lengths)
+        """B, the number of rows."""
         self.mask = mask
         """[of `shape`] bool: which tokens count."""
         self.column = column
-        """Whether results are given back as a `Ragged` column, since the tokens came as one."""
+        """Whether results are returned as a `Ragged` column, since the tokens came as one."""
         self.flat = flat
         """Whether some packed tokens came as a one-dimensional tensor, end to end."""
 
     @classmethod
     def of(cls, mask: PerToken | None, **tokens: PerToken | None) -> Layout:
-        """The layout of a mask and of arguments by name; all must agree, which `take` checks one by one.
+        """Determine the layout of a mask and of arguments by name; `take` checks that each agrees with it.
 
-        A matrix among them makes the tokens padded, and nested lists beside it are matrices too; else they are packed.
-        A one-dimensional tensor is all rows end to end, and says nothing of where they end.
+        If there is a matrix among them, the tokens are padded, and nested lists are matrices too; otherwise they are
+        packed. A one-dimensional tensor is all rows end to end, and does not say where they end.
+
+        Args:
+            mask: [B, R] or packed; `None`: every slot is a token.
+            tokens: Arguments by name, [B, R] or packed; `None` is skipped.
+
+        Returns:
+            The layout, on the device of the first argument that is on an accelerator, else on the CPU.
+
+        Raises:
+            ValueError: If an argument is neither a matrix nor packed rows, or none says where rows end.
         """
-        given = {name: value for name, value in {"mask": mask, **tokens}.items() if value is not None}
-        shapes = {name: _shape(name, value) for name, value in given.items()}
-        matrices = (shape for shape in shapes.values() if isinstance(shape, tuple) and len(shape) == 2)
-        shape: tuple[int, ...] | None = next(matrices, None)
+        shape: tuple[int, ...] | None = None
         lengths: list[int] | None = None
+        first: PerToken | None = None
+        flat, device, names = False, _CPU, []
+        for name, argument in (("mask", mask), *tokens.items()):
+            if argument is None:
+                continue
+            names.append(name)
+            first = argument if first is None else first
+            size = _size(name, argument)
+            if isinstance(size, list):
+                lengths = size if lengths is None else lengths
+            elif len(size) == 2:
+                shape = size if shape is None else shape
+            else:
+                flat = True
+            values = argument.values if isinstance(argument, Rows) else argument
+            if device.type == "cpu" and isinstance(values, torch.Tensor):
+                device = values.device
+            elif device.type == "cpu" and isinstance(values, list):
+                device = _device(values)
         if shape is None:
-            lengths = next((shape for shape in shapes.values() if isinstance(shape, list)), None)
             if lengths is None:
                 raise ValueError(
-                    f"tokens: got {', '.join(given) or 'nothing'} without rows, expected a matrix (B, A), or "
+                    f"tokens: got {', '.join(names) or 'nothing'} without rows, expected a matrix (B, R), or "
                     "Rows(values, lengths) for packed tokens"
                 )
             shape = (sum(lengths),)
-        first = next(iter(given.values()))
-        flat = lengths is not None and any(isinstance(shape, tuple) for shape in shapes.values())
-        self = cls(shape, lengths, torch.empty(0, device=_device(given.values())), isinstance(first, Ragged), flat)
+        else:
+            lengths, flat = None, False
+        self = cls(shape, lengths, torch.empty(0, device=device), isinstance(first, Ragged), flat)
         if isinstance(first, Ragged):
             self.offsets = first.offsets - first.offsets[0]
         if mask is None:
-            self.mask = torch.ones(shape, dtype=torch.bool, device=self.mask.device)
+            self.mask = torch.ones(shape, dtype=torch.bool, device=device)
         else:
-            self.mask = as_mask("mask", self.whole("mask", mask))
+            self.mask = as_mask("mask", self.tensor("mask", mask))
         return self
 
     @property
     def packed(self) -> bool:
         """Whether rows lie end to end."""
         return self.lengths is not None
-
-    @property
-    def rows(self) -> int:
-        """B, the number of rows."""
-        return self.shape[0] if self.lengths is None else len(self.lengths)
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -129,37 +157,49 @@ class Layout:
         """[of `shape`] int64: which row a token belongs to."""
         return self.spread(torch.arange(self.rows, device=self.mask.device))
 
-    def take(self, name: str, value: PerToken) -> torch.Tensor:
-        """[of `shape`] An argument as a plain tensor of float32 or float64, with zero wherever the mask is False."""
-        return self.masked(as_floats(self.whole(name, value)))
+    def take(self, name: str, argument: PerToken) -> torch.Tensor:
+        """Convert an argument to a float32 or float64 tensor.
+
+        Args:
+            name: What errors call it.
+            argument: [B, R] or packed, in this layout.
+
+        Returns:
+            [of `shape`] 0 where the mask is False.
+
+        Raises:
+            ValueError: If it is `None`, no numbers, or in another layout.
+        """
+        return self.masked(as_floats(self.tensor(name, argument)))
 
     def masked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[of `shape`] The tensor, with zero wherever the mask is False; no gradient flows there."""
+        """[of `shape`] Replace entries where the mask is False by 0; no gradient flows there."""
         return torch.where(self.mask, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
 
-    def whole(self, name: str, value: PerToken) -> torch.Tensor:
-        """[of `shape`] An argument as a plain tensor of its own type, nothing replaced."""
-        if value is None:
+    def tensor(self, name: str, argument: PerToken) -> torch.Tensor:
+        """[of `shape`] Convert an argument to a tensor of its own type, without masking; arguments as of `take`."""
+        if argument is None:
             raise ValueError(f"{name}: got None, expected {self._expected()}")
-        if isinstance(value, Rows):
-            lengths, tensor = value.lengths, value.values
-        elif isinstance(value, Ragged):
-            lengths = value.lengths.tolist()
-            tensor = value.tensor_of_values()[int(value.offsets[0]) : int(value.offsets[-1])]
-        elif isinstance(value, (torch.Tensor, np.ndarray)) or not self.packed:
-            tensor = as_tensor(name, value, self.mask.device)
+        if isinstance(argument, Rows):
+            lengths, tensor = argument.lengths, argument.values
+        elif isinstance(argument, Ragged):
+            lengths = argument.lengths.tolist()
+            tensor = argument.tensor_of_values()[int(argument.offsets[0]) : int(argument.offsets[-1])]
+        elif isinstance(argument, (torch.Tensor, np.ndarray)) or self.lengths is None:
+            is_tensor = isinstance(argument, torch.Tensor)
+            tensor = argument if is_tensor else as_tensor(name, argument, self.mask.device)  # type: ignore[assignment]
             if tuple(tensor.shape) != self.shape:
                 raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {self._expected()}")
             return tensor
-        elif not isinstance(value, Sequence):
-            raise ValueError(f"{name}: got {type(value).__name__}, expected {self._expected()}")
+        elif not isinstance(argument, Sequence):
+            raise ValueError(f"{name}: got {type(argument).__name__}, expected {self._expected()}")
         else:
-            parts = [as_tensor(f"{name}: row {i}", row, self.mask.device) for i, row in enumerate(value)]
+            parts = [as_tensor(f"{name}: row {i}", row, self.mask.device) for i, row in enumerate(argument)]
             odd = next((i for i, part in enumerate(parts) if part.dim() != 1), None)
             if odd is not None:
                 raise ValueError(f"{name}: row {odd} has {parts[odd].dim()} dimensions, expected 1")
             lengths = [len(part) for part in parts]
-            filled = [part for part in parts if len(part)]  # an empty list has no type of its own
+            filled = [part for part in parts if len(part)]  # an empty list has no type
             tensor = torch.cat(filled) if filled else torch.empty(0, device=self.mask.device)
         if lengths != self.lengths:
             raise ValueError(f"{name}: got rows of lengths {_some(lengths)}, expected {self._expected()}")
@@ -178,12 +218,14 @@ class Layout:
 
     def row_sums(self, tensor: torch.Tensor) -> torch.Tensor:
         """[B] The sum over each row's tokens that count; 0 for a row that has none."""
-        kept = self.masked(tensor).to(torch.float64)  # added up one by one if packed: thousands of float32 would drift
+        counted = self.masked(tensor).to(
+            torch.float64
+        )  # added up one by one if packed: thousands of float32 would drift
         if self.lengths is None:
-            return kept.sum(-1).to(tensor.dtype)
+            return counted.sum(-1).to(tensor.dtype)
         if not self.lengths:
             return tensor.new_zeros(0)
-        return torch.segment_reduce(kept, "sum", lengths=self.row_lengths, unsafe=True, initial=0).to(tensor.dtype)
+        return torch.segment_reduce(counted, "sum", lengths=self.row_lengths, unsafe=True, initial=0).to(tensor.dtype)
 
     def row_means(self, tensor: torch.Tensor) -> torch.Tensor:
         """[B] The mean over each row's tokens that count; 0 for a row that has none."""
@@ -207,33 +249,30 @@ def _some(lengths: list[int]) -> str:
     return str(lengths) if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"
 
 
-def _shape(name: str, value: Any) -> tuple[int, ...] | list[int]:
-    """(B, A) of a matrix, (total,) of values end to end, a list of the lengths of rows."""
-    if isinstance(value, Rows):
-        return value.lengths
-    if isinstance(value, Ragged):
-        return list(value.lengths.tolist())
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        if value.ndim not in (1, 2):
-            raise ValueError(f"{name}: got {value.ndim} dimensions, expected 2 (B, A), or packed rows")
-        return tuple(value.shape)
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise ValueError(f"{name}: got {type(value).__name__}, expected a matrix (B, A), or packed rows")
+def _size(name: str, argument: PerToken) -> tuple[int, ...] | list[int]:
+    """The shape of a matrix (B, R) or of values end to end (total,), or the lengths of packed rows as a list."""
+    if isinstance(argument, Rows):
+        return argument.lengths
+    if isinstance(argument, Ragged):
+        return list(argument.lengths.tolist())
+    if isinstance(argument, (torch.Tensor, np.ndarray)):
+        if argument.ndim not in (1, 2):
+            raise ValueError(f"{name}: got {argument.ndim} dimensions, expected 2 (B, R), or packed rows")
+        return tuple(argument.shape)
+    if not isinstance(argument, Sequence) or isinstance(argument, (str, bytes)):
+        raise ValueError(f"{name}: got {type(argument).__name__}, expected a matrix (B, R), or packed rows")
     try:
-        return [len(row) for row in value]
+        return [len(row) for row in argument]
     except TypeError:
         raise ValueError(f"{name}: got a flat list, expected one row for each sample") from None
 
 
-def _device(values: Any) -> torch.device:
-    """Where results are made: with the first argument on a device, else on the CPU."""
-    found = torch.device("cpu")
-    for value in values:
-        held = value.values if isinstance(value, Rows) else value
-        for tensor in held if isinstance(held, list) else [held]:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
-                return tensor.device
-    return found
+def _device(rows: list[Any]) -> torch.device:
+    """The first accelerator that one of the rows is on, else the CPU."""
+    for row in rows:
+        if isinstance(row, torch.Tensor) and row.device.type != "cpu":
+            return row.device
+    return _CPU
 
 
 def as_column(values: torch.Tensor, offsets: NDArray[np.int64]) -> Ragged:
@@ -242,19 +281,19 @@ def as_column(values: torch.Tensor, offsets: NDArray[np.int64]) -> Ragged:
     return Ragged(memory(values.detach().cpu()).view(DTYPES[name].storage), offsets, name, owned=True)
 
 
-def as_tensor(name: str, value: Any, device: torch.device | str = "cpu") -> torch.Tensor:
+def as_tensor(name: str, value: Numbers, device: torch.device | str = "cpu") -> torch.Tensor:
     """Numbers as a tensor: a tensor as it is, an array of its own type, Python numbers as float32 or int64."""
     if isinstance(value, torch.Tensor):
         return value
     try:
         if isinstance(value, np.ndarray):
             native = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))
-            made = torch.from_numpy(native if native.flags.writeable else native.copy())
+            tensor = torch.from_numpy(native if native.flags.writeable else native.copy())
         else:
-            made = torch.tensor(value)
+            tensor = torch.tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: got what is no array of numbers: {error}") from None
-    return made.to(device)
+    return tensor.to(device)
 
 
 def as_floats(tensor: torch.Tensor) -> torch.Tensor:
@@ -268,23 +307,32 @@ def as_floats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def alike(**given: Any) -> list[torch.Tensor]:
-    """Numbers of at least float32, all of the first argument's shape; lists join whichever is on a device.
+def same_shape(**arguments: Numbers) -> list[torch.Tensor]:
+    """Convert arguments by name to tensors of at least float32 that all have the shape of the first.
 
-    >>> alike(logprobs=[-1, -2], ref_logprobs=torch.zeros(2, dtype=torch.float64))
+    Lists go to the device of the first tensor that is on an accelerator.
+
+    Raises:
+        ValueError: If shapes or devices differ.
+
+    >>> same_shape(logprobs=[-1, -2], ref_logprobs=torch.zeros(2, dtype=torch.float64))
     [tensor([-1., -2.]), tensor([0., 0.], dtype=torch.float64)]
     """
-    devices = [value.device for value in given.values() if isinstance(value, torch.Tensor)]
-    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
-    found = {name: as_tensor(name, value, device) for name, value in given.items()}
-    first = next(iter(found))
-    for name, tensor in found.items():
+    device = _CPU
+    for argument in arguments.values():
+        if isinstance(argument, torch.Tensor) and device.type == "cpu":
+            device = argument.device
+    tensors: list[torch.Tensor] = []
+    first, shape = next(iter(arguments)), None
+    for name, argument in arguments.items():
+        tensor = argument if isinstance(argument, torch.Tensor) else as_tensor(name, argument, device)
+        shape = tensor.shape if shape is None else shape
         if tensor.device != device:
             raise ValueError(f"{name}: got device {tensor.device}, expected {device}, where the others are")
-        if tensor.shape != found[first].shape:
-            shapes = f"got shape {list(tensor.shape)}, expected {list(found[first].shape)}"
-            raise ValueError(f"{name}: {shapes}, as {first} have")
-    return [as_floats(tensor) for tensor in found.values()]
+        if tensor.shape != shape:
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {list(shape)}, as {first} have")
+        tensors.append(as_floats(tensor))
+    return tensors
 
 
 def as_mask(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -328,8 +376,8 @@ def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
             )
         return len(value) == layout.rows
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
-        got = value if value is None or isinstance(value, (int, float)) else type(value).__name__
-        raise ValueError(f"{name}: got {got}, expected one number for each row or token: (B,), (B, A), or packed")
+        shown = value if value is None or isinstance(value, (int, float)) else type(value).__name__
+        raise ValueError(f"{name}: got {shown}, expected one number for each row or token: (B,), (B, R), or packed")
     first = value[0] if len(value) else None
     return not hasattr(first, "__len__") or getattr(first, "ndim", 1) == 0
 
@@ -374,16 +422,7 @@ def on_tokens(layout: Layout, name: str, value: PerToken | PerRow) -> torch.Tens
     return layout.take(name, value)
 
 
-def constant(layout: Layout, value: float) -> torch.Tensor:
-    """[of `layout.shape`] One number on every slot, for a metric that is the same for all tokens.
-
-    >>> constant(Layout.of(torch.ones(1, 2)), 0.1)
-    tensor([[0.1000, 0.1000]])
-    """
-    return torch.full(layout.shape, float(value), device=layout.mask.device)
-
-
-def optional_number(name: str, value: Any, low: float, what: str) -> None:
+def optional_number(name: str, value: float | None, low: float, expected: str) -> None:
     """Refuse an option that is neither `None` nor a number above `low`.
 
     >>> optional_number("dual_clip", 1.0, 1, "a number above 1")
@@ -391,11 +430,11 @@ def optional_number(name: str, value: Any, low: float, what: str) -> None:
         ...
     ValueError: dual_clip: got 1.0, expected a number above 1, or None
     """
-    if value is not None and check_float(name, value, low, what=f"{what}, or None") == low:
-        raise ValueError(f"{name}: got {value!r}, expected {what}, or None")
+    if value is not None and check_float(name, value, low, what=f"{expected}, or None") == low:
+        raise ValueError(f"{name}: got {value!r}, expected {expected}, or None")
 
 
-def state_of(state: Any, names: Collection[str]) -> Mapping[str, Any]:
+def state_of(state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
     """A state that was saved, once it is known to have these fields and no others.
 
     >>> state_of({"value": 1.0}, ("value",))

@@ -1,14 +1,14 @@
-"""A registry of functions by name; their signatures are the one place where inputs, options and defaults stand.
+"""Registries of functions by name, whose signatures define inputs, options and defaults.
 
-Invariant: a name is registered once, every option has a default, and an option or a name that is not known is refused
-with the nearest one that is.
+Invariant: a name is registered once, every option has a default, and an unknown option or name is rejected with a
+suggestion.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
 
@@ -42,14 +42,14 @@ class Entry:
     @cached_property
     def inputs(self) -> dict[str, bool]:
         """The data it takes, by name, and whether it must be given."""
-        found = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default is p.empty for p in found if p.kind is not p.KEYWORD_ONLY}
+        parameters = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default is p.empty for p in parameters if p.kind is not p.KEYWORD_ONLY}
 
     @cached_property
     def options(self) -> dict[str, Any]:
         """Its options and their defaults."""
-        found = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default for p in found if p.kind is p.KEYWORD_ONLY}
+        parameters = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     @property
     def summary(self) -> str:
@@ -61,21 +61,21 @@ class Entry:
 
         An input that it can do without is left out where `data` has none, or `None`.
         """
-        known = self.options
+        accepted = self.options
         for name in options:
-            if name not in known:
-                raise ValueError(f"{self.name}: unknown option {name!r}{suggest(name, known)}")
+            if name not in accepted:
+                raise ValueError(f"{self.name}: unknown option {name!r}{suggest(name, accepted)}")
         for name in data:
-            if name in known:
+            if name in accepted:
                 raise ValueError(f"{self.name}: got {name!r} among the data, expected it as an option: {name}=...")
-        given = {}
+        inputs = {}
         for name, required in self.inputs.items():
             value = data.get(name)
             if value is not None:
-                given[name] = value
+                inputs[name] = value
             elif required:
                 raise ValueError(f"{self.name}: got no {name!r}, which it needs")
-        return self.function(**given, **options)
+        return self.function(**inputs, **options)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,11 @@ class Estimator(Entry):
     greedy_baseline: bool = False
     """Whether it needs the reward of each prompt's greedy response, in `info["reward_baseline"]`."""
     compares_runs: bool = False
-    """Whether it compares the runs of a prompt by their whole rewards, so that one run alone says nothing."""
+    """Whether it compares the runs of a prompt by their rewards, so that a single run carries no signal."""
+    takes_rewards: bool = field(init=False)
+    """Whether it reads the rewards of rows."""
+    takes_token_rewards: bool = field(init=False)
+    """Whether it takes the token rewards of records that have them, instead of the reward of the record."""
 
     def __post_init__(self) -> None:
         inputs = self.inputs
@@ -112,16 +116,9 @@ class Estimator(Entry):
             object.__setattr__(self, "scores", "rows" if rows else "tokens")
         if self.kl_in_reward is None:
             object.__setattr__(self, "kl_in_reward", self.scores == "rows" or "token_rewards" in inputs)
-
-    @property
-    def takes_rewards(self) -> bool:
-        """Whether it reads the rewards of rows."""
-        return "rewards" in self.inputs
-
-    @property
-    def takes_token_rewards(self) -> bool:
-        """Whether it takes the token rewards of records that have them, instead of the whole reward."""
-        return self.scores == "tokens" and "token_rewards" in self.inputs and not self.compares_runs
+        takes_token_rewards = self.scores == "tokens" and "token_rewards" in inputs and not self.compares_runs
+        object.__setattr__(self, "takes_rewards", "rewards" in inputs)
+        object.__setattr__(self, "takes_token_rewards", takes_token_rewards)
 
 
 _PER_TOKEN = ("token_rewards", "old_logprobs", "step_rewards")
@@ -192,7 +189,7 @@ class Registry(Mapping[str, EntryT], Generic[EntryT]):
                     raise ValueError(f"{self.kind} {name!r}: option {option.name!r} has no default")
                 if option.kind in (option.VAR_KEYWORD, option.VAR_POSITIONAL):
                     raise ValueError(f"{self.kind} {name!r}: takes {option}, expected named inputs and options")
-            taken = next((each for each in (name, *aliases) if each in self._entries), None)
+            taken = next((candidate for candidate in (name, *aliases) if candidate in self._entries), None)
             if taken is not None:
                 raise ValueError(f"{self.kind} {taken!r} is registered already")
             entry = self._entry(name, function, aliases, source, **declared)
@@ -204,8 +201,8 @@ class Registry(Mapping[str, EntryT], Generic[EntryT]):
     def withdraw(self, name: str) -> None:
         """Take a function out again, under all its names."""
         entry = self[name]
-        for each in (entry.name, *entry.aliases):
-            del self._entries[each]
+        for key in (entry.name, *entry.aliases):
+            del self._entries[key]
 
     def call(self, name: str, data: Mapping[str, Any], **options: Any) -> Any:
         """Call the function called `name` with what it takes out of `data`; what none of the functions here takes is
@@ -213,13 +210,17 @@ class Registry(Mapping[str, EntryT], Generic[EntryT]):
         entry = self[name]
         if not isinstance(data, Mapping):
             raise ValueError(f"{entry.name}: got {type(data).__name__}, expected its inputs by name")
-        known = {need for each in self._entries.values() for need in each.inputs}
-        odd = next((given for given in data if given not in known and given not in entry.options), None)
-        if odd is not None:
-            raise ValueError(
-                f"{entry.name}: got {odd!r} among the data, which is no input here{suggest(odd, sorted(known))}"
-            )
+        for argument in data:
+            if argument not in entry.inputs and argument not in entry.options:
+                self._check_input(entry, argument)
         return entry.call(data, options)
+
+    def _check_input(self, entry: EntryT, argument: str) -> None:
+        """Raise `ValueError` for a name that no entry has as an input."""
+        inputs = {name for other in self._entries.values() for name in other.inputs}
+        if argument not in inputs:
+            hint = suggest(argument, sorted(inputs))
+            raise ValueError(f"{entry.name}: got {argument!r} among the data, which is no input here{hint}")
 
     def __repr__(self) -> str:
         return f"Registry({self.kind!r}: {', '.join(self.names())})"

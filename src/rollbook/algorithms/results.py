@@ -1,7 +1,7 @@
-"""What estimators, filters and losses give back: numbers, and a report of what was done to which row and why.
+"""Results of estimators, filters and losses: numbers, and a report of the rows that were treated specially.
 
-Invariant: a report names every row that was treated in a way its caller might not expect, by row number and, where ids
-were given, by id; nothing is left out in silence.
+Invariant: a report lists every row that was treated in a way its caller might not expect, by row number and, if ids
+were given, by id.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows, empty
@@ -19,7 +20,7 @@ from rollbook.core.rows import Rows, empty
 
 @dataclass(frozen=True)
 class Report:
-    """How many rows, which, and why; and numbers about all of them.
+    """Rows by reason, and metrics of all rows.
 
     >>> report = Report(4, {"missing reward": [2], "constant group": [0, 1]}, {"reward_mean": 0.5}, ids=list("abcd"))
     >>> report.count("constant group"), report.which("missing reward")
@@ -48,13 +49,13 @@ class Report:
 
     def which(self, reason: str) -> list[Hashable]:
         """The rows that a reason holds for: their ids where those are known, else their numbers."""
-        found = self.reasons.get(reason, ())
-        return [self.ids[i] for i in found] if self.ids is not None else list(found)
+        rows = self.reasons.get(reason, ())
+        return [self.ids[i] for i in rows] if self.ids is not None else list(rows)
 
     def to_metrics(self, prefix: str = "") -> dict[str, float]:
         """All counts and numbers under one prefix, so that two reports in one log never share a name."""
         start = f"{prefix}/" if prefix else ""
-        counts = {f"{start}{reason.replace(' ', '_')}": len(found) for reason, found in self.reasons.items()}
+        counts = {f"{start}{reason.replace(' ', '_')}": len(rows) for reason, rows in self.reasons.items()}
         return {f"{start}rows": self.rows, **counts, **{start + name: value for name, value in self.metrics.items()}}
 
     def plus(
@@ -72,26 +73,25 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.rows} rows"]
         width = max(map(len, self.reasons), default=0)
-        for reason, found in self.reasons.items():
-            named = ", ".join(map(str, self.which(reason)[:8])) + (", ..." if len(found) > 8 else "")
-            lines.append(f"{reason:<{width}}  {len(found)}" + (f": {named}" if named else ""))
+        for reason, rows in self.reasons.items():
+            named = ", ".join(map(str, self.which(reason)[:8])) + (", ..." if len(rows) > 8 else "")
+            lines.append(f"{reason:<{width}}  {len(rows)}" + (f": {named}" if named else ""))
         lines += [f"{name} {value:g}" for name, value in self.metrics.items()]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return (
-            f"Report({self.rows} rows, {', '.join(f'{reason} {len(found)}' for reason, found in self.reasons.items())})"
-        )
+        counts = ", ".join(f"{reason} {len(rows)}" for reason, rows in self.reasons.items())
+        return f"Report({self.rows} rows, {counts})"
 
 
-def rows_where(mask: Any) -> list[int]:
+def rows_where(mask: torch.Tensor | NDArray[Any] | Sequence[Any]) -> list[int]:
     """The numbers of the rows where a mask, (B,), is true."""
-    known = mask.cpu().numpy() if isinstance(mask, torch.Tensor) else np.asarray(mask, dtype=np.bool_)
-    return list(np.flatnonzero(known).tolist())
+    flags = mask.cpu().numpy() if isinstance(mask, torch.Tensor) else np.asarray(mask, dtype=np.bool_)
+    return list(np.flatnonzero(flags).tolist())
 
 
 class Advantages:
-    """What an estimator gives back.
+    """Result of an estimator.
 
     >>> found = Advantages(torch.tensor([[1.0, 0.0]]), mask=torch.tensor([[True, False]]))
     >>> found.returns, found.returns is found.advantages
@@ -107,33 +107,33 @@ class Advantages:
         report: Report | Callable[[], Report] | None = None,
     ) -> None:
         self.advantages = advantages
-        """For each token, in the mask's layout: (B, A), `Rows` if it is packed, a `Ragged` column if it is one (as that
-        of records is); 0 where the mask is False. Without a mask (B,)."""
+        """In the layout of the mask: [B, R], `Rows` if it is packed, a `Ragged` column if it is one (as that of records
+        is); 0 where the mask is False. Without a mask [B]."""
         self._returns = returns
         self.scores = scores
         """[B] For estimators that score whole rows: the advantage of each, before it was put on its tokens."""
         self.mask = mask
-        """The tokens to train on: the mask that was given, narrowed by estimators that leave some out."""
+        """Tokens to train on: the given mask, narrowed by estimators that mask some."""
         self._report = report or Report(0)
 
     @property
     def report(self) -> Report:
-        """What was treated in a way that is worth knowing; computed when it is first read."""
+        """Rows that were treated specially; computed on first access."""
         if not isinstance(self._report, Report):
             self._report = self._report()
         return self._report
 
     @property
     def returns(self) -> Any:
-        """The same shape: what a critic is to predict; where there is nothing to predict, a copy of the advantages."""
+        """Targets of a critic, in the same layout; without such, a copy of the advantages."""
         if self._returns is None:
-            held = self.advantages
-            if isinstance(held, Ragged):
-                whole = held.tensor_of_values()
-                memory = empty(tuple(whole.shape), whole.dtype).copy_(whole)
-                self._returns = Ragged(memory.numpy(), held.offsets, held.dtype, owned=True)
+            advantages = self.advantages
+            if isinstance(advantages, Ragged):
+                values = advantages.tensor_of_values()
+                memory = empty(tuple(values.shape), values.dtype).copy_(values)
+                self._returns = Ragged(memory.numpy(), advantages.offsets, advantages.dtype, owned=True)
             else:
-                self._returns = held.apply(torch.clone) if isinstance(held, Rows) else held.clone()
+                self._returns = advantages.apply(torch.clone) if isinstance(advantages, Rows) else advantages.clone()
         return self._returns
 
     def with_report(self, report: Report) -> Advantages:
@@ -144,29 +144,29 @@ class Advantages:
         return f"Advantages({type(self.advantages).__name__}, {self.report!r})"
 
 
-def as_advantages(name: str, found: Any) -> Advantages:
-    """Return what the estimator `name` gave back as `Advantages`; a user's own may return plain numbers.
+def as_advantages(name: str, output: Any) -> Advantages:
+    """Convert the output of the estimator `name` to `Advantages`; a user's own may return plain numbers.
 
     >>> as_advantages("half", [0.5, 0.5]).advantages
     tensor([0.5000, 0.5000])
     """
-    if isinstance(found, Advantages):
-        return found
-    if isinstance(found, Rows):
-        return Advantages(found.apply(torch.Tensor.float))
+    if isinstance(output, Advantages):
+        return output
+    if isinstance(output, Rows):
+        return Advantages(output.apply(torch.Tensor.float))
     try:
-        return Advantages(torch.as_tensor(found).float())
+        return Advantages(torch.as_tensor(output).float())
     except (TypeError, ValueError, RuntimeError):
-        kind = type(found).__name__
+        kind = type(output).__name__
         raise ValueError(f"{name}: got {kind} back, expected a number for each row, Rows, or Advantages") from None
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss to call `backward` on, and numbers about it. Unpacks as `loss, metrics = ...`.
+    """A loss to call `backward` on, and its metrics. Unpacks as `loss, metrics = ...`.
 
-    **Micro-batches.** With `whole=` the denominators of the global batch, the losses of its micro-batches add up to
-    the loss of the batch, and so does each of the `metrics`.
+    With the `denominators` of the global batch, the losses of its micro-batches add up to the loss of the batch, and so
+    do the `metrics`.
 
     >>> loss, metrics = Loss(torch.tensor(0.5), {"pg_loss": torch.tensor(0.5)})
     >>> loss

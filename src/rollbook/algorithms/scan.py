@@ -1,15 +1,15 @@
 """Recursions from the last token of a row to its first, GAE and discounted returns: padded or packed, on any device.
 
 Invariant: a token that does not take part is never read, and a token that does not count is 0 in the result. On the
-CPU sums are in float64, and the compiled way and the plain way do the same operations in the same order, so that a
-result does not depend on which one was taken.
+CPU, sums are in float64, and the compiled and the plain implementation do the same operations in the same order, so
+that results do not depend on which one runs.
 
-Three ways, chosen by what is there:
+Implementations:
 
 - On the CPU numba, if it is installed (`pip install rollbook[fast]`) and the call has `LARGE` tokens or an earlier one
-  had: loading what is compiled already takes half a second, compiling it, once on a machine, ten.
-- On a CUDA device Triton, which comes with torch there: one pass, in the tensors' own type.
-- Else numpy, one step for all rows at a time. Tensors on other devices go through the CPU.
+  had: loading the compiled code takes half a second, compiling it, once on a machine, ten.
+- On a CUDA device Triton, which comes with torch there: one pass, in the type of the tensors.
+- Else numpy, one step for all rows at a time. Tensors on other devices are copied to the CPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def gae_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns: `A_i = r_i + gamma V_j - V_i + gamma lam A_j`, and `A_i + V_i`.
 
-    rewards, values, mask (bool): (B, A), or (total,) with the `lengths` of rows. j is the next token after i that takes
+    rewards, values, mask (bool): [B, R], or [total] with the `lengths` of rows. j is the next token after i that takes
     part; after the last one V and A are 0. Which take part besides the tokens that count (`mask`) is said by
     `observations`; their results are 0 in any case:
 
@@ -62,9 +62,9 @@ def gae_scan(
     """
     check_float("lam", lam, 0, 1)
     rewards, values, mask, part = _ready(gamma, observations, mask, response, lengths, rewards=rewards, values=values)
-    kernels = _triton(rewards)
+    kernels = _triton_module() if rewards.is_cuda else None
     if kernels is not None:
-        found = kernels.gae(rewards, values, part, _offsets_on(rewards, lengths), gamma, lam)
+        results = kernels.gae(rewards, values, part, _offsets_on(rewards, lengths), gamma, lam)
     else:
         offsets = _offsets(mask, lengths)
         flat = _flat(rewards), _flat(values), _flat(part)
@@ -74,8 +74,11 @@ def gae_scan(
             compiled.gae(*flat, offsets, gamma, lam, _flat(out[0]), _flat(out[1]))
         else:
             out = _plain_gae(*flat, offsets, gamma, lam, mask.shape)
-        found = out if mask.device.type == "cpu" else (out[0].to(mask.device), out[1].to(mask.device))
-    return _counted(mask, part, found[0]), _counted(mask, part, found[1])
+        results = out if mask.device.type == "cpu" else (out[0].to(mask.device), out[1].to(mask.device))
+    if part is not mask:
+        results[0].masked_fill_(~mask, 0)
+        results[1].masked_fill_(~mask, 0)
+    return results[0], results[1]
 
 
 def return_scan(
@@ -92,9 +95,9 @@ def return_scan(
     tensor([1., 4., 4.])
     """
     rewards, _, mask, part = _ready(gamma, observations, mask, response, lengths, rewards=rewards)
-    kernels = _triton(rewards)
+    kernels = _triton_module() if rewards.is_cuda else None
     if kernels is not None:
-        found = kernels.discounted(rewards, part, _offsets_on(rewards, lengths), gamma)
+        returns = kernels.discounted(rewards, part, _offsets_on(rewards, lengths), gamma)
     else:
         offsets, compiled = _offsets(mask, lengths), _compiled(mask.numel())
         if compiled is not None:
@@ -104,8 +107,10 @@ def return_scan(
             steps = _Steps(_flat(part), offsets)
             sums = steps.sums(_flat(rewards)[steps.index].astype(np.float64), gamma)
             out = steps.put(sums, rewards.dtype, mask.shape)
-        found = out.to(mask.device)
-    return _counted(mask, part, found)
+        returns = out.to(mask.device)
+    if part is not mask:
+        returns.masked_fill_(~mask, 0)
+    return returns  # type: ignore[no-any-return]
 
 
 def taking_part(
@@ -164,9 +169,9 @@ def spread_scan(scores: torch.Tensor, mask: torch.Tensor, offsets: Ints) -> torc
     """
     compiled = _compiled(mask.numel())
     if compiled is None or scores.dtype not in (torch.float32, torch.float64):
-        found = np.repeat(scores.numpy(), np.diff(offsets))
-        np.copyto(found, 0, where=~mask.numpy())  # in place, six times as fast as torch.where
-        return torch.from_numpy(found)
+        spread = np.repeat(scores.numpy(), np.diff(offsets))
+        np.copyto(spread, 0, where=~mask.numpy())  # in place, six times as fast as torch.where
+        return torch.from_numpy(spread)
     out = empty((len(mask),), scores.dtype)
     compiled.spread(scores.numpy(), mask.numpy(), offsets, out.numpy())
     return out
@@ -184,7 +189,7 @@ class Survey(NamedTuple):
 
 
 def survey(rewards: torch.Tensor, taken: torch.Tensor, lengths: list[int] | None = None) -> Survey:
-    """Count rewards that are broken, and rewards where none is taken from: (B, A) or (total,) with `lengths`.
+    """Count rewards that are broken, and rewards where none is taken from: [B, R] or [total] with `lengths`.
 
     >>> survey(torch.tensor([[0.0, float("nan"), 2.0]]), torch.tensor([[True, True, False]]))
     Survey(counts=array([2]), broken=array([1]), off=array([1]))
@@ -202,10 +207,10 @@ def survey(rewards: torch.Tensor, taken: torch.Tensor, lengths: list[int] | None
     if compiled is not None and flat.dtype in (np.float32, np.float64):
         return Survey(*compiled.survey(flat, mask, offsets))
     finite_ = np.isfinite(flat)
-    each = (mask, mask & ~finite_, ~mask & finite_ & (flat != 0))
+    flags = (mask, mask & ~finite_, ~mask & finite_ & (flat != 0))
     rows = len(offsets) - 1
-    found = (np.searchsorted(offsets, np.flatnonzero(one), side="right") - 1 for one in each)
-    return Survey(*(np.bincount(one, minlength=rows).astype(np.int64) for one in found))
+    rows_of = (np.searchsorted(offsets, np.flatnonzero(flag), side="right") - 1 for flag in flags)
+    return Survey(*(np.bincount(flag, minlength=rows).astype(np.int64) for flag in rows_of))
 
 
 def backend(tokens: int = LARGE, device: torch.device | str = "cpu") -> str:
@@ -236,7 +241,7 @@ def _ready(
     if mask.dtype != torch.bool:
         raise ValueError(f"mask: got {mask.dtype}, expected torch.bool")
     if mask.dim() != (2 if lengths is None else 1):
-        expected = "2 (B, A), or `lengths` beside it" if lengths is None else "1 (total,) beside `lengths`"
+        expected = "2 (B, R), or `lengths` beside it" if lengths is None else "1 (total,) beside `lengths`"
         raise ValueError(f"mask: got {mask.dim()} dimensions, expected {expected}")
     if lengths is not None and sum(lengths) != len(mask):
         raise ValueError(f"lengths: got a sum of {sum(lengths)}, expected {len(mask)}, the number of tokens")
@@ -247,26 +252,22 @@ def _ready(
     wide = torch.float64 in (rewards.dtype, None if values is None else values.dtype)
     kind = torch.float64 if wide else torch.float32
 
-    def plain(tensor: torch.Tensor) -> torch.Tensor:
-        found = tensor.detach() if tensor.requires_grad else tensor
-        if found.dtype != kind or not found.is_contiguous():
-            found = found.to(kind).contiguous()
-        return found.masked_fill(~mask, 0) if observations == "zeroed" else found
-
-    made = plain(rewards)
-    return made, made if values is None else plain(values), mask.contiguous(), part.contiguous()
-
-
-def _counted(mask: torch.Tensor, part: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    return found if part is mask else found.masked_fill_(~mask, 0)
+    tensors = []
+    for tensor in (rewards, values):
+        if tensor is not None:
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            if tensor.dtype != kind or not tensor.is_contiguous():
+                tensor = tensor.to(kind).contiguous()
+            tensors.append(tensor.masked_fill(~mask, 0) if observations == "zeroed" else tensor)
+    return tensors[0], tensors[-1], mask.contiguous(), part.contiguous()
 
 
 def _flat(tensor: torch.Tensor) -> NDArray[Any]:
     """The numbers on the host, end to end, in a type that numpy has; a view where that is possible."""
     if tensor.device.type != "cpu" or tensor.requires_grad or tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.detach().to("cpu", torch.float32 if tensor.dtype.itemsize == 2 else tensor.dtype)
-    found: NDArray[Any] = tensor.numpy()
-    return found.reshape(-1)
+    array: NDArray[Any] = tensor.numpy()
+    return array.reshape(-1)
 
 
 def _offsets(mask: torch.Tensor, lengths: list[int] | None) -> Ints:
@@ -306,10 +307,6 @@ def _triton_module() -> Any:
     return scan_triton if scan_triton.READY else None
 
 
-def _triton(tensor: torch.Tensor) -> Any:
-    return _triton_module() if tensor.device.type == "cuda" else None
-
-
 # --- the plain way --------------------------------------------------------------------------------------------------
 
 
@@ -344,15 +341,15 @@ class _Steps:
     @_quiet
     def sums(self, entries: Floats, decay: float) -> Floats:
         """[tokens] `S_i = entries_i + decay S_j`, with j the next token of the row."""
-        found = np.empty(len(entries))
-        found[self._place] = entries
+        sums = np.empty(len(entries))
+        sums[self._place] = entries
         begin = self._begin
         room = np.empty(begin[1] if len(begin) > 1 else 0)
         for t in range(1, len(begin) - 1):
             here, stop = begin[t], begin[t + 1]
-            decayed = np.multiply(found[begin[t - 1] : begin[t - 1] + stop - here], decay, out=room[: stop - here])
-            np.add(found[here:stop], decayed, out=found[here:stop])
-        summed: Floats = found[self._place]
+            decayed = np.multiply(sums[begin[t - 1] : begin[t - 1] + stop - here], decay, out=room[: stop - here])
+            np.add(sums[here:stop], decayed, out=sums[here:stop])
+        summed: Floats = sums[self._place]
         return summed
 
     @_quiet

@@ -1,7 +1,7 @@
-"""Rewards before an estimator sees them: penalties for length and repetition, clipping, scaling.
+"""Shaping of rewards before estimation, and of advantages after it: penalties, clipping, normalization, pass rates.
 
-Invariant: nothing that is given is changed; a reward that is missing (`None` or NaN) stays missing, is in no
-statistic, and is counted; what was done to which row stands in the report.
+Invariant: arguments are not modified. A missing reward (`None` or NaN) stays missing, is in no statistic, and is
+counted. The report lists what was done to which row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollbook.algorithms.filters import Weights as Weights
 from rollbook.algorithms.filters import clip_filter_like_weight_func as clip_filter_like_weight_func
 from rollbook.algorithms.filters import clip_filter_weights as clip_filter_weights
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, whiten
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, state_of
+from rollbook.algorithms.layout import Ids, Layout, PerRow, PerToken, state_of
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
@@ -28,11 +28,23 @@ from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 def overlong_penalty(
     lengths: PerRow, *, max_length: int, buffer: int = 1024, factor: float = 1.0, bounded: bool = True
 ) -> torch.Tensor:
-    """[B] What a response loses for running into the last `buffer` tokens before `max_length`.
+    """Compute the penalty of responses that run into the last `buffer` tokens before `max_length`.
 
     DAPO (Yu et al., 2025, arXiv 2503.14476), equation 13: 0 up to `max_length - buffer`, then falling linearly to
-    `-factor` at `max_length`, and `-factor` beyond. `bounded=False` goes on falling beyond, as LightRFT's does; up to
-    `max_length` they are the same. lengths: (B,), the end token included.
+    `-factor` at `max_length`, and `-factor` beyond.
+
+    Args:
+        lengths: [B] Response tokens, with the end token.
+        max_length: Longest response.
+        buffer: Tokens before `max_length` in which the penalty grows.
+        factor: Penalty at `max_length`.
+        bounded: Whether the penalty stays at `factor` beyond `max_length`; `False`: it keeps growing, as in LightRFT.
+
+    Returns:
+        [B] Penalties, at most 0.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> overlong_penalty([12, 10, 7, 6, 0], max_length=10, buffer=4)
     tensor([-1.0000, -1.0000, -0.2500,  0.0000,  0.0000])
@@ -41,18 +53,30 @@ def overlong_penalty(
 
 
 def overlong(lengths: Floats, max_length: int, buffer: int, factor: float, bounded: bool) -> Floats:
-    """[B] `overlong_penalty` of lengths that are known to be whole."""
+    """[B] Compute `overlong_penalty` of checked lengths."""
     check_float("max_length", max_length, 1)
     check_float("buffer", buffer, 1, max_length, what=f"a number of tokens from 1 to max_length, {max_length}")
     check_float("factor", factor, 0, what="a number of at least 0, the largest penalty")
-    found = np.minimum((max_length - buffer - lengths) / buffer, 0.0) * factor
-    return np.maximum(found, -factor) if check_bool("bounded", bounded) else found
+    penalty = np.minimum((max_length - buffer - lengths) / buffer, 0.0) * factor
+    return np.maximum(penalty, -factor) if check_bool("bounded", bounded) else penalty
 
 
 def length_penalty(lengths: PerRow, *, target: int, per_token: float = 0.001, max_penalty: float = 1.0) -> torch.Tensor:
-    """[B] What a response loses for each token over `target`, at most `max_penalty`.
+    """Compute the penalty of each token over `target`: -min(per_token * max(0, length - target), max_penalty).
 
-    -min(per_token * max(0, length - target), max_penalty). `shape_length` adds it to rewards.
+    `shape_length` adds it to rewards.
+
+    Args:
+        lengths: [B] Response tokens, with the end token.
+        target: Length without a penalty.
+        per_token: Penalty per token over `target`.
+        max_penalty: Largest penalty.
+
+    Returns:
+        [B] Penalties, at most 0.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> length_penalty([90, 100, 150, 5000], target=100, per_token=0.01)
     tensor([ 0.0000,  0.0000, -0.5000, -1.0000])
@@ -61,7 +85,7 @@ def length_penalty(lengths: PerRow, *, target: int, per_token: float = 0.001, ma
 
 
 def over_target(lengths: Floats, target: int, per_token: float, max_penalty: float) -> Floats:
-    """[B] `length_penalty` of lengths that are known to be whole."""
+    """[B] Compute `length_penalty` of checked lengths."""
     check_float("target", target, 0)
     check_float("per_token", per_token, 0)
     check_float("max_penalty", max_penalty, 0)
@@ -69,46 +93,69 @@ def over_target(lengths: Floats, target: int, per_token: float, max_penalty: flo
 
 
 def length_bonus(
-    lengths: PerRow, correct: PerRow, groups: Any, *, ranks: ProcessGroup = SINGLE_PROCESS
+    lengths: PerRow, correct: PerRow, groups: Ids, *, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> torch.Tensor:
-    """[B] A bonus for being short among the answers to one prompt.
+    """Compute a bonus for short answers among the answers to one prompt.
 
     Kimi k1.5 (2025, arXiv 2501.12599), section 2.3.3: b = 0.5 - (length - shortest) / (longest - shortest), over all
     answers of the group; a correct answer gets b, a wrong one min(0, b); a group whose answers are equally long gets 0.
-    correct: (B,) truth values, or rewards that are 1 or 0; `None` or NaN where that is not known: such a row gets 0 and
-    is neither the shortest nor the longest. `shape_by(rewards, bonus, "add", weight, reason="length bonus")` adds it to
-    rewards and reports whom it changed.
+    `shape_by(rewards, bonus, "add", weight, reason="length bonus")` adds it to rewards.
+
+    Args:
+        lengths: [B] Response tokens, with the end token.
+        correct: [B] Whether an answer is correct, or a reward of 1 or 0; `None` or NaN where that is unknown: such a
+            row gets 0 and is neither the shortest nor the longest.
+        groups: [B] Group id of each row.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        [B] Bonuses, -0.5 to 0.5.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> length_bonus([100, 200, 300, 100, 300, 50], [True, True, True, False, False, True], list("aaabbc"))
     tensor([ 0.5000,  0.0000, -0.5000,  0.0000, -0.5000,  0.0000])
     """
     sizes, right = whole_lengths(lengths), as_rewards("correct", correct)
     same_rows("correct", right, sizes)
-    known = ~np.isnan(right)
-    odd = np.flatnonzero(known & (right != 0) & (right != 1))
+    is_known = ~np.isnan(right)
+    odd = np.flatnonzero(is_known & (right != 0) & (right != 1))
     if len(odd):
         raise ValueError(f"correct: got {right[odd[0]]:g} at row {odd[0]}, expected true or false, 1 or 0, or None")
-    grouped = Grouped(torch.from_numpy(np.where(known, sizes, np.nan)), groups, None, ranks)
-    own = grouped.own
+    grouped = Grouped(torch.from_numpy(np.where(is_known, sizes, np.nan)), groups, None, process_group)
+    local = grouped.own
     low, high = (np.where(grouped.count > 0, end, 0.0) for end in grouped.ends)
-    spread = grouped.of(high - low)[own]
-    bonus = 0.5 - (sizes - grouped.of(low)[own]) / np.where(spread > 0, spread, 1.0)
+    spread = grouped.of(high - low)[local]
+    bonus = 0.5 - (sizes - grouped.of(low)[local]) / np.where(spread > 0, spread, 1.0)
     bonus = np.where(right == 1, bonus, np.minimum(bonus, 0.0))
-    return given_back(lengths, np.where(known & (spread > 0), bonus, 0.0))
+    return given_back(lengths, np.where(is_known & (spread > 0), bonus, 0.0))
 
 
 def repetition_penalty(
     tokens: PerToken, mask: PerToken | None = None, *, n: int = 20, max_penalty: float = 1.0
 ) -> torch.Tensor:
-    """[B] float32: what a response loses for saying the same again: `-max_penalty` times its share of repeated n-grams.
+    """Compute the penalty of repetition: `-max_penalty` times the share of repeated n-grams.
 
-    The share is 1 - (different n-grams) / (all n-grams), the formula of Open R1's repetition reward (there over words,
-    with n = 3; here over token ids, and long n-grams, as in Yeo et al., 2025, arXiv 2502.03373, who take 40, so that
-    ordinary phrases cost nothing while a loop of any period costs nearly all). tokens, mask: (B, A) or packed token
-    ids; an n-gram counts if all its tokens do, so that none reaches over a tool's answer. Fewer than n tokens: 0.
+    The share is 1 - (different n-grams) / (all n-grams), the formula of the repetition reward of Open R1 (there over
+    words, with n = 3; here over token ids, and long n-grams, as in Yeo et al., 2025, arXiv 2502.03373, who use 40, so
+    that ordinary phrases cost nothing while a loop of any period costs nearly all). An n-gram counts if all its tokens
+    do, so that none spans the answer of a tool. Rows of fewer than n tokens get 0.
 
-    N-grams are told apart by a hash of 64 bits; that two of a row of 32,768 share one has a chance below 1e-10.
-    `shape_repetition` adds it to rewards.
+    N-grams are compared by a hash of 64 bits; the chance that two of a row of 32,768 share one is below 1e-10.
+    `shape_repetition` adds the penalty to rewards.
+
+    Args:
+        tokens: [B, R] or packed: token ids.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        n: Length of an n-gram.
+        max_penalty: Largest penalty.
+
+    Returns:
+        [B] float32 penalties, at most 0.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> repetition_penalty([[1, 2, 1, 2, 1], [1, 2, 3, 4], [7]], n=2)
     tensor([-0.5000,  0.0000,  0.0000])
@@ -119,23 +166,23 @@ def repetition_penalty(
 
 
 def repeated(layout: Layout, tokens: PerToken, n: int, max_penalty: float) -> Floats:
-    """[B] `repetition_penalty` of tokens of a layout."""
+    """[B] Compute `repetition_penalty` of tokens of a layout."""
     n = check_int("n", n, 1)
     check_float("max_penalty", max_penalty, 0)
-    given = layout.whole("tokens", tokens)
-    if given.is_floating_point() and given.numel():
-        raise ValueError(f"tokens: got {str(given.dtype).removeprefix('torch.')}, expected integers")
-    flat = given.detach().cpu().to(torch.int64).reshape(-1).numpy()
+    ids = layout.tensor("tokens", tokens)
+    if ids.is_floating_point() and ids.numel():
+        raise ValueError(f"tokens: got {str(ids.dtype).removeprefix('torch.')}, expected integers")
+    flat = ids.detach().cpu().to(torch.int64).reshape(-1).numpy()
     counts = layout.mask.cpu().reshape(-1).numpy()
     bounds = np.concatenate([[0], np.cumsum(layout.row_lengths.cpu().numpy())]).tolist()
     grams = _window_hashes(flat, n)
-    whole = _whole_windows(counts, n)
+    complete = _whole_windows(counts, n)
     share = np.zeros(layout.rows)
     for row, (start, stop) in enumerate(pairwise(bounds)):
         last = stop - n + 1  # windows that begin here or later reach into the next row
-        found = np.sort(grams[start:last][whole[start:last]]) if last > start else grams[:0]
-        if len(found):
-            share[row] = np.count_nonzero(found[1:] == found[:-1]) / len(found)
+        row_grams = np.sort(grams[start:last][complete[start:last]]) if last > start else grams[:0]
+        if len(row_grams):
+            share[row] = np.count_nonzero(row_grams[1:] == row_grams[:-1]) / len(row_grams)
     return 0.0 - max_penalty * share
 
 
@@ -166,40 +213,59 @@ def _whole_windows(counts: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
 
 def rank_penalty(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     logprobs: PerRow,
-    runs: Any = None,
+    runs: Ids | None = None,
     *,
     penalty: float = 0.25,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> torch.Tensor:
-    """[B] What a response loses for being among the likelier ones of its group: `-penalty * reward * rank / n`.
+    """Compute the penalty of likely responses within their group: `-penalty * reward * rank / n`.
 
-    Rewarding the Unlikely (He et al., 2025, arXiv 2506.02355). rank counts from 0, the least likely by `logprobs`,
-    (B,), the mean log-prob of each row; equally likely ones share the mean of their ranks; n is the group's size. With
-    `runs`, (B,) ids, rows of one run count once: the run is as likely as its rows are on average, and each row loses by
-    the run's rank and its own reward. A row without a finite reward has no rank, is not counted and loses 0.
+    Rewarding the Unlikely (He et al., 2025, arXiv 2506.02355). The rank counts from 0, the least likely; equally likely
+    rows share the mean of their ranks; n is the size of the group. With `runs`, a run is as likely as its rows on
+    average, and each row is penalized by the rank of the run and its own reward. A row without a finite reward has no
+    rank, is not counted and gets 0.
 
-    `shape_rank` adds it to rewards; estimate from the sum: Trinity takes mean and deviation from the penalised rewards,
+    `shape_rank` adds it to rewards; estimate from the sum: Trinity takes mean and deviation from the penalized rewards,
     but subtracts that mean from the raw ones, so that two equal rewards both score +0.707.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        logprobs: [B] Mean log-prob of each row.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        penalty: Coefficient.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        [B] Penalties.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> rank_penalty([1.0, 1.0, 0.0], ["a", "a", "a"], [-0.2, -0.9, -0.5], penalty=0.3)
     tensor([-0.2000,  0.0000,  0.0000])
     >>> rank_penalty([1.0, 1.0, 1.0], ["a", "a", "a"], [-0.1, -0.5, -0.9], ["x", "x", "y"], penalty=0.3)
     tensor([-0.1500, -0.1500,  0.0000])
     """
-    return given_back(rewards, likely_lost(rewards, groups, logprobs, runs, penalty, ranks))
+    return given_back(rewards, likely_lost(rewards, groups, logprobs, runs, penalty, process_group))
 
 
 def likely_lost(
-    rewards: PerRow, groups: Any, logprobs: PerRow, runs: Any, penalty: float, ranks: ProcessGroup = SINGLE_PROCESS
+    rewards: PerRow,
+    groups: Ids,
+    logprobs: PerRow,
+    runs: Ids | None,
+    penalty: float,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Floats:
-    """[B] `rank_penalty` in float64."""
+    """[B] Compute `rank_penalty` in float64."""
     check_float("penalty", penalty, 0, 1)
-    grouped = Grouped(rewards, groups, runs, ranks)
+    grouped = Grouped(rewards, groups, runs, process_group)
     likely = as_rewards("logprobs", logprobs)
     same_rows("logprobs", likely, grouped.values[grouped.own])
-    likely = np.concatenate([np.asarray(part, dtype=np.float64) for part in ranks.gather(likely.tolist())])
+    likely = np.concatenate([np.asarray(part, dtype=np.float64) for part in process_group.gather(likely.tolist())])
     odd = np.flatnonzero(grouped.valid & np.isnan(likely))
     if len(odd):
         raise ValueError(f"logprobs: got NaN at row {odd[0]}, expected the mean log-prob of each row with a reward")
@@ -210,8 +276,8 @@ def likely_lost(
 
 def _ranks_of(values: Floats, grouped: Grouped) -> Floats:
     """[runs] How many runs of the group with a reward are below each, from 0; equals share the mean of their ranks."""
-    known = np.flatnonzero(grouped.run_valid)
-    order = known[np.lexsort((values[known], grouped.run_group[known]))]
+    has_reward = np.flatnonzero(grouped.run_valid)
+    order = has_reward[np.lexsort((values[has_reward], grouped.run_group[has_reward]))]
     group, value, place = grouped.run_group[order], values[order], np.arange(len(order))
     new_group = np.r_[True, group[1:] != group[:-1]][: len(order)]
     new_value = new_group | np.r_[True, value[1:] != value[:-1]][: len(order)]
@@ -227,22 +293,22 @@ def _ranks_of(values: Floats, grouped: Grouped) -> Floats:
 
 
 def whole_lengths(lengths: PerRow) -> Floats:
-    """[B] Lengths as numbers, once they are known to be whole and not negative."""
-    found = as_rewards("lengths", lengths)
-    odd = np.flatnonzero(~((found >= 0) & (found < np.inf) & (np.floor(found) == found)))
+    """[B] Check that lengths are integers that are not negative."""
+    numbers = as_rewards("lengths", lengths)
+    odd = np.flatnonzero(~((numbers >= 0) & (numbers < np.inf) & (np.floor(numbers) == numbers)))
     if len(odd):
-        raise ValueError(f"lengths: got {found[odd[0]]:g} at row {odd[0]}, expected a number of tokens")
-    return found
+        raise ValueError(f"lengths: got {numbers[odd[0]]:g} at row {odd[0]}, expected a number of tokens")
+    return numbers
 
 
 def same_rows(name: str, values: Floats, rewards: Floats) -> None:
-    """Refuse numbers of rows that are not as many as there are rewards."""
+    """Raise `ValueError` unless there are as many numbers as rewards."""
     if len(values) != len(rewards):
         raise ValueError(f"{name}: got {len(values)}, expected {len(rewards)}, one for each row")
 
 
 def given_back(model: PerRow, values: Floats) -> torch.Tensor:
-    """[B] Numbers on the device of what was given; float64 if that was."""
+    """[B] Convert numbers to the device of `model`, and to float64 if that is."""
     if not isinstance(model, torch.Tensor):
         return torch.from_numpy(values).to(torch.float32)
     return torch.from_numpy(values).to(model.device, torch.float64 if model.dtype == torch.float64 else torch.float32)
@@ -254,10 +320,10 @@ _OTHER_REASONS = ("missing reward", "infinite reward", "missing value", "zero di
 
 @dataclass(frozen=True)
 class Shaped:
-    """Rewards that were shaped, and what was done to which.
+    """Shaped rewards, and the report.
 
-    The report's reasons name rows, "missing reward" and "infinite reward" among them, the latter of rewards that came
-    so; its metrics are those of `difference`.
+    The reasons of the report list rows, also under "missing reward" and "infinite reward" (before shaping); its metrics
+    are those of `difference`.
 
     >>> shaped = clip_rewards([3.0, None, 0.5], high=1.0, ids=["x", "y", "z"])
     >>> shaped.rewards, shaped.report.which("above"), shaped.report.which("missing reward")
@@ -271,7 +337,7 @@ class Shaped:
 
 @dataclass(frozen=True)
 class Clipped:
-    """Advantages within a bound, and how many were not.
+    """Clipped advantages, and how many were outside.
 
     >>> clipped = clip_advantages([[3.0, 0.5], [-0.1]], None, 1.0)
     >>> clipped.advantages, clipped.fractions, clipped.report.which("clipped")
@@ -306,15 +372,15 @@ class PassRates:
 
     def by_taskset(self) -> dict[Hashable, dict[str, list[Any]]]:
         """For keys `(taskset, index)`: what a selector of tasks takes, without tasks whose rate is not known."""
-        found: dict[Hashable, dict[str, list[Any]]] = {}
+        rates: dict[Hashable, dict[str, list[Any]]] = {}
         for key, rate, count in zip(self.keys, self.rates, self.counts, strict=True):
             if not isinstance(key, tuple) or len(key) != 2:
                 raise ValueError(f"keys: got {key!r}, expected pairs (taskset, index)")
             if count:
-                part = found.setdefault(key[0], {"indices": [], "values": []})
+                part = rates.setdefault(key[0], {"indices": [], "values": []})
                 part["indices"].append(key[1])
                 part["values"].append(rate)
-        return found
+        return rates
 
 
 # --- penalties ------------------------------------------------------------------------------------------------------
@@ -330,7 +396,22 @@ def shape_overlong(
     factor: float = 1.0,
     bounded: bool = True,
 ) -> Shaped:
-    """Rewards with the `overlong_penalty` of their lengths added.
+    """Add the `overlong_penalty` to rewards.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        lengths: [B] Response tokens, with the end token.
+        ids: [B] Names of the rows for the report.
+        max_length: Longest response.
+        buffer: Tokens before `max_length` in which the penalty grows.
+        factor: Penalty at `max_length`.
+        bounded: Whether the penalty stays at `factor` beyond `max_length`; `False`: it keeps growing, as in LightRFT.
+
+    Returns:
+        The shaped rewards [B], and the report.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> shaped = shape_overlong([1.0, 1.0, 1.0], [10, 7, 6], max_length=10, buffer=4)
     >>> shaped.rewards, shaped.report.which("overlong")
@@ -351,7 +432,23 @@ def shape_length(
     per_token: float = 0.001,
     max_penalty: float = 1.0,
 ) -> Shaped:
-    """Rewards with the `length_penalty` of their lengths added; those that lost by it are "over target".
+    """Add the `length_penalty` to rewards.
+
+    Penalized rows are reported under "over target".
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        lengths: [B] Response tokens, with the end token.
+        ids: [B] Names of the rows for the report.
+        target: Length without a penalty.
+        per_token: Penalty per token over `target`.
+        max_penalty: Largest penalty.
+
+    Returns:
+        The shaped rewards [B], and the report.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> shaped = shape_length([1.0, 1.0], [90, 150], target=100, per_token=0.01)
     >>> shaped.rewards, shaped.report.which("over target")
@@ -372,7 +469,23 @@ def shape_repetition(
     n: int = 20,
     max_penalty: float = 1.0,
 ) -> Shaped:
-    """Rewards with the `repetition_penalty` of their tokens added; those that lost by it are under "repetition".
+    """Add the `repetition_penalty` to rewards.
+
+    Penalized rows are reported under "repetition".
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        tokens: [B, R] or packed: token ids.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        ids: [B] Names of the rows for the report.
+        n: Length of an n-gram.
+        max_penalty: Largest penalty.
+
+    Returns:
+        The shaped rewards [B], and the report.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> shaped = shape_repetition([1.0, 1.0], [[1, 2, 1, 2, 1], [1, 2, 3, 4]], n=2)
     >>> shaped.rewards, shaped.report.which("repetition")
@@ -387,24 +500,39 @@ def shape_repetition(
 
 def shape_rank(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     logprobs: PerRow,
-    runs: Any = None,
+    runs: Ids | None = None,
     ids: Sequence[Hashable] | None = None,
     *,
     penalty: float = 0.25,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Shaped:
-    """Rewards with the `rank_penalty` of their log-probs added; those that it changed are under "likely".
+    """Add the `rank_penalty` to rewards.
 
-    A likely response with a reward below 0 comes nearer to 0.
+    Changed rows are reported under "likely". A likely response with a negative reward moves towards 0.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        logprobs: [B] Mean log-prob of each row.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        ids: [B] Names of the rows for the report.
+        penalty: Coefficient.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        The shaped rewards [B], and the report.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> shaped = shape_rank([1.0, 1.0, 0.0], ["a", "a", "a"], [-0.2, -0.9, -0.5], penalty=0.3)
     >>> shaped.rewards, shaped.report.which("likely")
     (tensor([0.8000, 1.0000, 0.0000]), [0])
     """
     before = as_rewards("rewards", rewards)
-    lost = likely_lost(rewards, groups, logprobs, runs, penalty, ranks)
+    lost = likely_lost(rewards, groups, logprobs, runs, penalty, process_group)
     return _shaped(rewards, before, before + lost, {"likely": rows_where(lost != 0)}, ids)
 
 
@@ -419,7 +547,7 @@ def shape_rewards(
     overlong_penalty: float = 1.0,
     max_tokens: int | None = None,
     norm: RunningNorm | None = None,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Shape the rewards of a rollout: overlong penalty, then running norm.
 
@@ -430,7 +558,7 @@ def shape_rewards(
         overlong_penalty: The penalty at the end of the buffer.
         max_tokens: The longest response.
         norm: Statistics of all rewards so far, which take these in.
-        ranks: The processes that share the statistics.
+        process_group: The processes that share the statistics.
 
     Returns:
         The rewards [B], and metrics.
@@ -446,7 +574,7 @@ def shape_rewards(
         shaped = shape_overlong(rewards, lengths, **options)
         rewards, metrics = shaped.rewards, shaped.report.to_metrics("overlong")
     if norm is not None:
-        shaped = norm(rewards, ranks=ranks)
+        shaped = norm(rewards, process_group=process_group)
         rewards, metrics = shaped.rewards, metrics | shaped.report.to_metrics("running_norm")
     return rewards, metrics
 
@@ -478,17 +606,17 @@ def normalize_advantages(
     *,
     normalize: str | None = None,
     clip: float = 0.0,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> tuple[Any, dict[str, float]]:
     """Normalize advantages over all rows with a reward, then clip them, so that the bound holds at the loss.
 
     Args:
-        advantages: (B, A) or packed.
+        advantages: [B, R] or packed.
         mask: Which tokens count, in the same layout.
         has_reward: [B] bool: rows that have a reward.
         normalize: Subtract the `mean`, or also divide by the standard deviation (`mean_std`); `None`: neither.
         clip: The bound; 0: none.
-        ranks: The processes whose rows are normalized together.
+        process_group: The processes whose rows are normalized together.
 
     Returns:
         The advantages in their layout, and the metric `advantage/clip_fraction` if there is a bound.
@@ -499,7 +627,9 @@ def normalize_advantages(
     if normalize is not None:
         layout = Layout.of(mask)
         counted = layout.give(layout.mask & layout.spread(has_reward))
-        advantages = whiten(advantages, counted, eps_in="std", scale=normalize == "mean_std", ranks=ranks)
+        advantages = whiten(
+            advantages, counted, eps_in="std", scale=normalize == "mean_std", process_group=process_group
+        )
     if clip <= 0:
         return advantages, {}
     clipped = clip_advantages(advantages, mask, clip)
@@ -518,11 +648,24 @@ def shape_by(
     *,
     reason: str = "changed",
 ) -> Shaped:
-    """Rewards with `weight * values` added, subtracted, multiplied or divided by (`add`, `sub`, `mul`, `div`).
+    """Add `weight * values` to rewards, or subtract, multiply or divide by it.
 
-    rewards, values: (B,). In capitals too, as Trinity's reward_shaping_mapper has it. A reward is left as it is where
-    its value is missing, and where it would be divided by 0; both are counted. Rows whose reward is another than before
-    are reported under `reason`. In sequence: shape what came out.
+    A reward is left as it is where its value is missing, and where it would be divided by 0; both are counted. Changed
+    rows are reported under `reason`.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        values: [B] Values; `None` or NaN where they are missing.
+        op: `add`, `sub`, `mul` or `div`, also in capitals, as in the reward_shaping_mapper of Trinity.
+        weight: Factor of the values.
+        ids: [B] Names of the rows for the report.
+        reason: Reason in the report.
+
+    Returns:
+        The shaped rewards [B], and the report.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> shaped = shape_by([2.0, 2.0, None], [0.5, 0.0, 1.0], "div", 2.0)
     >>> shaped.rewards, shaped.report.which("zero divisor"), shaped.report.which("missing reward")
@@ -542,16 +685,28 @@ def shape_by(
     with np.errstate(all="ignore"):
         after = {"add": before + by, "sub": before - by, "mul": before * by}.get(kind, before / np.where(zero, 1, by))
     after = np.where(missing | zero, before, after)
-    known = ~np.isnan(before)
-    reasons = {"missing value": rows_where(missing & known), "zero divisor": rows_where(zero & known)}
-    reasons[reason] = rows_where((after != before) & known)
+    has_reward = ~np.isnan(before)
+    reasons = {"missing value": rows_where(missing & has_reward), "zero divisor": rows_where(zero & has_reward)}
+    reasons[reason] = rows_where((after != before) & has_reward)
     return _shaped(rewards, before, after, reasons, ids)
 
 
 def clip_rewards(
     rewards: PerRow, low: float | None = None, high: float | None = None, ids: Sequence[Hashable] | None = None
 ) -> Shaped:
-    """Rewards within `low` and `high`, each of which may be left out. LightRFT's `reward_clip` c is `-c, c`.
+    """Clip rewards to `low` and `high`; `reward_clip` c of LightRFT is `-c, c`.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        low: Lower bound; `None`: none.
+        high: Upper bound; `None`: none.
+        ids: [B] Names of the rows for the report.
+
+    Returns:
+        The shaped rewards [B], and the report.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> clipped = clip_rewards([20.0, None, -3.0, 0.5], -1.0, 10.0)
     >>> clipped.rewards, clipped.report.which("above"), clipped.report.which("below")
@@ -567,9 +722,19 @@ def clip_rewards(
 
 
 def difference(before: PerRow, after: PerRow) -> dict[str, float]:
-    """By how much rewards were changed, over all rows; one that is missing or infinite, before or after, counts as 0.
+    """Measure how much rewards were changed, over all rows.
 
-    Each shaper's report has these numbers for its own step; this gives them for a sequence of steps.
+    The report of each shaper has these numbers for its own step; this function gives them for a sequence of steps.
+
+    Args:
+        before: [B] Rewards before.
+        after: [B] Rewards after. Where one is missing or infinite, the change counts as 0.
+
+    Returns:
+        The numbers by name.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> difference([2.0, 2.0, None], [3.0, 2.0, None])
     {'reward_diff/mean': 0.3333333333333333, 'reward_diff/min': 0.0, 'reward_diff/max': 1.0}
@@ -589,14 +754,25 @@ def difference(before: PerRow, after: PerRow) -> dict[str, float]:
 
 
 def clip_advantages(advantages: PerToken, mask: PerToken | None, bound: float, *, over: str = "tokens") -> Clipped:
-    """Advantages within `-bound` and `bound`, and the share that was outside *before*, of the tokens that count.
+    """Clip advantages to ±`bound`, and measure the share that was outside before.
 
-    advantages, mask: (B, A) or packed. Clip last, after whitening, so that the bound holds at the loss. `over="slots"`
-    gives shares of all slots, padding included, which is what LightRFT logs for its REINFORCE estimators (for GAE it
-    measures after clipping, and always logs 0).
+    Clip last, after whitening, so that the bound holds at the loss.
 
-    >>> found = clip_advantages([[1.0, 1.0, 1.0], [2.0, -2.0]], None, 1.5)
-    >>> found.advantages, found.fractions, found.fraction
+    Args:
+        advantages: [B, R] or packed.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        bound: The bound.
+        over: Shares of `"tokens"` that count, or of all `"slots"`, padding included, which LightRFT logs for its
+            REINFORCE estimators (for GAE it measures after clipping, and always logs 0).
+
+    Returns:
+        The advantages in the same layout, and the report.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
+
+    >>> result = clip_advantages([[1.0, 1.0, 1.0], [2.0, -2.0]], None, 1.5)
+    >>> result.advantages, result.fractions, result.fraction
     ([tensor([1., 1., 1.]), tensor([ 1.5000, -1.5000])], tensor([0., 1.]), 0.4)
     """
     check_float("bound", bound, 1e-30, what="a positive number")
@@ -612,14 +788,14 @@ def clip_advantages(advantages: PerToken, mask: PerToken | None, bound: float, *
 
 
 class RunningNorm:
-    """Rewards divided by the deviation of all rewards there have been, in all processes; or first less their mean.
+    """Normalizes rewards by the running deviation, and optionally the mean, of all rewards of all processes.
 
-    Call it once for each rollout with all of its rewards: `norm(rewards)` takes them in and scales them,
-    `norm(rewards, update=False)` only scales (evaluation). The state is exact to rounding whatever the order and
-    however the rewards are cut into calls and ranks: counts, means and squares in float64, merged as by Chan, Golub
-    and LeVeque (1979). The deviation is of the sample (n - 1). While it is at most `floor` rewards keep their scale, so
-    that equal rewards and nearly equal ones are treated alike (and so is a single one), and nothing is ever made more
-    than 1 / floor times as large. Missing and infinite rewards are not taken in.
+    Call it once per rollout with all of its rewards: `norm(rewards)` updates the statistics and scales the rewards,
+    `norm(rewards, update=False)` only scales them (evaluation). The state is exact up to rounding for any order and any
+    division of the rewards into calls and processes: counts, means and squares in float64, merged as by Chan, Golub and
+    LeVeque (1979). The deviation is of the sample (n - 1). While it is at most `floor`, rewards keep their scale, so
+    that equal, nearly equal and single rewards are treated alike, and no reward is scaled by more than 1 / floor.
+    Missing and infinite rewards are ignored.
 
     >>> norm = RunningNorm()
     >>> norm([1.0, 1.0]).rewards, norm([3.0, None, 3.0]).rewards, norm.count, norm.mean, round(norm.std, 4)
@@ -657,16 +833,16 @@ class RunningNorm:
         """What rewards are divided by: the deviation where it is above the floor, else 1."""
         return self.std if self.std > self.floor else 1.0
 
-    def update(self, rewards: PerRow, ranks: ProcessGroup = SINGLE_PROCESS) -> None:
+    def update(self, rewards: PerRow, process_group: ProcessGroup = SINGLE_PROCESS) -> None:
         """Take in the rewards (B,) of one rollout, of every process."""
         values = as_rewards("rewards", rewards)
-        own = np.sort(values[np.isfinite(values)])  # sorted: the same sum in any order
+        local = np.sort(values[np.isfinite(values)])  # sorted: the same sum in any order
         part = (0, 0.0, 0.0, 0.0, 0.0)
-        if len(own):
-            mean = float(own.mean())
-            part = (len(own), mean, float(((own - mean) ** 2).sum()), float(own[0]), float(own[-1]))
-        for (found,) in ranks.gather([part]):
-            self._state = _merged(self._state, found)
+        if len(local):
+            mean = float(local.mean())
+            part = (len(local), mean, float(((local - mean) ** 2).sum()), float(local[0]), float(local[-1]))
+        for (state,) in process_group.gather([part]):
+            self._state = _merged(self._state, state)
 
     def apply(self, rewards: PerRow, ids: Sequence[Hashable] | None = None) -> Shaped:
         """Scale rewards (B,) by what has been taken in."""
@@ -680,11 +856,11 @@ class RunningNorm:
         ids: Sequence[Hashable] | None = None,
         *,
         update: bool = True,
-        ranks: ProcessGroup = SINGLE_PROCESS,
+        process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> Shaped:
         """`update` and `apply`."""
         if check_bool("update", update):
-            self.update(rewards, ranks)
+            self.update(rewards, process_group)
         return self.apply(rewards, ids)
 
     def state_dict(self) -> dict[str, float]:
@@ -710,28 +886,38 @@ _STATE = ("count", "mean", "squares", "low", "high")
 _State = tuple[int, float, float, float, float]
 
 
-def _merged(one: _State, other: _State) -> _State:
-    if not one[0] or not other[0]:
-        return other if not one[0] else one
-    count, off = one[0] + other[0], other[1] - one[1]
-    mean = one[1] + off * other[0] / count
-    squares = one[2] + other[2] + off * off * one[0] * other[0] / count
-    return count, mean, squares, min(one[3], other[3]), max(one[4], other[4])
+def _merged(first: _State, other: _State) -> _State:
+    if not first[0] or not other[0]:
+        return other if not first[0] else first
+    count, off = first[0] + other[0], other[1] - first[1]
+    mean = first[1] + off * other[0] / count
+    squares = first[2] + other[2] + off * off * first[0] * other[0] / count
+    return count, mean, squares, min(first[3], other[3]), max(first[4], other[4])
 
 
 def pass_rates(rewards: PerRow, keys: Sequence[Hashable]) -> PassRates:
-    """The mean reward of each task, and how many tasks are neither solved nor hopeless.
+    """Compute the mean reward of each task, and the share of tasks that are neither solved nor hopeless.
 
-    rewards, keys: (B,); `(taskset, index)` pairs as keys make `by_taskset` work. The ratios are shares of the tasks
-    whose rate is known (of none: 0): `valid_ratio` has a rate within (0, 1), `strict_valid_ratio` within (1/16, 15/16).
+    The ratios are shares of the tasks whose rate is known (of none: 0): `valid_ratio` has a rate within (0, 1),
+    `strict_valid_ratio` within (1/16, 15/16).
 
-    >>> found = pass_rates([1.0, 0.0, 1.0, None], [(0, 7), (0, 7), (1, 3), (1, 3)])
-    >>> found.rates, found.report.metrics["valid_ratio"], found.by_taskset()[0]
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        keys: [B] Task of each row; `(taskset, index)` pairs as keys make `by_taskset` work.
+
+    Returns:
+        The rates by task, and the ratios.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
+
+    >>> result = pass_rates([1.0, 0.0, 1.0, None], [(0, 7), (0, 7), (1, 3), (1, 3)])
+    >>> result.rates, result.report.metrics["valid_ratio"], result.by_taskset()[0]
     ([0.5, 1.0], 0.5, {'indices': [7], 'values': [0.5]})
     """
     grouped = Grouped(rewards, as_ids("keys", keys, len(as_rewards("rewards", rewards))))
-    known = grouped.count > 0
-    rates = grouped.mean[known]
+    has_reward = grouped.count > 0
+    rates = grouped.mean[has_reward]
     shares = {
         "valid_ratio": (rates > 0) & (rates < 1),
         "strict_valid_ratio": (rates > 1 / 16) & (rates < 15 / 16),
@@ -743,7 +929,7 @@ def pass_rates(rewards: PerRow, keys: Sequence[Hashable]) -> PassRates:
     metrics = {name: float(share.mean()) if len(rates) else 0.0 for name, share in shares.items()}
     missing = np.isnan(grouped.values)
     reasons = {"missing reward": rows_where(missing), "infinite reward": rows_where(~grouped.valid & ~missing)}
-    means = np.where(known, grouped.mean, np.nan).tolist()
+    means = np.where(has_reward, grouped.mean, np.nan).tolist()
     return PassRates(grouped.keys, means, grouped.count.tolist(), Report(grouped.rows, reasons, metrics))
 
 
@@ -758,6 +944,10 @@ def _shaped(
     ids: Sequence[Hashable] | None,
     metrics: Mapping[str, float] | None = None,
 ) -> Shaped:
-    found = {"missing reward": rows_where(np.isnan(before)), "infinite reward": rows_where(np.isinf(before)), **reasons}
-    report = Report(len(before), found, {**difference(before, after), **(metrics or {})})
+    all_reasons = {
+        "missing reward": rows_where(np.isnan(before)),
+        "infinite reward": rows_where(np.isinf(before)),
+        **reasons,
+    }
+    report = Report(len(before), all_reasons, {**difference(before, after), **(metrics or {})})
     return Shaped(given_back(rewards, after), report if ids is None else report.with_ids(ids))

@@ -1,7 +1,7 @@
-"""`Batch`: records as a model and a loss read them, padded or packed.
+"""`Batch`: the columns of records that a model and a loss read, padded or packed.
 
-Invariant: slot j of a padded response-axis field speaks of token S - A + j of its row; a packed batch has the same rows
-end to end. `batch.pack().pad(...)` and `Batch.from_records` of the same records are equal.
+Invariant: slot j of a padded response-axis field belongs to token S - R + j of its row. A packed batch has the same
+rows end to end. `batch.pack().pad(...)` and `Batch.from_records` of the same records are equal.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
-from rollbook.batch.columns import TOKEN_COLUMNS, BatchColumns, read_columns
-from rollbook.batch.device import copy_columns, pin_memory, to
+from rollbook.batch.columns import TOKEN_COLUMNS, BatchColumns, Lengths, read_columns
+from rollbook.batch.device import Device, copy_columns, pin_memory, to
 from rollbook.batch.media import GRIDS, TYPES, config_of, media_inputs, rope_positions
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import FIELDS
@@ -25,18 +25,20 @@ from rollbook.core.freeform import same
 from rollbook.core.ids import EID
 from rollbook.core.rows import Column, Rows, Spans, concatenated
 
+if TYPE_CHECKING:
+    from rollbook.batch.media import ModelConfig
+
 Tokens: TypeAlias = torch.Tensor | Rows
-"""An entry for each token: [B, S] or [B, A] padded; `Rows` packed."""
-Device: TypeAlias = torch.device | str | int
+"""An entry for each token: [B, S] or [B, R] padded; `Rows` packed."""
 Side = Literal["left", "right"]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Batch:
-    """B records as a model and a loss read them, by the record's field names.
+    """B records in the layout that a model and a loss read, with the field names of a record.
 
-    S is the longest record, A the longest response. Padded, fields with an entry for each token are matrices; packed,
-    they are `Rows`, whose `values` lie end to end.
+    S is the length of the longest record, R that of the longest response. Padded, fields with an entry for each token
+    are matrices; packed, they are `Rows`, whose `values` lie end to end.
 
     >>> from rollbook import Experience
     >>> records = Experiences([Experience(tokens=[5, 6, 7], logprobs=[-0.5, -0.25]), Experience(tokens=[8, 9])])
@@ -53,11 +55,11 @@ class Batch:
     tokens: Tokens
     """[B, S] int64 token ids."""
     action_mask: Tokens
-    """[B, A] True where the model chose the token, of records whose masks were read; else on every response token."""
+    """[B, R] True where the model chose the token; if masks were not read, on every response token."""
     attention_mask: torch.Tensor | None = None
-    """[B, S] int64: 1 where a token lies. `None`: everywhere, or packed."""
+    """[B, S] int64: 1 on tokens, 0 on padding. `None`: no padding, or packed."""
     eids: list[EID] = field(default_factory=list)
-    """[B] The records' ids."""
+    """[B] Ids of the records."""
     reward: torch.Tensor | None = None
     """[B] NaN where a record has none."""
     logprobs: Tokens | None = None
@@ -70,11 +72,11 @@ class Batch:
     returns: Tokens | None = None
     loss_weights: Tokens | None = None
     extra: dict[str, Tokens] = field(default_factory=dict)
-    """Other fields of the response axis, [B, A, ...], and custom fields, [B, ...]."""
+    """Other fields of the response axis, [B, R, ...], and custom fields, [B, ...]."""
     media: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
-    """By the model's name of an input, such as `pixel_values`, each record's tensor or `None`."""
+    """Media by the name of the model's input, such as `pixel_values`: the tensor of each record, or `None`."""
     spans: tuple[Spans, Spans] | None = None
-    """Padded: where each row's tokens, and its response, lie. `None`: where `attention_mask` says."""
+    """Padded: positions of the tokens and of the response of each row. `None`: as `attention_mask` says."""
 
     # --- from records -------------------------------------------------------------------------------------------------
 
@@ -89,20 +91,24 @@ class Batch:
         side: Side = "left",
         device: Device = "cpu",
     ) -> Batch:
-        """Lay out columns of records, each copied once.
+        """Build a batch from columns of records, each copied once.
 
         Args:
-            records: Records that are no preference pairs.
+            records: Any records except preference pairs.
             columns: Fields of the batch to read beside tokens, media and ids. `None`: all that the records have.
-                Without `action_mask`, every response token is one of the mask. A field that some records lack is 0 in
-                their rows; one that all lack is `None`.
+                Without `action_mask`, the mask covers every response token. A field that some records lack is 0 in
+                their rows; a field that all lack is `None`.
             packed: Whether rows lie end to end instead of padded.
-            pad_token_id: What `tokens` are padded with.
-            side: Where padding goes: `left`, so that rows end together; `right`, behind responses that begin together.
-            device: Where the batch is made. Columns travel there unpadded, in one transfer.
+            pad_token_id: Token id of the padding.
+            side: Side of the padding: `left`, so that all rows end together; `right`, after the responses, which begin
+                together.
+            device: Device of the batch. Columns are copied there without padding, in one transfer.
 
         Returns:
             The batch.
+
+        Raises:
+            ValueError: If a column is unknown or has another length than its record, or a record is a preference pair.
         """
         read = read_columns(records, columns)
         return cls.from_columns(read, packed=packed, pad_token_id=pad_token_id, side=side, device=device)
@@ -117,7 +123,7 @@ class Batch:
         side: Side = "left",
         device: Device = "cpu",
     ) -> Batch:
-        """Lay out columns that were read already; arguments as of `from_records`."""
+        """Build a batch from columns that are already read; arguments as of `from_records`."""
         target = torch.device(device)
         flat: dict[str, Column] = {"tokens": columns.tokens, **columns.by_token}
         if target.type != "cpu":
@@ -143,12 +149,18 @@ class Batch:
                 fields[name] = responses.pad(column, FIELDS[name].pad if name in FIELDS else 0)
             if "action_mask" not in fields:
                 fields["action_mask"] = responses.mask(torch.bool, target)
-        extra = {name: fields.pop(name) for name in columns.by_token if name not in _FIELDS}
-        extra |= to(columns.by_record, target)
-        reward, media = to(columns.reward, target), to(columns.media, target)
-        return cls(**fields, eids=columns.eids, reward=reward, extra=extra, media=media)
+        extra: dict[str, Tokens] = {}
+        for name in columns.by_token:
+            if name not in _FIELDS:
+                extra[name] = fields.pop(name)
+        if columns.by_record:
+            extra |= to(columns.by_record, target)
+        if columns.media:
+            fields["media"] = to(columns.media, target)
+        reward = None if columns.reward is None else to(columns.reward, target)
+        return cls(**fields, eids=columns.eids, reward=reward, extra=extra)
 
-    # --- what it is ---------------------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.tokens) if isinstance(self.tokens, Rows) else int(self.tokens.shape[0])
@@ -174,17 +186,17 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where the tokens lie."""
+        """Device of the tokens."""
         return self.tokens.values.device if isinstance(self.tokens, Rows) else self.tokens.device
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """[B + 1] int32: where each record's tokens begin in a packed batch."""
+        """[B + 1] int32: offsets of the tokens of each record in a packed batch."""
         return self._packed("cu_seqlens", self.tokens).cu_seqlens
 
     @property
     def response_cu_seqlens(self) -> torch.Tensor:
-        """[B + 1] int32: where each record's response begins in a packed batch's response-axis fields."""
+        """[B + 1] int32: offsets of the response of each record in the response-axis fields of a packed batch."""
         return self._packed("response_cu_seqlens", self.action_mask).cu_seqlens
 
     @staticmethod
@@ -195,21 +207,21 @@ class Batch:
 
     @property
     def max_seqlen(self) -> int:
-        """The longest record's number of tokens."""
+        """Number of tokens of the longest record."""
         if isinstance(self.tokens, Rows):
             return max(self.tokens.lengths, default=0)
         return int(self.tokens.shape[1])
 
     @property
     def response_width(self) -> int:
-        """A: response slots of a padded row, or the longest response of a packed batch."""
+        """R: response slots of a padded row, or the longest response of a packed batch."""
         mask = self.action_mask
         return max(mask.lengths, default=0) if isinstance(mask, Rows) else int(mask.shape[1])
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """[1, tokens] packed, from 0 again with each record; [B, S] padded, from 0 with each row's first token, 1 on
-        padding."""
+        """[1, tokens] packed, restarting from 0 with each record; [B, S] padded, from 0 on the first token of each row,
+        1 on padding."""
         if isinstance(self.tokens, Rows):
             rows = self.tokens
             starts = torch.from_numpy(rows.offsets[:-1]).to(self.device)
@@ -224,7 +236,7 @@ class Batch:
 
     @cached_property
     def _row_spans(self) -> tuple[Spans, Spans]:
-        """Where in padded rows the tokens lie, and the response slots that speak of them."""
+        """Positions of the tokens, and of the response slots, in padded rows."""
         if self.spans is not None:
             return self.spans
         mask = self.attention_mask
@@ -240,7 +252,7 @@ class Batch:
         return Spans(last - first, first, width), Spans(end - begin, begin, slots)
 
     def places(self) -> list[tuple[int, int, int]]:
-        """[B] For each record the row of the model's input it lies in, where it begins there, and its length."""
+        """[B] Return for each record its row in the model's input, its start there, and its length."""
         if isinstance(self.tokens, Rows):
             return [(0, start, stop - start) for start, stop in pairwise(self.tokens.offsets.tolist())]
         spans = self._row_spans[0]
@@ -248,19 +260,28 @@ class Batch:
         return [(i, start, length) for i, (start, length) in enumerate(zip(starts, lengths, strict=True))]
 
     def token_rows(self) -> list[torch.Tensor]:
-        """[B] Each record's token ids without padding, as views."""
+        """[B] Return the token ids of each record without padding, as views."""
         if isinstance(self.tokens, Rows):
             return list(self.tokens)
         return [self.tokens[row, start : start + length] for row, start, length in self.places()]
 
     def flatten_response(self, column: Tokens) -> torch.Tensor:
-        """(R, ...) A response-axis column of this batch, such as a model's output, without padding."""
-        return column.values if isinstance(column, Rows) else self._row_spans[1].unpad(column)
+        """Remove the padding of a response-axis column of this batch, such as the output of a model.
+
+        Args:
+            column: [B, R, ...] or packed.
+
+        Returns:
+            [response tokens, ...] All rows end to end.
+        """
+        if isinstance(column, Rows):
+            return column.values
+        return (self.spans or self._row_spans)[1].unpad(column)
 
     # --- layouts ------------------------------------------------------------------------------------------------------
 
     def pack(self) -> Batch:
-        """The same records end to end; a packed batch is returned as it is."""
+        """Return the same records packed; a packed batch is returned as it is."""
         if isinstance(self.tokens, Rows):
             return self
         spans = dict(zip(("tokens", "responses"), self._row_spans, strict=True))
@@ -271,13 +292,13 @@ class Batch:
         return self._lay_out(pack_column, attention_mask=None, spans=None)
 
     def pad(self, pad_token_id: int = 0, side: Side = "left") -> Batch:
-        """The same records padded, with as little padding as they need; arguments as of `from_records`."""
+        """Return the same records padded, with as little padding as possible; arguments as of `from_records`."""
         packed = self.pack()
         lengths = [np.array(column.lengths, dtype=np.int64) for column in (packed.tokens, packed.action_mask)]  # type: ignore[union-attr]
         tokens, responses = spans = _spans(lengths[0], lengths[1], side)
         fill = _checked_pad(pad_token_id)
 
-        def pad_column(column: Any, axis: str) -> torch.Tensor:
+        def pad_column(column: Rows, axis: str) -> torch.Tensor:
             return tokens.pad(column.values, fill) if axis == "tokens" else responses.pad(column.values, 0)
 
         mask = tokens.mask(torch.int64, self.device)
@@ -311,7 +332,7 @@ class Batch:
         return [self._slice(start, stop) for start, stop in bounds]
 
     def _slice(self, start: int, stop: int) -> Batch:
-        def cut(column: Any) -> Any:
+        def cut(column: Tokens | list[Any] | None) -> Any:
             if not isinstance(column, Rows):
                 return None if column is None else column[start:stop]
             offsets = column.offsets
@@ -328,13 +349,13 @@ class Batch:
     # --- devices ------------------------------------------------------------------------------------------------------
 
     def to_device(self, device: Device) -> Batch:
-        """The batch on a device; itself if it is there."""
+        """Copy the batch to a device; a batch on that device is returned as it is."""
         if self.device == torch.device(device):
             return self
         return self._change(lambda value: to(value, device))
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory, from which a device copies without waiting."""
+        """Copy the batch to page-locked memory, from which a device copies without blocking."""
         return self._change(pin_memory)
 
     def _change(self, change: Callable[[Any], Any]) -> Batch:
@@ -350,18 +371,20 @@ class Batch:
             return 1, len(self.tokens.values)
         return int(self.tokens.shape[0]), int(self.tokens.shape[1])
 
-    def model_inputs(self, get_rope_index: Callable[..., Any] | None = None, *, config: Any = None) -> dict[str, Any]:
-        """Make the keyword arguments of a transformers model.
+    def model_inputs(
+        self, get_rope_index: Callable[..., Any] | None = None, *, config: ModelConfig | None = None
+    ) -> dict[str, Any]:
+        """Build the keyword arguments of a transformers model.
 
         Padded: `input_ids`, `attention_mask`, `position_ids`. Packed: `input_ids` [1, tokens], `position_ids` that
         restart with each record, `use_cache=False`, and the arguments of attention over ragged input (`cu_seq_lens_q`,
         `cu_seq_lens_k`, `max_length_q`, `max_length_k`). Media come under the model's names.
 
-        A model whose images have a grid computes positions in space itself, so padded batches with grids have no
+        A model whose images have a grid computes spatial positions itself, so padded batches with grids have no
         `position_ids`; packed ones need `get_rope_index`, and then have [4, 1, tokens].
 
         Args:
-            get_rope_index: The method of that name of a model with positions in space.
+            get_rope_index: The method of that name of a model with spatial positions.
             config: The model's configuration, from whose placeholder ids `mm_token_type_ids` are derived for records
                 with grids that came without. Defaults to that of the model whose method `get_rope_index` is.
 
@@ -386,7 +409,7 @@ class Batch:
                 inputs["attention_mask"] = self.attention_mask
         config = config_of(get_rope_index) if config is None else config
         inputs |= media_inputs(self, config) if self.media else {}
-        if not any(grid in inputs for grid in GRIDS):
+        if not self.media or not any(grid in inputs for grid in GRIDS):
             inputs["position_ids"] = self.position_ids
         elif get_rope_index is not None:
             inputs["position_ids"] = rope_positions(self, get_rope_index, config)
@@ -406,8 +429,8 @@ class Batch:
 _FIELDS = tuple(spec.name for spec in dataclasses.fields(Batch))
 
 
-def _spans(lengths: Any, response_lengths: Any, side: str) -> tuple[Spans, Spans]:
-    """Where tokens and responses lie in padded rows."""
+def _spans(lengths: Lengths, response_lengths: Lengths, side: str) -> tuple[Spans, Spans]:
+    """Compute the positions of tokens and responses in padded rows."""
     slots = int(response_lengths.max(initial=0))
     if side == "left":
         width = int(lengths.max(initial=0))
@@ -420,7 +443,7 @@ def _spans(lengths: Any, response_lengths: Any, side: str) -> tuple[Spans, Spans
     return Spans(lengths, longest - prompts, longest + slots), Spans(response_lengths, starts, slots)
 
 
-def _checked_pad(pad_token_id: Any) -> int:
+def _checked_pad(pad_token_id: int) -> int:
     if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, (int, np.integer)):
         raise ValueError(f"pad_token_id: got {pad_token_id!r}, expected a token id")
     return int(pad_token_id)

@@ -1,7 +1,7 @@
-"""Columns of records as a batch needs them: every row with an entry for each of its tokens.
+"""Columns of records in the form a batch needs: every row with an entry for each of its tokens.
 
-Invariant: a column that every record has is read where it lies; only one that some records lack, or whose rows differ
-in type, is copied together row by row.
+Invariant: a column that every record has is not copied. Only a column that some records lack, or whose rows differ in
+type, is copied row by row.
 """
 
 from __future__ import annotations
@@ -69,32 +69,30 @@ def read_columns(records: Experiences, names: Sequence[str] | None = None) -> Ba
     tokens = _read_column(records, "tokens", lengths)
     if tokens is None:
         tokens = torch.empty(0, dtype=getattr(torch, FIELDS["tokens"].dtype))
-    columns = BatchColumns(lengths, response_lengths, tokens, media=_read_media(records), eids=records.eids())
-    response_names = _response_fields()
-    custom_names = set(names or ()) - {*response_names, "tokens", "reward"}
-    if names is None or custom_names:
-        columns.by_record = {
-            name: values for name, values in custom_columns(records).items() if names is None or name in custom_names
-        }
-    for name in custom_names - columns.by_record.keys():
-        raise ValueError(f"columns: {name!r} is neither a column of a batch nor a custom field of the records")
-    names = [*response_names, "reward"] if names is None else names
-    if "action_mask" in names:
+    columns = BatchColumns(lengths, response_lengths, tokens, eids=records.eids())
+    if records.column("multi_modal_inputs") is not None:
+        columns.media = _read_media(records)
+    if names is None or "action_mask" in names:
         records = mask_unpredicted(records)
-    for name in names:
-        if name in response_names:
+    custom_names = set()
+    for name in FIELDS if names is None else names:
+        spec = FIELDS.get(name)
+        if spec is not None and spec.kind == "tensor" and spec.axis == "response":
             column = _read_column(records, name, response_lengths)
             if column is not None:
                 columns.by_token[name] = column
-    if "reward" in names:
+        elif names is not None and name not in ("tokens", "reward"):
+            custom_names.add(name)
+    if names is None or custom_names:
+        columns.by_record = {
+            name: column for name, column in custom_columns(records).items() if names is None or name in custom_names
+        }
+    for name in custom_names - columns.by_record.keys():
+        raise ValueError(f"columns: {name!r} is neither a column of a batch nor a custom field of the records")
+    if names is None or "reward" in names:
         rewards = [np.nan if reward is None else reward for reward in records.values("reward")]
         columns.reward = torch.tensor(rewards, dtype=torch.float32)
     return columns
-
-
-def _response_fields() -> list[str]:
-    """A record's fields with an entry for each response token."""
-    return [name for name, spec in FIELDS.items() if spec.kind == "tensor" and spec.axis == "response"]
 
 
 def token_counts(records: Experiences) -> tuple[Lengths, Lengths]:
@@ -166,12 +164,14 @@ def _read_column(records: Experiences, name: str, lengths: Lengths) -> Column | 
     """A tensor field with an entry for each token: the column as it lies, or copied together where it has gaps."""
     column = records.column(name)
     if isinstance(column, Ragged) and column.valid is None and column.codes is None:
-        _check_lengths(records, name, column.lengths, lengths)
+        if not np.array_equal(column.lengths, lengths):
+            raise _wrong_length(records, name, column.lengths, lengths)
         return column
     rows = records.values(name)
-    present = [row for row in rows if isinstance(row, torch.Tensor)]
-    if all(row is None for row in rows):
+    present = [row for row in rows if row is not None]
+    if not present:
         return None
+    present = [row for row in present if isinstance(row, torch.Tensor)]  # the others are one number for all tokens
     spec = FIELDS[name]
     dtypes = {str(row.dtype).removeprefix("torch.") for row in present} or {spec.dtype}
     joint = promote(dtypes)
@@ -179,34 +179,29 @@ def _read_column(records: Experiences, name: str, lengths: Lengths) -> Column | 
         raise ValueError(f"{name}: got rows of {', '.join(sorted(dtypes))}, expected types that one can hold exactly")
     dtype = getattr(torch, joint)
     trailing = tuple(present[0].shape[1:]) if present else ()
+    fill = int(name == "action_mask")  # without a mask, every token is an action
     filled = [
         row.to(dtype)
         if isinstance(row, torch.Tensor)
-        else torch.full((int(length), *trailing), _absent(name) if row is None else row, dtype=dtype)
+        else torch.full((int(length), *trailing), fill if row is None else row, dtype=dtype)
         for row, length in zip(rows, lengths, strict=True)
     ]
-    _check_lengths(records, name, [len(row) if row.dim() == 1 + spec.trailing else 0 for row in filled], lengths)
+    counts = np.array([len(row) if row.dim() == 1 + spec.trailing else 0 for row in filled], dtype=np.int64)
+    if not np.array_equal(counts, lengths):
+        raise _wrong_length(records, name, counts, lengths)
     if len({row.shape[1:] for row in filled}) > 1:
         shapes = ", ".join(str(list(row.shape)) for row in filled)
         raise ValueError(f"{name}: got shapes {shapes}, expected all but the first size to be the same")
     return torch.cat(filled)
 
 
-def _absent(name: str) -> int:
-    """What the entries of a record without this field read as: without a mask, every token is an action."""
-    return int(name == "action_mask")
-
-
-def _check_lengths(records: Experiences, name: str, counts: Any, lengths: Lengths) -> None:
-    if not np.array_equal(counts, lengths):
-        i = int(np.flatnonzero(np.asarray(counts) != lengths)[0])
-        raise ValueError(f"record {i} ({records.eids()[i]}): {name}: got {counts[i]} entries, expected {lengths[i]}")
+def _wrong_length(records: Experiences, name: str, counts: Lengths, lengths: Lengths) -> ValueError:
+    i = int(np.flatnonzero(counts != lengths)[0])
+    return ValueError(f"record {i} ({records.eids()[i]}): {name}: got {counts[i]} entries, expected {lengths[i]}")
 
 
 def _read_media(records: Experiences) -> dict[str, list[Any]]:
     """By the model's name of an input, each record's tensor or `None`."""
-    if records.column("multi_modal_inputs") is None:
-        return {}
     inputs = [media or {} for media in records.values("multi_modal_inputs")]
     return {name: [media.get(name) for media in inputs] for name in dict.fromkeys(key for m in inputs for key in m)}
 

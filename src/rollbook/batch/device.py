@@ -1,6 +1,6 @@
-"""Move tensors to a device or into pinned memory, alone, nested, or as columns in one transfer.
+"""Transfer of tensors to a device or into pinned memory: alone, nested, or as columns in one transfer.
 
-Invariant: every tensor is reached, in any nest of lists, tuples and dicts; `None` and what cannot move stay as they
+Invariant: every tensor in nested lists, tuples and dicts is moved. `None` and objects that cannot move stay as they
 are, and no accelerator is needed.
 """
 
@@ -24,10 +24,18 @@ from rollbook.core.rows import Column, Rows, concatenated
 
 _HOST = torch.device("cpu")
 _Change: TypeAlias = Callable[[Any], Any]
+Device: TypeAlias = torch.device | str | int
 
 
-def to(tensor: Any, device: Any) -> Any:
-    """`tensor` on `device`: a tensor, or any nest of lists, tuples and dicts; what cannot move stays as it is.
+def to(tensor: Any, device: Device) -> Any:
+    """Copy tensors to a device.
+
+    Args:
+        tensor: A tensor, or nested lists, tuples and dicts of tensors; objects that cannot move stay as they are.
+        device: The device.
+
+    Returns:
+        The same structure on the device.
 
     >>> to([torch.ones(1), None, {"a": (torch.ones(2), "b")}], "meta")[2]["a"][0].device
     device(type='meta')
@@ -35,8 +43,8 @@ def to(tensor: Any, device: Any) -> Any:
     return _each_tensor(tensor, *_moves(device))
 
 
-def _moves(device: Any) -> tuple[_Change, _Change]:
-    """What takes a tensor to a device, and what takes anything else that can move."""
+def _moves(device: Device) -> tuple[_Change, _Change]:
+    """Return the functions that move a tensor to a device, and any other object that can move."""
     target = torch.device(device) if isinstance(device, (str, int)) else device
 
     def move_other(value: Any) -> Any:
@@ -51,12 +59,15 @@ def _moves(device: Any) -> tuple[_Change, _Change]:
 
 
 def pin_memory(tensor: Any) -> Any:
-    """`tensor` in page-locked memory, which a device copies from without waiting; nests as for `to`.
+    """Copy tensors to page-locked memory, from which a device copies without blocking.
 
-    Without an accelerator it gives back what it got, and says so once.
+    Without an accelerator the argument is returned as it is, with one warning.
+
+    Args:
+        tensor: A tensor, or nested lists, tuples and dicts of tensors.
     """
     if not torch.accelerator.is_available():
-        _say_unpinned()
+        _warn_unpinned()
         return tensor
     return _each_tensor(tensor, *_PINS)
 
@@ -65,17 +76,17 @@ _PINS: tuple[_Change, _Change] = (
     lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor,
     lambda other: other.pin_memory() if hasattr(other, "pin_memory") else other,
 )
-_said: list[bool] = []
+_warned: list[bool] = []
 
 
-def _say_unpinned() -> None:
-    if not _said:
-        _said.append(True)
+def _warn_unpinned() -> None:
+    if not _warned:
+        _warned.append(True)
         warnings.warn("pin_memory: there is no accelerator, so memory stays as it is", stacklevel=4)
 
 
 def _each_tensor(value: Any, change: _Change, other: _Change) -> Any:
-    """The nest with each tensor changed; `other` changes what can move and is neither tensor nor container."""
+    """Apply `change` to each tensor in nested containers, and `other` to other objects that can move."""
     if type(value) is dict:  # first: `isinstance` of a tensor takes long where it is none
         return {
             key: change(item) if type(item) is torch.Tensor else _each_tensor(item, change, other)
@@ -103,17 +114,17 @@ def _each_tensor(value: Any, change: _Change, other: _Change) -> Any:
 
 @dataclass(eq=False)
 class Movable:
-    """What batches, items and samples share: equality by value, and moving to a device in place."""
+    """Base class of batches, items and samples: equality by value, and moves to a device in place."""
 
-    def to_device(self, device: Any) -> Self:
-        """Move every tensor to `device`, in place; gives itself back."""
+    def to_device(self, device: Device) -> Self:
+        """Move every tensor to `device`, in place; returns itself."""
         return self._change(*_moves(device))
 
     def pin_memory(self) -> Self:
-        """Page-lock every tensor, in place; gives itself back. Without an accelerator nothing happens."""
+        """Page-lock every tensor, in place; returns itself. Without an accelerator nothing happens."""
         if torch.accelerator.is_available():
             return self._change(*_PINS)
-        _say_unpinned()
+        _warn_unpinned()
         return self
 
     def _change(self, change: _Change, other: _Change) -> Self:
@@ -133,30 +144,30 @@ class Movable:
 
 
 def assign_rest(new: Any, first: int, more: tuple[Any, ...], rest: dict[str, Any]) -> None:
-    """Assign what a constructor was given beyond its `first` fields, by place and by name."""
+    """Assign the arguments of a constructor beyond its `first` fields, positional and by name."""
     names = list(new.__dataclass_fields__)
     if len(more) > len(names) - first:
         raise TypeError(f"{type(new).__name__}() takes {len(names)} arguments, got {first + len(more)}")
-    given = dict(zip(names[first:], more, strict=False))
+    assigned = dict(zip(names[first:], more, strict=False))
     for name, value in rest.items():
-        if name not in names or name in given:
-            problem = "multiple values for" if name in given else "an unexpected keyword"
+        if name not in names or name in assigned:
+            problem = "multiple values for" if name in assigned else "an unexpected keyword"
             raise TypeError(f"{type(new).__name__}() got {problem} argument {name!r}")
-        given[name] = value
-    for name, value in given.items():
+        assigned[name] = value
+    for name, value in assigned.items():
         if value is not None:
             setattr(new, name, value)
 
 
-def constructor_signature(kind: Any) -> inspect.Signature:
-    """The signature that a dataclass's own constructor would have."""
+def constructor_signature(kind: type[Any]) -> inspect.Signature:
+    """Return the signature of the default constructor of a dataclass."""
     parameters = []
-    for one in dataclasses.fields(kind):
-        default = inspect.Parameter.empty if one.default is dataclasses.MISSING else one.default
-        if one.default_factory is not dataclasses.MISSING:
+    for spec in dataclasses.fields(kind):
+        default = inspect.Parameter.empty if spec.default is dataclasses.MISSING else spec.default
+        if spec.default_factory is not dataclasses.MISSING:
             default = None
         parameters.append(
-            inspect.Parameter(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=one.type)
+            inspect.Parameter(spec.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=spec.type)
         )
     return inspect.Signature(parameters)
 
@@ -166,7 +177,7 @@ def copy_columns(columns: Sequence[tuple[Column, NDArray[np.int64]]], device: to
 
     Args:
         columns: Each column, and the lengths [B] of its rows.
-        device: Where they go.
+        device: The target device.
 
     Returns:
         Each column as a tensor (total, ...) on the device.
@@ -200,7 +211,7 @@ def copy_columns(columns: Sequence[tuple[Column, NDArray[np.int64]]], device: to
 
 
 def _is_constant(column: torch.Tensor) -> bool:
-    """Whether a column is one value in the memory of one (see `torch.Tensor.expand`)."""
+    """Whether a column is one value, expanded (see `torch.Tensor.expand`)."""
     return column.dim() == 1 and column.stride(0) == 0 and len(column) > 0
 
 

@@ -1,22 +1,27 @@
-"""Media inputs, token types and positions in space of vision-language models.
+"""Media inputs, token types and spatial positions of vision-language models.
 
-Invariant: the inputs of a padded and of a packed batch are the same, record by record, as those of each record alone.
+Invariant: the inputs of a padded and of a packed batch are, record by record, those of each record alone.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig, ProcessorMixin
+
     from rollbook.batch.batch import Batch
+
+    ModelConfig: TypeAlias = PretrainedConfig | ProcessorMixin
+    """Has the placeholder ids of media."""
 
 
 BY_TOKEN = ("mm_token_type_ids", "token_type_ids")
-"""Media with an entry for each token, from a sample's first on, rather than for each image."""
+"""Media with an entry for each token of a sample, rather than for each image."""
 TYPES = BY_TOKEN[0]
 GRIDS = ("image_grid_thw", "video_grid_thw")
 _PLACEHOLDERS = {
@@ -27,8 +32,8 @@ _PLACEHOLDERS = {
 }
 
 
-def placeholders(config: Any) -> dict[str, int]:
-    """The token ids that stand for media, by what they stand for, as a model's config has them.
+def placeholders(config: ModelConfig | None) -> dict[str, int]:
+    """Return the placeholder token ids of media, by kind, of a model's configuration.
 
     >>> class Config:
     ...     image_token_id = 8
@@ -44,7 +49,7 @@ def placeholders(config: Any) -> dict[str, int]:
     return token_ids
 
 
-def token_types(ids: torch.Tensor, config: Any) -> torch.Tensor:
+def token_types(ids: torch.Tensor, config: ModelConfig | None) -> torch.Tensor:
     """Derive `mm_token_type_ids` from placeholder ids: 1 on image tokens, 2 on video tokens, 0 on all others.
 
     Args:
@@ -75,8 +80,8 @@ def token_types(ids: torch.Tensor, config: Any) -> torch.Tensor:
     return types
 
 
-def sample_types(ids: torch.Tensor, types: torch.Tensor | None, config: Any) -> torch.Tensor:
-    """[n] The types of a sample's n tokens: those it came with, 0 after their end, or else derived (`token_types`)."""
+def sample_types(ids: torch.Tensor, types: torch.Tensor | None, config: ModelConfig | None) -> torch.Tensor:
+    """[n] Return the types of the n tokens of a sample: its own, padded with 0, or else derived (`token_types`)."""
     if types is None:
         return token_types(ids, config)
     filled = torch.zeros_like(ids, dtype=types.dtype)
@@ -85,14 +90,17 @@ def sample_types(ids: torch.Tensor, types: torch.Tensor | None, config: Any) -> 
 
 
 def config_of(get_rope_index: Callable[..., Any] | None) -> Any:
-    """The configuration of the model whose method this is; `None` of another function."""
+    """Return the configuration of the model whose method this is; `None` for another function."""
     return getattr(getattr(get_rope_index, "__self__", None), "config", None)
 
 
 def sample_positions(
-    ids: torch.Tensor, media: Mapping[str, torch.Tensor], get_rope_index: Callable[..., Any], config: Any = None
+    ids: torch.Tensor,
+    media: Mapping[str, torch.Tensor],
+    get_rope_index: Callable[..., Any],
+    config: ModelConfig | None = None,
 ) -> torch.Tensor:
-    """(3, n) The positions in space of one sample's tokens [n], by the model's `get_rope_index`.
+    """[3, n] Compute the spatial positions of the tokens [n] of one sample, by the model's `get_rope_index`.
 
     `media` are the sample's, under the model's names; of these the method gets what it names (grids, and
     `second_per_grid_ts` of videos). `config` as `rope_positions` takes it.
@@ -108,7 +116,7 @@ def sample_positions(
     return positions.squeeze(1)
 
 
-def media_inputs(batch: Batch, config: Any = None) -> dict[str, torch.Tensor]:
+def media_inputs(batch: Batch, config: ModelConfig | None = None) -> dict[str, torch.Tensor]:
     """Collate the media of a batch under the model's names.
 
     Args:
@@ -135,12 +143,12 @@ def media_inputs(batch: Batch, config: Any = None) -> dict[str, torch.Tensor]:
 
 
 def _rows(parts: list[Any]) -> int:
-    """How many rows a kind of media has in all records."""
+    """Count the rows of a kind of media in all records."""
     return sum(1 if part.dim() == 0 else len(part) for part in parts if part is not None)
 
 
 def _join(name: str, parts: list[Any]) -> torch.Tensor:
-    """The rows of all records, one behind the other."""
+    """Concatenate the rows of all records."""
     if name in GRIDS:
         parts = [part.unsqueeze(0) if part is not None and part.dim() == 1 else part for part in parts]
     present = [part for part in parts if part is not None]
@@ -166,8 +174,8 @@ def _lay_out_by_token(batch: Batch, name: str, parts: list[Any]) -> torch.Tensor
     return matrix
 
 
-def rope_positions(batch: Batch, get_rope_index: Callable[..., Any], config: Any = None) -> torch.Tensor:
-    """Compute positions in the text and in space, record by record.
+def rope_positions(batch: Batch, get_rope_index: Callable[..., Any], config: ModelConfig | None = None) -> torch.Tensor:
+    """Compute text and spatial positions, record by record.
 
     Args:
         batch: A batch with image or video grids.

@@ -1,26 +1,29 @@
-"""Which sample goes into which micro-batch of which rank: a pure function from lengths to a `Plan`.
+"""Micro-batch planner: `plan` assigns every sample to a micro-batch of a rank, given the lengths of the samples.
 
-What a plan promises, whatever the lengths, groups, modalities, caps and ranks:
+The module contains `plan`, its results (`Plan`, `MicroBatch`, `Denominators`, `PlanReport`, `PlanError`), the cost
+model `Cost`, and below them the bin packing that the planner uses.
 
-- once: every sample is in exactly one micro-batch; none is dropped or doubled.
-- whole: no sample is cut, and so no image: a micro-batch has all tokens and all images of its samples.
-- cap: no micro-batch exceeds `token_cap` or `image_cap`, but for a sample that alone exceeds it and, where
-  `oversize="alone"` asks for that, is alone.
+A plan guarantees, for all lengths, groups, modalities, caps and ranks:
+
+- once: every sample is in exactly one micro-batch; none is dropped or duplicated.
+- whole: no sample is split, and so no image: a micro-batch has all tokens and all images of its samples.
+- cap: no micro-batch exceeds `token_cap` or `image_cap`, except for a sample that exceeds it on its own and, with
+  `oversize="alone"`, gets a micro-batch of its own.
 - steps: every rank has the same number of micro-batches: `micro_batches`, if that is given.
-- groups: a group that is to stay together is in one micro-batch, or on one rank.
+- groups: a group that must stay together is in one micro-batch, or on one rank.
 - modality: with `uniform_modality`, micro-batches that run at the same time are all of one modality.
-- empty: a micro-batch is empty only where `empty="allow"` asks for it, and then it weighs 0.
-- counts: with `equal_counts`, micro-batches that run at the same time hold equally many samples.
+- empty: a micro-batch is empty only with `empty="allow"`, and then its weight is 0.
+- counts: with `equal_counts`, micro-batches that run at the same time have equally many samples.
 - balance: packed and without caps, a micro-batch costs at most one sample (with `keep_groups="micro_batch"`, one group)
   more than the mean: over all micro-batches; with `uniform_modality`, over those of its modality; with
   `keep_groups="rank"`, over those of them on its rank, and then a rank costs at most one group more than the mean rank.
-- loss: means over micro-batches, times their weights, add up to the mean over everything, however it is split.
+- loss: means over micro-batches, times their weights, add up to the mean over all samples, for any split.
 - order: `x[plan.order][plan.inverse]` is `x`, and `order` is the micro-batches one after the other.
-- same: the same input gives the same plan on every rank and machine, so that ranks can plan each for itself; with the
+- same: the same input gives the same plan on every rank and machine, so that each rank can plan for itself; with the
   samples in another order, each rank and step has samples of the same lengths, costs, images, loss tokens and modality.
-- named: what cannot be met raises `PlanError` with the constraint and the sample; nothing is mended in silence. The
-  best packing is not searched for, only a good one: so a plan that just fits may not be found, and raises too.
-- pure: numpy and the standard library only, and nothing that was given is changed.
+- named: a constraint that cannot be met raises `PlanError` with the constraint and the sample. The packing is a
+  heuristic: it may raise for a request that only an optimal packing would meet.
+- pure: numpy and the standard library only; the arguments are not modified.
 """
 
 from __future__ import annotations
@@ -33,640 +36,170 @@ from dataclasses import dataclass
 from itertools import chain
 from math import fsum
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.core.errors import RollbookError
 
-__all__ = [
-    *[
-        "Cost",
-        "Denominators",
-        "MicroBatch",
-        "Plan",
-        "PlanError",
-        "PlanReport",
-        "plan",
-    ]
-]
+__all__ = ["Cost", "Denominators", "MicroBatch", "Plan", "PlanError", "PlanReport", "plan"]
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_MOE_KEYS = {
-    *_EXPERTS,
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "n_shared_experts",
-    "moe_layer_freq",
-}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
 
-
-@dataclass(frozen=True)
-class Cost:
-    """FLOPs of a sample of L tokens: `constant + linear * L + quadratic * L**2`, and a part for sliding windows.
-
-    - `linear`: matrix products, per token.
-    - `quadratic`: attention that looks at every earlier token; the causal half is in the number.
-    - `windows`: (window, coefficient) for attention that looks back at most `window` tokens: `coefficient * L**2` up to
-      there, then a straight line, `coefficient * window * (2 * L - window)`.
-    - `constant`: per sample.
-
-    Only proportions matter to a plan, so the backward pass, which multiplies everything by three, is left out.
-
-    >>> Cost(linear=10, quadratic=2)([0, 1, 3]).tolist()
-    [0.0, 12.0, 48.0]
-    >>> Cost(linear=0, windows=((4, 1.0),))([2, 4, 5]).tolist()  # 4 * (2 * 5 - 4) = 24, one less than 5 * 5
-    [4.0, 16.0, 24.0]
-    """
-
-    linear: float = 1.0
-    quadratic: float = 0.0
-    constant: float = 0.0
-    windows: tuple[tuple[int, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        parts = {"linear": self.linear, "quadratic": self.quadratic, "constant": self.constant}
-        for i, (window, coefficient) in enumerate(self.windows):
-            parts[f"windows[{i}][1]"] = coefficient
-            if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-                raise ValueError(f"windows[{i}][0]: got {window!r}, expected a whole number of tokens, 1 or more")
-        for name, value in parts.items():
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < 1e100:
-                raise ValueError(f"{name}: got {value!r}, expected a number, 0 or more and below 1e100")
-        if not any(parts.values()):
-            raise ValueError("linear, quadratic, constant, windows: got 0 in all of them, expected a cost")
-
-    def __call__(self, lengths: Any) -> NDArray[np.float64]:
-        """[N] The cost of samples of these lengths."""
-        tokens = np.asarray(lengths, dtype=np.float64)
-        total: NDArray[np.float64] = self.constant + tokens * (self.linear + self.quadratic * tokens)
-        for window, coefficient in self.windows:
-            seen = np.minimum(tokens, window)
-            total = total + coefficient * seen * (2 * tokens - seen)
-        return total
-
-    @classmethod
-    def from_config(cls, config: Any, *, gated: bool = True) -> Cost:
-        """The cost of a decoder from its transformers config, an object or a dict (`text_config` inside is found).
-
-        Needed: `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`, `vocab_size`.
-        Understood: `num_key_value_heads`, `head_dim`; experts (`num_experts`, `num_local_experts` or
-        `n_routed_experts`, `num_experts_per_tok`, `moe_intermediate_size`, `shared_expert_intermediate_size`,
-        `n_shared_experts`) and which layers have them (`mlp_only_layers`, `decoder_sparse_step`,
-        `first_k_dense_replace`, `moe_layer_freq`); windows (`sliding_window`, `layer_types`, `use_sliding_window` with
-        `max_window_layers`, `sliding_window_pattern`); latent attention (`kv_lora_rank` and its kin). A config object
-        is better than its JSON file: it fills in `layer_types`. `gated=False` is for an MLP of two matrices instead of
-        three. A vision tower is not counted.
-
-        Two layers; each has 8*8 + 2*8*4 + 8*8 = 192 weights in attention (two heads of four, one of keys and values)
-        and 3*8*16 = 384 in its MLP; the head has 8*32 = 256. A weight is two FLOPs per token: 2 * (2*576 + 256) =
-        2816. Scores and values are 2 * 2 * 8 FLOPs for each pair of tokens, half of which is causal: 2 * 16 = 32.
-
-        >>> tiny = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        ...             num_key_value_heads=1, head_dim=4, vocab_size=32)
-        >>> Cost.from_config(tiny)
-        Cost(linear=2816.0, quadratic=32.0, constant=0.0, windows=())
-        >>> float(Cost.from_config(tiny)([10])[0])  # 2816 * 10 + 32 * 10 * 10
-        31360.0
-
-        Four experts of width 16, two for each token, and a router of 8*4: only the two count.
-
-        >>> moe = tiny | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-        >>> Cost.from_config(moe).linear == 2 * (2 * (192 + 2 * 384 + 8 * 4) + 256)
-        True
-        """
-        inner = _find(config, "text_config")
-        model = _Config(config if inner is None else inner)
-        hidden, layers = model.size("hidden_size"), model.size("num_hidden_layers")
-        projections, scores = _attention(model, hidden)
-        weights = layers * projections + hidden * model.size("vocab_size")
-        weights += sum(_mlp(model, hidden, layers, 3 if gated else 2))
-        kinds = _layer_windows(model, layers)
-        windows = sorted({window for window in kinds if window is not None})
-        return cls(
-            linear=2.0 * weights,
-            quadratic=float(scores * kinds.count(None)),
-            windows=tuple((window, float(scores * kinds.count(window))) for window in windows),
-        )
-
-
-class _Config:
-    """A config's values by name; `None` and absent are the same thing."""
-
-    def __init__(self, config: Any) -> None:
-        if config is None or isinstance(config, (str, bytes, Sequence, Real)):
-            raise ValueError(f"config: got {type(config).__name__}, expected a dict or a transformers config")
-        self.config = config
-
-    def get(self, name: str) -> Any:
-        return _find(self.config, name)
-
-    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of the config; without a default it must be there."""
-        value = self.get(name)
-        if value is None:
-            if default is None:
-                raise ValueError(f"config: {name!r} is missing, expected a whole number")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"config: {name!r}: got {value!r}, expected a whole number, {least} or more")
-        return value
-
-    def names(self) -> list[str]:
-        return list(self.config if isinstance(self.config, Mapping) else vars(self.config))
-
-
-def _find(config: Any, name: str) -> Any:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-
-
-def _attention(model: _Config, hidden: int) -> tuple[int, int]:
-    """Weights of the projections, and FLOPs of scores and values per squared token (the causal half), per layer."""
-    heads = model.size("num_attention_heads")
-    if model.get("kv_lora_rank") is not None:  # latent attention: keys and values come from a small shared vector
-        rope, nope = model.size("qk_rope_head_dim"), model.size("qk_nope_head_dim")
-        value, latent = model.size("v_head_dim"), model.size("kv_lora_rank")
-        rank = model.get("q_lora_rank")
-        query = heads * (nope + rope)
-        weights = hidden * query if rank is None else model.size("q_lora_rank") * (hidden + query)
-        weights += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
-        return weights, heads * (nope + rope + value)
-    if model.get("head_dim") is None and hidden % heads:
-        raise ValueError(
-            f"config: 'hidden_size' {hidden} is no multiple of 'num_attention_heads' {heads}, and no head_dim"
-        )
-    width = model.size("head_dim", hidden // heads)
-    shared = model.size("num_key_value_heads", heads)
-    return 2 * hidden * width * (heads + shared), 2 * heads * width
-
-
-def _mlp(model: _Config, hidden: int, layers: int, matrices: int) -> list[int]:
-    """Weights that a token meets in each layer's MLP: a dense one, or a router and the experts it is sent to."""
-    dense = matrices * hidden * model.size("intermediate_size")
-    for name in model.names():
-        named = "expert" in name or name.startswith(("moe_", "interleave_moe"))
-        value = model.get(name) if named and name not in _MOE_KEYS else None
-        # Switches, coefficients and names of kernels do not change the count; unknown sizes and lists of layers may.
-        if isinstance(value, (int, list, tuple)) and not isinstance(value, bool) and value:
-            raise ValueError(
-                f"config: {name!r}: got {reprlib.repr(value)}, and what it means for the experts is not known; build "
-                "Cost(linear=..., quadratic=...) by hand"
-            )
-    experts = next((model.size(name, 0, least=0) for name in _EXPERTS if model.get(name) is not None), 0)
-    if not experts:
-        return [dense] * layers
-    width = model.size("moe_intermediate_size", model.size("intermediate_size"))
-    active = model.size("num_experts_per_tok") * width
-    active += model.size("shared_expert_intermediate_size", 0, least=0)
-    active += model.size("n_shared_experts", 0, least=0) * width
-    sparse = hidden * experts + matrices * hidden * active
-    always_dense = set(model.get("mlp_only_layers") or ())
-    first, every = model.size("first_k_dense_replace", 0, least=0), model.size("moe_layer_freq", 1)
-    step = model.size("decoder_sparse_step", 1)
-    return [dense if i in always_dense or (i + 1) % step or i < first or i % every else sparse for i in range(layers)]
-
-
-def _layer_windows(model: _Config, layers: int) -> list[int | None]:
-    """How far back each layer looks; `None` is all the way."""
-    kinds = model.get("layer_types")
-    if kinds is not None:
-        if len(kinds) != layers:
-            raise ValueError(f"config: 'layer_types': got {len(kinds)} entries, expected {layers}, one for each layer")
-        for kind in kinds:
-            if kind not in (_FULL, _SLIDING):
-                raise ValueError(f"config: 'layer_types': got {kind!r}, expected {_FULL!r} or {_SLIDING!r}")
-        return [model.size("sliding_window") if kind == _SLIDING else None for kind in kinds]
-    if not model.get("sliding_window") or model.get("use_sliding_window") is False:
-        return [None] * layers
-    window = model.size("sliding_window")
-    full_before = model.size("max_window_layers", 0, least=0)
-    pattern = model.size("sliding_window_pattern", 0, least=0)
-    return [None if i < full_before or (pattern and not (i + 1) % pattern) else window for i in range(layers)]
-
+    from rollbook.core.experiences import Experiences
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bins = list[list[int]]
+"""The atoms of each bin, by number."""
 
-_LEVEL = 5e-4  # the costliest bin at most this far above the mean: nobody can measure less
-_SWEEPS = 64
-_HALVINGS = 20
-_SHIFTS = 4
-_PAIRS_AT_ONCE = 1 << 15  # exchanges looked at in one sweep: a fraction of a millisecond
-_MOST_SLOTS = 1 << 22  # 32 MB for each array of a sweep
-_MOST_TRIES = 64
-_PAIRS_TRIED = 16
-_COMPLETE_AT_MOST = 16_384  # taking atoms out of a long list takes longer than finding them
+KeepGroups = Literal["none", "micro_batch", "rank"]
+Layout = Literal["packed", "padded"]
+Oversize = Literal["error", "alone"]
+Empty = Literal["error", "allow"]
 
-
-@dataclass(frozen=True)
-class Atoms:
-    """[A] What is placed whole: tokens, samples and images in each, its longest sample, what all of it costs, and what
-    its costliest sample does; and its place among all atoms sorted by what is in them, and only then by number."""
-
-    tokens: Ints
-    count: Ints
-    longest: Ints
-    images: Ints
-    cost: Floats
-    peak: Floats
-    place: Ints
-
-    @classmethod
-    def of(cls, codes: Ints | None, lengths: Ints, images: Ints, costs: Floats, kinds: Ints) -> Atoms:
-        """One atom for each sample, or for each group where `codes` [N] numbers the groups from 0.
-
-        `kinds` [N] sorts the samples by what is in them: those with the same number may stand for each other.
-        """
-        order = np.argsort(kinds, kind="stable")
-        place = np.empty_like(order)
-        if codes is None:
-            place[order] = np.arange(len(order))
-            return cls(lengths, np.ones_like(lengths), lengths, images, costs, costs, place)
-        # In order of their kinds, so that sums of floats do not depend on the order in which samples were given.
-        codes, lengths, images, costs = codes[order], lengths[order], images[order], costs[order]
-        groups = int(codes.max(initial=-1)) + 1
-        tokens, found, cost = np.zeros(groups, np.int64), np.zeros(groups, np.int64), np.zeros(groups)
-        longest, peak = np.zeros(groups, np.int64), np.zeros(groups)
-        np.add.at(tokens, codes, lengths)
-        np.add.at(found, codes, images)
-        np.add.at(cost, codes, costs)
-        np.maximum.at(longest, codes, lengths)
-        np.maximum.at(peak, codes, costs)
-        count = np.bincount(codes, minlength=groups).astype(np.int64)
-        members = kinds[order][np.argsort(codes, kind="stable")].tolist()  # group by group, sorted in each
-        ends = np.cumsum(count).tolist()
-        contents = [members[end - held : end] for end, held in zip(ends, count.tolist(), strict=True)]
-        place = np.empty(groups, np.int64)
-        place[sorted(range(groups), key=contents.__getitem__)] = np.arange(groups)
-        return cls(tokens, count, longest, found, cost, peak, place)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one bin may hold, in numbers that fit int64. Padded, every sample of a bin takes as much room, and costs as
-    much, as the largest."""
-
-    token_cap: int | None = None
-    image_cap: int | None = None
-    padded: bool = False
-
-    @property
-    def capped(self) -> bool:
-        """Whether there is any limit."""
-        return self.token_cap is not None or self.image_cap is not None
-
-    def sizes(self, atoms: Atoms) -> Ints:
-        """[A] The room that each atom takes in a bin of its own."""
-        return atoms.count * atoms.longest if self.padded else atoms.tokens
-
-    def over(self, atoms: Atoms) -> NDArray[np.bool_]:
-        """[A] Which atoms fit no bin."""
-        over = np.zeros(len(atoms.tokens), dtype=np.bool_)
-        if self.token_cap is not None:
-            over |= self.sizes(atoms) > self.token_cap
-        if self.image_cap is not None:
-            over |= atoms.images > self.image_cap
-        return over
-
-    def cost(self, atoms: Atoms, members: Sequence[int]) -> float:
-        """What a bin costs."""
-        if not members:
-            return 0.0
-        if self.padded:
-            return float(atoms.count[members].sum() * atoms.peak[members].max())
-        return float(atoms.cost[members].sum())
-
-
-def lower_bound(atoms: Atoms, ids: Ints, limits: Limits) -> int:
-    """No packing of these atoms has fewer bins (padded: of these samples, for which cutting the sorted row is best)."""
-    bounds = [min(len(ids), 1)]
-    if limits.token_cap is not None:
-        if limits.padded:
-            bounds.append(len(_rows(atoms, ids, Limits(limits.token_cap, padded=True))))
-        else:
-            bounds.append(-(-int(atoms.tokens[ids].sum()) // limits.token_cap))
-            bounds.append(int((2 * atoms.tokens[ids] > limits.token_cap).sum()))
-    if limits.image_cap is not None:
-        bounds.append(-(-int(atoms.images[ids].sum()) // limits.image_cap))
-    return max(bounds)
-
-
-def fewest(atoms: Atoms, ids: Ints, limits: Limits, enough: int) -> Bins:
-    """As few bins as are found; one that has at most `enough` is not improved upon."""
-    if not limits.capped:
-        return [ids.tolist()] if len(ids) else []
-    bins = _best_fit(atoms, ids, limits)
-    if len(bins) > enough:
-        second: Bins = []
-        if limits.padded:
-            second = _rows(atoms, ids, limits)
-        elif limits.token_cap is not None and limits.image_cap is not None:
-            second = _best_fit(atoms, ids, limits, by_share=True)
-        elif limits.token_cap is not None and len(ids) <= _COMPLETE_AT_MOST:
-            second = _complete(atoms, ids, limits.token_cap)
-        if second and len(second) < len(bins):
-            return second
-    return bins
-
-
-def spread(atoms: Atoms, ids: Ints, wanted: int, limits: Limits, start: Bins, equal: bool = False) -> Bins:
-    """`wanted` bins with level costs; some are empty only if there are fewer atoms than that.
-
-    `start` is a packing into at most `wanted` bins, for when levelling alone breaks a limit. With `equal`, every bin
-    gets as many atoms: their number must be a multiple of `wanted`, and there may be no limits.
-    """
-    if equal:
-        if limits.padded:
-            return [block.tolist() for block in np.split(_by_length(atoms, ids), wanted)]
-        return _level(atoms, _fold(atoms, ids, wanted), limits, moves=False)
-    if limits.padded:
-        return _split(atoms, _level_rows(atoms, ids, wanted, limits, start), wanted, limits)
-    bins = _lightest_first(atoms, ids, wanted, limits)
-    if bins is None:
-        bins = _split(atoms, start, wanted, limits)
-    return _level(atoms, bins, limits)
-
-
-# --- packed: as few bins as possible ----------------------------------------------------------------------------
-
-
-def _best_fit(atoms: Atoms, ids: Ints, limits: Limits, by_share: bool = False) -> Bins:
-    """Largest atom first, each into the fullest bin that still takes it; largest in tokens or, `by_share`, in the share
-    it takes of either cap.
-
-    Padded, a bin's first sample is its longest and fixes how many it holds, so that room is counted in samples.
-    """
-    if limits.padded:
-        order, sizes = _by_length(atoms, ids), atoms.count
-    else:
-        order, sizes = _by_size(atoms, ids), atoms.tokens
-    if by_share and limits.token_cap is not None and limits.image_cap is not None:
-        shares = np.maximum(sizes[order] / limits.token_cap, atoms.images[order] / limits.image_cap)
-        order = order[np.argsort(-shares, kind="stable")]
-    everything = int(sizes[ids].sum())
-    smallest = int(sizes[ids].min(initial=everything))
-    # Without a cap on images none count. Those who bring some do not look at bins that can take none.
-    brought = np.zeros_like(atoms.images) if limits.image_cap is None else atoms.images
-    fewest_images = int(brought[ids][brought[ids] > 0].min(initial=np.iinfo(np.int64).max))
-    bins: Bins = []
-    open_: list[tuple[int, int]] = []  # (room left, bin), sorted
-    open_to_images: list[tuple[int, int]] = []  # those of them with room for an image, or as many as the fewest are
-    images_left: list[int] = []
-    columns = zip(
-        order.tolist(), sizes[order].tolist(), atoms.longest[order].tolist(), brought[order].tolist(), strict=True
-    )
-    for atom, size, longest, images in columns:
-        among = open_to_images if images else open_
-        at = bisect_left(among, (size, -1))
-        while at < len(among) and images_left[among[at][1]] < images:
-            at += 1
-        if at < len(among):
-            room, chosen = among[at]
-            del open_[bisect_left(open_, (room, chosen))]
-            if images_left[chosen] >= fewest_images:
-                del open_to_images[bisect_left(open_to_images, (room, chosen))]
-        else:
-            room, chosen = everything, len(bins)
-            if limits.token_cap is not None:
-                room = limits.token_cap // max(longest, 1) if limits.padded else limits.token_cap
-            bins.append([])
-            images_left.append(limits.image_cap or 0)
-        bins[chosen].append(atom)
-        images_left[chosen] -= images
-        if room - size >= smallest:
-            insort(open_, (room - size, chosen))
-            if images_left[chosen] >= fewest_images:
-                insort(open_to_images, (room - size, chosen))
-    return bins
-
-
-def _by_size(atoms: Atoms, ids: Ints) -> Ints:
-    return ids[np.lexsort((atoms.place[ids], -atoms.cost[ids], -atoms.images[ids], -atoms.tokens[ids]))]
-
-
-def _complete(atoms: Atoms, ids: Ints, cap: int) -> Bins:
-    """Bin by bin: the largest atoms left, and for the last place the two that fill it best, if they beat one.
-
-    Among a thousand atoms there is nearly always a pair that leaves no room at all.
-    """
-    order = _by_size(atoms, ids)[::-1]
-    left, sizes = order.tolist(), atoms.tokens[order].tolist()  # ascending
-    bins: Bins = []
-    while left:
-        taken: list[int] = []
-        room, at = cap, len(left)
-        while (at := bisect_right(sizes, room, 0, at) - 1) >= 0:
-            taken.append(at)
-            room -= sizes[at]
-        if room and len(taken) > 1:
-            last = taken.pop()
-            room += sizes[last]
-            taken += _best_pair(sizes, room, last, taken)
-        bins.append([left[at] for at in taken])
-        for at in sorted(taken, reverse=True):
-            del left[at], sizes[at]
-    return bins
-
-
-def _best_pair(sizes: list[int], room: int, last: int, taken: list[int]) -> list[int]:
-    """Where the two are that fill `room` best, or only `last` if that is as good. Looks at some pairs, not at all."""
-    best, found = sizes[last], [last]
-    # The larger of two that beat the last one is more than half of that.
-    low, high = bisect_right(sizes, best // 2), bisect_right(sizes, room)
-    for larger in range(high - 1, low - 1, -max((high - low) // _PAIRS_TRIED, 1)):
-        # What was passed over did not fit beside what was taken after it, so that its partner is none of those.
-        smaller = bisect_right(sizes, room - sizes[larger], 0, larger) - 1
-        if smaller >= 0 and larger not in taken and sizes[larger] + sizes[smaller] > best:
-            best, found = sizes[larger] + sizes[smaller], [larger, smaller]
-            if best == room:
-                break
-    return found
-
-
-# --- packed: level costs ----------------------------------------------------------------------------------------
-
-
-def _by_cost(atoms: Atoms, ids: Ints) -> Ints:
-    return ids[np.lexsort((atoms.place[ids], -atoms.images[ids], -atoms.tokens[ids], -atoms.cost[ids]))]
-
-
-def _lightest_first(atoms: Atoms, ids: Ints, wanted: int, limits: Limits) -> Bins | None:
-    """Costliest atom first, each into the cheapest bin that takes it; `None` where the limits get in the way."""
-    order = _by_cost(atoms, ids)
-    bins: Bins = [[] for _ in range(wanted)]
-    heap = [(0.0, 0, b) for b in range(wanted)]  # (cost, atoms, bin): empty bins before those of free atoms
-    columns = zip(order.tolist(), atoms.cost[order].tolist(), strict=True)
-    if not limits.capped:
-        for atom, cost in columns:
-            total, held, chosen = heap[0]
-            bins[chosen].append(atom)
-            heapq.heapreplace(heap, (total + cost, held + 1, chosen))
-        return bins
-    tokens, images = atoms.tokens.tolist(), atoms.images.tolist()
-    room = [limits.token_cap if limits.token_cap is not None else sum(tokens)] * wanted
-    images_left = [limits.image_cap if limits.image_cap is not None else sum(images)] * wanted
-    for atom, cost in columns:
-        full = []
-        while heap and (room[heap[0][2]] < tokens[atom] or images_left[heap[0][2]] < images[atom]):
-            full.append(heapq.heappop(heap))
-            if len(full) > _MOST_TRIES:
-                return None
-        if not heap:
-            return None
-        total, held, chosen = heap[0]
-        bins[chosen].append(atom)
-        room[chosen] -= tokens[atom]
-        images_left[chosen] -= images[atom]
-        heapq.heapreplace(heap, (total + cost, held + 1, chosen))
-        for entry in full:
-            heapq.heappush(heap, entry)
-    return bins
-
-
-def _fold(atoms: Atoms, ids: Ints, wanted: int) -> Bins:
-    """As many atoms for each bin: row by row of the sorted atoms, the costliest to the bin that is cheapest so far."""
-    rows = _by_cost(atoms, ids).reshape(-1, wanted)
-    totals = np.zeros(wanted)
-    placed = np.empty_like(rows)
-    for row, costs, out in zip(rows, atoms.cost[rows], placed, strict=True):
-        cheapest = np.argsort(totals, kind="stable")
-        out[cheapest] = row
-        totals[cheapest] += costs
-    bins: Bins = placed.T.tolist()
-    return bins
-
-
-def _split(atoms: Atoms, bins: Bins, wanted: int, limits: Limits) -> Bins:
-    """Cut the costliest bins in two until there are `wanted`; empty ones make up for atoms that are too few."""
-    done = [members for members in bins if len(members) < 2]
-    heap = [(-limits.cost(atoms, members), b, members) for b, members in enumerate(bins) if len(members) > 1]
-    heapq.heapify(heap)
-    number = len(bins)
-    while heap and len(heap) + len(done) < wanted:
-        members = heapq.heappop(heap)[2]
-        halves = [members[: len(members) // 2], members[len(members) // 2 :]]
-        if not limits.padded:
-            halves = _lightest_first(atoms, np.array(members), 2, Limits()) or halves
-        for half in halves:
-            number += 1
-            if len(half) > 1:
-                heapq.heappush(heap, (-limits.cost(atoms, half), number, half))
-            else:
-                done.append(half)
-    cut = [members for _, _, members in sorted(heap)] + done
-    return cut + [[] for _ in range(wanted - len(cut))]
-
-
-def _level(atoms: Atoms, bins: Bins, limits: Limits, moves: bool = True) -> Bins:
-    """Exchange atoms between costly and cheap bins, many pairs of bins at once, until the costs are level.
-
-    Bins lie as rows of slots; with `moves` each has an empty slot, and an exchange with that is a move.
-    """
-    count = len(bins)
-    width = max((len(members) for members in bins), default=0) + moves
-    if count < 2 or width < 1 or count * width > _MOST_SLOTS:
-        return bins
-    nothing = len(atoms.cost)
-    slots = np.full((count, width), nothing)
-    for row, members in zip(slots, bins, strict=True):
-        row[: len(members)] = members
-    cost = np.append(atoms.cost, 0.0)
-    total = cost[slots].sum(axis=1)
-    goal = total.mean() * (1 + _LEVEL)
-    held = [
-        (np.append(amount, 0), np.append(amount, 0)[slots].sum(axis=1), cap)
-        for amount, cap in ((atoms.tokens, limits.token_cap), (atoms.images, limits.image_cap))
-        if cap is not None
-    ]
-    columns = np.unique(np.linspace(0, width - 1, min(width, 256)).astype(np.int64))
-    most = max(_PAIRS_AT_ONCE // len(columns) ** 2, 1)
-    skipped = shift = 0
-    for _ in range(_SWEEPS):
-        above = int((total > goal).sum())
-        pairs = min(above - skipped, (count - shift - skipped) // 2, most)
-        if pairs < 1:
-            break
-        ranked = np.argsort(-total, kind="stable")
-        high, low = ranked[skipped : skipped + pairs], ranked[::-1][shift : shift + pairs]  # no bin is in two pairs
-        gap = total[high] - total[low]
-        ours, theirs = slots[np.ix_(high, columns)], slots[np.ix_(low, columns)]
-        less = cost[ours][:, :, None] - cost[theirs][:, None, :]
-        off = np.abs(less - gap[:, None, None] / 2)
-        for amount, sums, cap in held:
-            change = amount[ours][:, :, None] - amount[theirs][:, None, :]
-            off[(change > (cap - sums[low])[:, None, None]) | (-change > (cap - sums[high])[:, None, None])] = np.inf
-        best = off.reshape(pairs, -1).argmin(axis=1)
-        mine, other = columns[best // len(columns)], columns[best % len(columns)]
-        saved = gap / 2 - off.reshape(pairs, -1)[np.arange(pairs), best]  # of the costlier bin
-        good = saved > _LEVEL / 100 * goal
-        if not good.any():
-            # Other cheap bins for these, then what is less costly: the cheapest bins still gain from that.
-            shift = (shift + 1) % _SHIFTS
-            skipped += 0 if shift else pairs
-            continue
-        shift = 0
-        high, low, mine, other = high[good], low[good], mine[good], other[good]
-        given, got = slots[high, mine], slots[low, other]
-        slots[high, mine], slots[low, other] = got, given
-        for amount, sums in ((cost, total), *((amount, sums) for amount, sums, _ in held)):
-            sums[high] += amount[got] - amount[given]
-            sums[low] += amount[given] - amount[got]
-    rows: Bins = slots.tolist()
-    return [[atom for atom in row if atom != nothing] for row in rows] if moves else rows
-
-
-# --- padded -----------------------------------------------------------------------------------------------------
-
-
-def _by_length(atoms: Atoms, ids: Ints) -> Ints:
-    keys = (atoms.place, -atoms.images, -atoms.count, -atoms.peak, -atoms.longest)
-    return ids[np.lexsort([key[ids] for key in keys])]
-
-
-def _rows(atoms: Atoms, ids: Ints, limits: Limits, ceiling: float = np.inf) -> Bins:
-    """The atoms sorted by length, cut where the next one would break a limit or make a bin cost more than `ceiling`."""
-    order = _by_length(atoms, ids)
-    longest, peak = atoms.longest[order].tolist(), atoms.peak[order].tolist()
-    samples = np.concatenate(([0], np.cumsum(atoms.count[order]))).tolist()
-    images = np.concatenate(([0], np.cumsum(atoms.images[order]))).tolist()
-    bins: Bins = []
-    at = 0
-    while at < len(order):
-        room = samples[-1]
-        if limits.token_cap is not None:
-            room = min(room, limits.token_cap // max(longest[at], 1))
-        if peak[at] > 0 and ceiling < room * peak[at]:
-            room = int(ceiling // peak[at])
-        end = bisect_right(samples, samples[at] + room) - 1
-        if limits.image_cap is not None:
-            end = min(end, bisect_right(images, images[at] + limits.image_cap) - 1)
-        end = max(end, at + 1)
-        bins.append(order[at:end].tolist())
-        at = end
-    return bins
-
-
-def _level_rows(atoms: Atoms, ids: Ints, wanted: int, limits: Limits, start: Bins) -> Bins:
-    """Cuts of the sorted row into at most `wanted` bins, with the lowest ceiling on a bin's cost that allows it."""
-    best = _rows(atoms, ids, limits)
-    if len(best) > wanted:
-        return start
-    low, high = 0.0, float(atoms.count[ids].sum() * atoms.peak[ids].max(initial=0.0))
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        bins = _rows(atoms, ids, limits, middle)
-        if len(bins) <= wanted:
-            best, high = bins, middle
-        else:
-            low = middle
-    return best
-
-
+_MOST_MICRO_BATCHES = 1 << 22  # gigabytes of them; a larger number is a mistake that would only show as out of memory
 _RANKS_SHOWN = 16
+
+
+def plan(
+    lengths: Sequence[int] | NDArray[Any] | torch.Tensor | Experiences,
+    *,
+    token_cap: int | None = None,
+    ranks: int = 1,
+    micro_batches: int | None = None,
+    groups: Iterable[Hashable] | None = None,
+    keep_groups: KeepGroups = "none",
+    modality: Iterable[Hashable] | None = None,
+    uniform_modality: bool = False,
+    images: Iterable[int] | None = None,
+    image_cap: int | None = None,
+    cost: Cost | Iterable[float] | None = None,
+    loss_tokens: Iterable[int] | None = None,
+    layout: Layout = "packed",
+    equal_counts: bool = False,
+    oversize: Oversize = "error",
+    empty: Empty = "error",
+) -> Plan:
+    """Assign every sample to a micro-batch of a rank; the module docstring lists what a plan guarantees.
+
+    Args:
+        lengths: [N] Tokens of each sample: a list, array or tensor of integers, or `Experiences`.
+        token_cap: Tokens that a micro-batch may occupy: the sum of its lengths or, with `layout="padded"`, samples
+            times the longest. `None`: no cap.
+        ranks: Number of ranks.
+        micro_batches: Micro-batches of each rank. `None`: as few as the caps allow; without caps, one.
+        groups: [N] A key for each sample, such as its task id. Equal keys are one group, in any order.
+        keep_groups: `"micro_batch"` keeps each group in one micro-batch, `"rank"` on one rank.
+        modality: [N] A label for each sample, such as `"text"` or `"image"`.
+        uniform_modality: Whether all ranks have the same modality in a step, so that either all or none run the vision
+            tower. Steps are in alphabetical order of the labels.
+        images: [N] Images (or vision tokens) of each sample.
+        image_cap: Images that a micro-batch may have. `None`: no cap.
+        cost: The quantity to balance: a `Cost`, or [N] numbers. `None`: tokens. Padded, each sample costs as much as
+            the costliest of its micro-batch.
+        loss_tokens: [N] Tokens that count in the loss, at most `lengths`. `None`: all; of `Experiences`, those in the
+            `action_mask`.
+        layout: Whether micro-batches are `"packed"` or `"padded"`.
+        equal_counts: Whether all ranks get equally many samples in a step; not together with caps.
+        oversize: A sample over a cap is an `"error"`, or gets a micro-batch of its own (`"alone"`).
+        empty: Fewer samples (or groups) than micro-batches is an `"error"`, or leaves some empty (`"allow"`).
+
+    Returns:
+        The plan. The micro-batches of a rank are in descending order of cost (for each modality), so that a device that
+        is too small fails at the first one.
+
+    Raises:
+        PlanError: If a constraint cannot be met.
+        ValueError: If an argument is invalid.
+
+    >>> planned = plan([700, 200, 300, 100, 600, 400], token_cap=1000, groups="aabbcc", keep_groups="micro_batch")
+    >>> [batch.indices.tolist() for batch in planned[0]]
+    [[4, 5], [0, 1], [2, 3]]
+    """
+    for name, option, kind in (
+        ("keep_groups", keep_groups, KeepGroups),
+        ("layout", layout, Layout),
+        ("oversize", oversize, Oversize),
+        ("empty", empty, Empty),
+    ):
+        if not isinstance(option, str) or option not in get_args(kind):
+            raise ValueError(f"{name}: got {option!r}, expected one of {', '.join(map(repr, get_args(kind)))}")
+    for name, flag in (("uniform_modality", uniform_modality), ("equal_counts", equal_counts)):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise ValueError(f"{name}: got {flag!r}, expected True or False")
+    for name, required, column in (
+        (f"groups: got None with keep_groups={keep_groups!r}", keep_groups != "none", groups),
+        ("modality: got None with uniform_modality=True", uniform_modality, modality),
+        (f"images: got None with image_cap={image_cap!r}", image_cap is not None, images),
+    ):
+        if required and column is None:
+            raise ValueError(f"{name}, expected a value for each sample")
+    token_cap = None if token_cap is None else _positive("token_cap", token_cap)
+    image_cap = None if image_cap is None else _positive("image_cap", image_cap)
+    ranks = _positive("ranks", ranks, _MOST_MICRO_BATCHES)
+    if micro_batches is not None:
+        micro_batches = _positive("micro_batches", micro_batches, _MOST_MICRO_BATCHES // ranks)
+    if equal_counts and (token_cap is not None or image_cap is not None):
+        raise ValueError("equal_counts: got True with token_cap or image_cap, expected one without the other")
+
+    records: Any = lengths if callable(getattr(lengths, "token_lengths", None)) else None
+    tokens = _integers("lengths", lengths if records is None else records.token_lengths())
+    count = len(tokens)
+    if loss_tokens is None and records is not None:
+        loss_tokens = _count_loss_tokens(records, tokens)
+    loss_counts = tokens if loss_tokens is None else _integers("loss_tokens", loss_tokens, count)
+    if (loss_counts > tokens).any():
+        i = int(np.flatnonzero(loss_counts > tokens)[0])
+        raise ValueError(f"loss_tokens[{i}]: got {loss_counts[i]}, expected at most {tokens[i]}, the sample's length")
+    image_counts = np.zeros(count, np.int64) if images is None else _integers("images", images, count)
+    costs = tokens.astype(np.float64) if cost is None else _costs(cost, tokens)
+    group_of, group_keys = (None, []) if groups is None else _keys("groups", groups, count)
+    labels = None if modality is None else _sorted_keys(*_keys("modality", modality, count))
+    if not count and empty != "allow":
+        raise PlanError("lengths", "there are no samples; empty='allow' gives every rank an empty micro-batch")
+
+    # Columns that were not given follow from the lengths.
+    columns: list[Ints | Floats] = [tokens]
+    columns += [] if cost is None or isinstance(cost, Cost) else [costs]
+    columns += [] if images is None else [image_counts]
+    columns += [] if loss_counts is tokens else [loss_counts]
+    columns += [] if labels is None else [labels[0]]
+    kinds = _kinds(columns)
+    # The size of all samples together, padded to the longest; packed it is less.
+    room = count * max(int(tokens.max(initial=0)), 1)
+    limits = Limits(
+        None if token_cap is None else min(token_cap, max(room, 1)),
+        None if image_cap is None else min(image_cap, max(int(image_counts.sum()), 1)),
+        layout == "padded",
+    )
+    atom_of = group_of if keep_groups == "micro_batch" else None
+    request = Request(
+        ranks=ranks,
+        micro_batches=micro_batches,
+        token_cap=token_cap,
+        image_cap=image_cap,
+        limits=limits,
+        lengths=tokens,
+        images=image_counts,
+        costs=costs,
+        loss_tokens=loss_counts,
+        group_of=group_of,
+        group_keys=group_keys,
+        keep_groups=keep_groups,
+        modality=labels,
+        uniform_modality=bool(uniform_modality),
+        equal_counts=bool(equal_counts),
+        alone=oversize == "alone",
+        may_be_empty=empty == "allow",
+        atom_of=atom_of,
+        kinds=kinds,
+        atoms=Atoms.of(atom_of, tokens, image_counts, costs, kinds),
+    )
+    return _assemble(request, *_place(request))
 
 
 class PlanError(RollbookError, ValueError):
@@ -959,24 +492,216 @@ def _some(numbers: tuple[int, ...]) -> str:
     return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
 
 
-KeepGroups = Literal["none", "micro_batch", "rank"]
-Layout = Literal["packed", "padded"]
-Oversize = Literal["error", "alone"]
-Empty = Literal["error", "allow"]
+# --- costs ------------------------------------------------------------------------------------------------------------
 
-_MOST_MICRO_BATCHES = 1 << 22  # gigabytes of them; more is a mistake that would only show when memory is full
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MOE_KEYS = {
+    *_EXPERTS,
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "n_shared_experts",
+    "moe_layer_freq",
+}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOPs of a sample of L tokens: `constant + linear * L + quadratic * L**2`, and a part for sliding windows.
+
+    - `linear`: matrix products, per token.
+    - `quadratic`: attention that looks at every earlier token; the causal half is in the number.
+    - `windows`: (window, coefficient) for attention that looks back at most `window` tokens: `coefficient * L**2` up to
+      there, then a straight line, `coefficient * window * (2 * L - window)`.
+    - `constant`: per sample.
+
+    Only proportions matter to a plan, so the backward pass, which multiplies everything by three, is left out.
+
+    >>> Cost(linear=10, quadratic=2)([0, 1, 3]).tolist()
+    [0.0, 12.0, 48.0]
+    >>> Cost(linear=0, windows=((4, 1.0),))([2, 4, 5]).tolist()  # 4 * (2 * 5 - 4) = 24, one less than 5 * 5
+    [4.0, 16.0, 24.0]
+    """
+
+    linear: float = 1.0
+    quadratic: float = 0.0
+    constant: float = 0.0
+    windows: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        parts = {"linear": self.linear, "quadratic": self.quadratic, "constant": self.constant}
+        for i, (window, coefficient) in enumerate(self.windows):
+            parts[f"windows[{i}][1]"] = coefficient
+            if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+                raise ValueError(f"windows[{i}][0]: got {window!r}, expected a whole number of tokens, 1 or more")
+        for name, value in parts.items():
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < 1e100:
+                raise ValueError(f"{name}: got {value!r}, expected a number, 0 or more and below 1e100")
+        if not any(parts.values()):
+            raise ValueError("linear, quadratic, constant, windows: got 0 in all of them, expected a cost")
+
+    def __call__(self, lengths: Sequence[int] | Ints) -> NDArray[np.float64]:
+        """[N] The cost of samples of these lengths."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        total: NDArray[np.float64] = self.constant + tokens * (self.linear + self.quadratic * tokens)
+        for window, coefficient in self.windows:
+            seen = np.minimum(tokens, window)
+            total = total + coefficient * seen * (2 * tokens - seen)
+        return total
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig | Mapping[str, Any], *, gated: bool = True) -> Cost:
+        """The cost of a decoder from its transformers config, an object or a dict (`text_config` inside is found).
+
+        Needed: `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`, `vocab_size`.
+        Understood: `num_key_value_heads`, `head_dim`; experts (`num_experts`, `num_local_experts` or
+        `n_routed_experts`, `num_experts_per_tok`, `moe_intermediate_size`, `shared_expert_intermediate_size`,
+        `n_shared_experts`) and which layers have them (`mlp_only_layers`, `decoder_sparse_step`,
+        `first_k_dense_replace`, `moe_layer_freq`); windows (`sliding_window`, `layer_types`, `use_sliding_window` with
+        `max_window_layers`, `sliding_window_pattern`); latent attention (`kv_lora_rank` and its kin). A config object
+        is better than its JSON file: it fills in `layer_types`. `gated=False` is for an MLP of two matrices instead of
+        three. A vision tower is not counted.
+
+        Two layers; each has 8*8 + 2*8*4 + 8*8 = 192 weights in attention (two heads of four, one of keys and values)
+        and 3*8*16 = 384 in its MLP; the head has 8*32 = 256. A weight is two FLOPs per token: 2 * (2*576 + 256) =
+        2816. Scores and values are 2 * 2 * 8 FLOPs for each pair of tokens, half of which is causal: 2 * 16 = 32.
+
+        >>> tiny = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        ...             num_key_value_heads=1, head_dim=4, vocab_size=32)
+        >>> Cost.from_config(tiny)
+        Cost(linear=2816.0, quadratic=32.0, constant=0.0, windows=())
+        >>> float(Cost.from_config(tiny)([10])[0])  # 2816 * 10 + 32 * 10 * 10
+        31360.0
+
+        Four experts of width 16, two for each token, and a router of 8*4: only the two count.
+
+        >>> moe = tiny | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+        >>> Cost.from_config(moe).linear == 2 * (2 * (192 + 2 * 384 + 8 * 4) + 256)
+        True
+        """
+        inner = _find(config, "text_config")
+        model = _Config(config if inner is None else inner)
+        hidden, layers = model.size("hidden_size"), model.size("num_hidden_layers")
+        projections, scores = _attention(model, hidden)
+        weights = layers * projections + hidden * model.size("vocab_size")
+        weights += sum(_mlp(model, hidden, layers, 3 if gated else 2))
+        kinds = _layer_windows(model, layers)
+        windows = sorted({window for window in kinds if window is not None})
+        return cls(
+            linear=2.0 * weights,
+            quadratic=float(scores * kinds.count(None)),
+            windows=tuple((window, float(scores * kinds.count(window))) for window in windows),
+        )
+
+
+class _Config:
+    """A config's values by name; `None` and absent are the same thing."""
+
+    def __init__(self, config: PretrainedConfig | Mapping[str, Any]) -> None:
+        if config is None or isinstance(config, (str, bytes, Sequence, Real)):
+            raise ValueError(f"config: got {type(config).__name__}, expected a dict or a transformers config")
+        self.config = config
+
+    def get(self, name: str) -> Any:
+        return _find(self.config, name)
+
+    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of the config; without a default it must be there."""
+        value = self.get(name)
+        if value is None:
+            if default is None:
+                raise ValueError(f"config: {name!r} is missing, expected a whole number")
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"config: {name!r}: got {value!r}, expected a whole number, {least} or more")
+        return value
+
+    def names(self) -> list[str]:
+        return list(self.config if isinstance(self.config, Mapping) else vars(self.config))
+
+
+def _find(config: PretrainedConfig | Mapping[str, Any], name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _attention(model: _Config, hidden: int) -> tuple[int, int]:
+    """Weights of the projections, and FLOPs of scores and values per squared token (the causal half), per layer."""
+    heads = model.size("num_attention_heads")
+    if model.get("kv_lora_rank") is not None:  # latent attention: keys and values come from a small shared vector
+        rope, nope = model.size("qk_rope_head_dim"), model.size("qk_nope_head_dim")
+        value, latent = model.size("v_head_dim"), model.size("kv_lora_rank")
+        rank = model.get("q_lora_rank")
+        query = heads * (nope + rope)
+        weights = hidden * query if rank is None else model.size("q_lora_rank") * (hidden + query)
+        weights += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
+        return weights, heads * (nope + rope + value)
+    if model.get("head_dim") is None and hidden % heads:
+        raise ValueError(
+            f"config: 'hidden_size' {hidden} is no multiple of 'num_attention_heads' {heads}, and no head_dim"
+        )
+    width = model.size("head_dim", hidden // heads)
+    shared = model.size("num_key_value_heads", heads)
+    return 2 * hidden * width * (heads + shared), 2 * heads * width
+
+
+def _mlp(model: _Config, hidden: int, layers: int, matrices: int) -> list[int]:
+    """Weights that a token meets in each layer's MLP: a dense one, or a router and the experts it is sent to."""
+    dense = matrices * hidden * model.size("intermediate_size")
+    for name in model.names():
+        named = "expert" in name or name.startswith(("moe_", "interleave_moe"))
+        value = model.get(name) if named and name not in _MOE_KEYS else None
+        # Switches, coefficients and names of kernels do not change the count; unknown sizes and lists of layers may.
+        if isinstance(value, (int, list, tuple)) and not isinstance(value, bool) and value:
+            raise ValueError(
+                f"config: {name!r}: got {reprlib.repr(value)}, and what it means for the experts is not known; build "
+                "Cost(linear=..., quadratic=...) by hand"
+            )
+    experts = next((model.size(name, 0, least=0) for name in _EXPERTS if model.get(name) is not None), 0)
+    if not experts:
+        return [dense] * layers
+    width = model.size("moe_intermediate_size", model.size("intermediate_size"))
+    active = model.size("num_experts_per_tok") * width
+    active += model.size("shared_expert_intermediate_size", 0, least=0)
+    active += model.size("n_shared_experts", 0, least=0) * width
+    sparse = hidden * experts + matrices * hidden * active
+    always_dense = set(model.get("mlp_only_layers") or ())
+    first, every = model.size("first_k_dense_replace", 0, least=0), model.size("moe_layer_freq", 1)
+    step = model.size("decoder_sparse_step", 1)
+    return [dense if i in always_dense or (i + 1) % step or i < first or i % every else sparse for i in range(layers)]
+
+
+def _layer_windows(model: _Config, layers: int) -> list[int | None]:
+    """How far back each layer looks; `None` is all the way."""
+    kinds = model.get("layer_types")
+    if kinds is not None:
+        if len(kinds) != layers:
+            raise ValueError(f"config: 'layer_types': got {len(kinds)} entries, expected {layers}, one for each layer")
+        for kind in kinds:
+            if kind not in (_FULL, _SLIDING):
+                raise ValueError(f"config: 'layer_types': got {kind!r}, expected {_FULL!r} or {_SLIDING!r}")
+        return [model.size("sliding_window") if kind == _SLIDING else None for kind in kinds]
+    if not model.get("sliding_window") or model.get("use_sliding_window") is False:
+        return [None] * layers
+    window = model.size("sliding_window")
+    full_before = model.size("max_window_layers", 0, least=0)
+    pattern = model.size("sliding_window_pattern", 0, least=0)
+    return [None if i < full_before or (pattern and not (i + 1) % pattern) else window for i in range(layers)]
+
+
+# --- arguments of `plan` ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for. N samples; A atoms: samples, or groups that stay in one micro-batch."""
+    """The checked arguments of `plan`. N samples; A atoms: samples, or groups that stay in one micro-batch."""
 
     ranks: int
     micro_batches: int | None
     token_cap: int | None
     image_cap: int | None
     limits: Limits
-    """The caps, or what all samples take together where that is less: so that any whole number may be a cap."""
+    """The caps, or the size of all samples together if that is less, so that any integer may be a cap."""
     lengths: Ints
     images: Ints
     costs: Floats
@@ -985,129 +710,28 @@ class Request:
     group_keys: list[Hashable]
     keep_groups: KeepGroups
     modality: tuple[Ints, list[Hashable]] | None
-    """[N] Each sample's label by number, and the labels, in the order of their alphabet."""
+    """[N] The number of each sample's label, and the labels in alphabetical order."""
     uniform_modality: bool
     equal_counts: bool
     alone: bool
     may_be_empty: bool
-    whole: Ints | None
-    """[N] Each sample's atom, where atoms are groups."""
+    atom_of: Ints | None
+    """[N] Each sample's atom, if atoms are groups."""
     kinds: Ints
-    """[N] Samples of which everything but the group is the same have the same number."""
+    """[N] Samples that are equal in everything but the group have the same number."""
     atoms: Atoms
 
-    @classmethod
-    def read(
-        cls,
-        lengths: Any,
-        *,
-        token_cap: Any,
-        ranks: Any,
-        micro_batches: Any,
-        groups: Any,
-        keep_groups: KeepGroups,
-        modality: Any,
-        uniform_modality: bool,
-        images: Any,
-        image_cap: Any,
-        cost: Any,
-        loss_tokens: Any,
-        layout: Layout,
-        equal_counts: bool,
-        oversize: Oversize,
-        empty: Empty,
-    ) -> Request:
-        """The arguments of `planner.plan`, checked."""
-        for name, option, kind in (
-            ("keep_groups", keep_groups, KeepGroups),
-            ("layout", layout, Layout),
-            ("oversize", oversize, Oversize),
-            ("empty", empty, Empty),
-        ):
-            if not isinstance(option, str) or option not in get_args(kind):
-                raise ValueError(f"{name}: got {option!r}, expected one of {', '.join(map(repr, get_args(kind)))}")
-        for name, flag in (("uniform_modality", uniform_modality), ("equal_counts", equal_counts)):
-            if not isinstance(flag, (bool, np.bool_)):
-                raise ValueError(f"{name}: got {flag!r}, expected True or False")
-        for name, asked, values in (
-            (f"groups: got None with keep_groups={keep_groups!r}", keep_groups != "none", groups),
-            ("modality: got None with uniform_modality=True", uniform_modality, modality),
-            (f"images: got None with image_cap={image_cap!r}", image_cap is not None, images),
-        ):
-            if asked and values is None:
-                raise ValueError(f"{name}, expected a value for each sample")
-        token_cap = None if token_cap is None else _positive("token_cap", token_cap)
-        image_cap = None if image_cap is None else _positive("image_cap", image_cap)
-        ranks = _positive("ranks", ranks, _MOST_MICRO_BATCHES)
-        if micro_batches is not None:
-            micro_batches = _positive("micro_batches", micro_batches, _MOST_MICRO_BATCHES // ranks)
-        if equal_counts and (token_cap is not None or image_cap is not None):
-            raise ValueError("equal_counts: got True with token_cap or image_cap, expected one without the other")
-        records = callable(getattr(lengths, "token_lengths", None))
-        tokens = _whole_numbers("lengths", lengths.token_lengths() if records else lengths)
-        count = len(tokens)
-        if loss_tokens is None and records:
-            loss_tokens = _loss_tokens(lengths, tokens)
-        counted = tokens if loss_tokens is None else _whole_numbers("loss_tokens", loss_tokens, count)
-        if (counted > tokens).any():
-            i = int(np.flatnonzero(counted > tokens)[0])
-            raise ValueError(f"loss_tokens[{i}]: got {counted[i]}, expected at most {tokens[i]}, the sample's length")
-        found = np.zeros(count, np.int64) if images is None else _whole_numbers("images", images, count)
-        costs = _costs(cost, tokens)
-        group_of, group_keys = (None, []) if groups is None else _keys("groups", groups, count)
-        whole = group_of if keep_groups == "micro_batch" else None
-        labels = None if modality is None else _sorted_keys(*_keys("modality", modality, count))
-        # What was not given follows from the lengths.
-        columns: list[Ints | Floats] = [tokens]
-        columns += [] if cost is None or isinstance(cost, Cost) else [costs]
-        columns += [] if images is None else [found]
-        columns += [] if counted is tokens else [counted]
-        columns += [] if labels is None else [labels[0]]
-        kinds = _kinds(columns)
-        # What all samples take together, padded to the longest; packed it is less.
-        room = count * max(int(tokens.max(initial=0)), 1)
-        limits = Limits(
-            None if token_cap is None else min(token_cap, max(room, 1)),
-            None if image_cap is None else min(image_cap, max(int(found.sum()), 1)),
-            layout == "padded",
-        )
-        request = cls(
-            ranks=ranks,
-            micro_batches=micro_batches,
-            token_cap=token_cap,
-            image_cap=image_cap,
-            limits=limits,
-            lengths=tokens,
-            images=found,
-            costs=costs,
-            loss_tokens=counted,
-            group_of=group_of,
-            group_keys=group_keys,
-            keep_groups=keep_groups,
-            modality=labels,
-            uniform_modality=bool(uniform_modality),
-            equal_counts=bool(equal_counts),
-            alone=oversize == "alone",
-            may_be_empty=empty == "allow",
-            whole=whole,
-            kinds=kinds,
-            atoms=Atoms.of(whole, tokens, found, costs, kinds),
-        )
-        if not count and not request.may_be_empty:
-            raise PlanError("lengths", "there are no samples; empty='allow' gives every rank an empty micro-batch")
-        return request
-
     def atoms_of(self, codes: Ints | None) -> Atoms:
-        """One atom for each sample, or for each group that `codes` [N] numbers."""
+        """Return one atom for each sample, or for each group that `codes` [N] numbers."""
         return Atoms.of(codes, self.lengths, self.images, self.costs, self.kinds)
 
     def samples(self, atom: int) -> Ints:
-        """The samples of an atom."""
-        return np.array([atom]) if self.whole is None else np.flatnonzero(self.whole == atom)
+        """Return the samples of an atom."""
+        return np.array([atom]) if self.atom_of is None else np.flatnonzero(self.atom_of == atom)
 
     def describe(self, atom: int) -> str:
-        """An atom in words."""
-        if self.whole is None:
+        """Describe an atom in an error message."""
+        if self.atom_of is None:
             return f"sample {atom}"
         samples = self.samples(atom)
         shown = ", ".join(map(str, samples[:4])) + (", ..." if len(samples) > 4 else "")
@@ -1115,11 +739,11 @@ class Request:
 
     @property
     def noun(self) -> str:
-        """What atoms are."""
-        return "samples" if self.whole is None else "groups"
+        """`samples` or `groups`, whichever the atoms are."""
+        return "samples" if self.atom_of is None else "groups"
 
 
-def _positive(name: str, value: Any, most: int | None = None) -> int:
+def _positive(name: str, value: int, most: int | None = None) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name}: got {value!r}, expected a whole number, 1 or more")
     number = int(value)
@@ -1130,7 +754,7 @@ def _positive(name: str, value: Any, most: int | None = None) -> int:
     return number
 
 
-def _list(name: str, values: Any, count: int | None) -> Any:
+def _list(name: str, values: Iterable[Any], count: int | None) -> Any:
     """The values as an array or a list, once there are `count` of them."""
     if isinstance(values, Mapping) or not isinstance(values, Iterable):
         raise ValueError(f"{name}: got {type(values).__name__}, expected a value for each sample")
@@ -1145,28 +769,56 @@ def _list(name: str, values: Any, count: int | None) -> Any:
     return values
 
 
-def _whole_numbers(name: str, values: Any, count: int | None = None) -> Ints:
-    values = _list(name, values, count)
-    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
-        for i, value in enumerate(values):
-            if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
-                raise ValueError(f"{name}[{i}]: got {value!r}, expected a whole number, 0 or more")
-    numbers: Ints = np.array([min(int(v), 2**62) for v in values] if isinstance(values, list) else values, np.int64)
+def _integers(name: str, values: Iterable[Any], count: int | None = None) -> Ints:
+    entries = _list(name, values, count)
+    if not isinstance(entries, np.ndarray) or entries.dtype.kind not in "iu":
+        for i, entry in enumerate(entries):
+            if isinstance(entry, (bool, np.bool_)) or not isinstance(entry, Integral):
+                raise ValueError(f"{name}[{i}]: got {entry!r}, expected a whole number, 0 or more")
+    numbers: Ints = np.array([min(int(n), 2**62) for n in entries] if isinstance(entries, list) else entries, np.int64)
     if len(numbers) and (numbers.min() < 0 or numbers.max() >= 2**40):
         i = int(np.flatnonzero((numbers < 0) | (numbers >= 2**40))[0])
-        raise ValueError(f"{name}[{i}]: got {values[i]}, expected a whole number, 0 or more and below 2**40")
+        raise ValueError(f"{name}[{i}]: got {entries[i]}, expected a whole number, 0 or more and below 2**40")
     return numbers
 
 
-def _keys(name: str, values: Any, count: int) -> tuple[Ints, list[Hashable]]:
+def _costs(cost: Cost | Iterable[float], lengths: Ints) -> Floats:
+    if cost is None:
+        return lengths.astype(np.float64)
+    if isinstance(cost, Cost):
+        return cost(lengths)
+    values = _list("cost", cost, len(lengths))
+    try:
+        numbers: Floats = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"cost: got {values!r}, expected a Cost or a number for each sample") from None
+    wrong = np.flatnonzero(~((numbers >= 0) & (numbers < 1e200)))  # so that sums and products stay finite
+    if len(wrong):
+        raise ValueError(f"cost[{wrong[0]}]: got {values[wrong[0]]!r}, expected a number, 0 or more and below 1e200")
+    return numbers
+
+
+def _count_loss_tokens(records: Experiences, lengths: Ints) -> list[int]:
+    """Count the tokens of each record in the loss: those in its mask or, without one, all of its response."""
+    from rollbook.batch.columns import mask_unpredicted
+
+    records = mask_unpredicted(records)
+    responses = (lengths - np.minimum(records.prompt_lengths(), lengths)).tolist()
+    masks = records.values("action_mask")
+    return [
+        response if mask is None else int((mask != 0).sum()) for mask, response in zip(masks, responses, strict=True)
+    ]
+
+
+def _keys(name: str, values: Iterable[Hashable], count: int) -> tuple[Ints, list[Hashable]]:
     """[N] Numbers in place of the keys, and the keys by number, as they first appear."""
     numbers: dict[Hashable, int] = {}
     codes = []
     values = _list(name, values, count)
-    for i, given in enumerate(values.tolist() if isinstance(values, np.ndarray) else values):
-        key = _plain(given)
+    for i, label in enumerate(values.tolist() if isinstance(values, np.ndarray) else values):
+        key = _plain(label)
         if key is None:
-            raise ValueError(f"{name}[{i}]: got {given!r}, expected a key, such as a string or a number")
+            raise ValueError(f"{name}[{i}]: got {label!r}, expected a key, such as a string or a number")
         codes.append(numbers.setdefault(key, len(numbers)))
     return np.array(codes, dtype=np.int64), list(numbers)
 
@@ -1201,8 +853,8 @@ def _sorted_keys(codes: Ints, keys: list[Hashable]) -> tuple[Ints, list[Hashable
 
 
 def _kinds(columns: list[Ints | Floats]) -> Ints:
-    """[N] The same number for samples that agree in all columns [N]; the largest come first."""
-    order = np.lexsort([-column for column in reversed(columns)])
+    """[N] Number the samples so that those that agree in all columns [N] have the same number, the largest first."""
+    order = np.lexsort(-np.stack(columns[::-1]))
     changes = np.zeros(len(order), dtype=np.bool_)
     for column in columns:
         changes[1:] |= np.diff(column[order]) != 0
@@ -1211,113 +863,68 @@ def _kinds(columns: list[Ints | Floats]) -> Ints:
     return kinds
 
 
-def _costs(cost: Any, lengths: Ints) -> Floats:
-    if cost is None:
-        return lengths.astype(np.float64)
-    if isinstance(cost, Cost):
-        return cost(lengths)
-    values = _list("cost", cost, len(lengths))
-    try:
-        numbers: Floats = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise ValueError(f"cost: got {values!r}, expected a Cost or a number for each sample") from None
-    wrong = np.flatnonzero(~((numbers >= 0) & (numbers < 1e200)))  # so that sums and products stay finite
-    if len(wrong):
-        raise ValueError(f"cost[{wrong[0]}]: got {values[wrong[0]]!r}, expected a number, 0 or more and below 1e200")
-    return numbers
+# --- which atom goes where --------------------------------------------------------------------------------------------
 
 
-def _loss_tokens(records: Any, lengths: Ints) -> list[int]:
-    """How many tokens of each record count in the loss: those in its mask or, without one, all of its response."""
-    from rollbook.batch.columns import mask_unpredicted
+def _place(request: Request) -> tuple[list[Bins], list[Hashable], list[_Phase]]:
+    """Return the atoms of each [rank][step], the modality of each step, and the phases that the steps come from."""
+    limits, atoms = request.limits, request.atoms
+    over = limits.over(atoms)
+    if over.any():
+        _check_oversize(request, over)
+    rank_of = None
+    if request.group_of is not None and request.keep_groups == "rank":
+        rank_of = _assign_groups(request, request.group_of)
 
-    records = mask_unpredicted(records)
-    responses = (lengths - np.minimum(records.prompt_lengths(), lengths)).tolist()
-    masks = records.values("action_mask")
-    return [
-        response if mask is None else int((mask != 0).sum()) for mask, response in zip(masks, responses, strict=True)
-    ]
+    # Each modality is a phase; its atoms are packed for all ranks together, or rank by rank.
+    everything = np.arange(len(atoms.count))
+    by_modality: list[tuple[Hashable, Ints]] = [(None, everything)] if len(everything) else []
+    if request.uniform_modality and request.modality is not None:
+        by_modality = _by_modality(request, *request.modality)
+    phases = []
+    for label, ids in by_modality:
+        shares = [(list(range(request.ranks)), ids)]
+        if rank_of is not None:
+            shares = [([rank], ids[rank_of[ids] == rank]) for rank in range(request.ranks)]
+        pools = []
+        steps = 1
+        for ranks, share in shares:
+            alone, rest = share[over[share]], share[~over[share]]
+            if limits.fit_one_bin(atoms, rest):
+                start = [rest.tolist()] if len(rest) else []
+            else:
+                bound = len(alone) + _lower_bound(request, rest)
+                start = _pack(atoms, rest, limits, enough=-(-bound // len(ranks)) * len(ranks) - len(alone))
+            pools.append(_Pool(ranks, alone, rest, start, len(alone) + len(start)))
+            steps = max(steps, -(-pools[-1].needed // len(ranks)))
+        bound = int(over[ids].sum()) + _lower_bound(request, ids[~over[ids]])
+        total = fsum(atoms.cost[ids].tolist())  # exact, and so independent of the order of samples
+        phases.append(_Phase(label, pools, bound, total, steps))
+    if request.micro_batches is not None:
+        _share_steps(request, phases, request.micro_batches)
 
-
-def plan(
-    lengths: Any,
-    *,
-    token_cap: int | None = None,
-    ranks: int = 1,
-    micro_batches: int | None = None,
-    groups: Any = None,
-    keep_groups: KeepGroups = "none",
-    modality: Any = None,
-    uniform_modality: bool = False,
-    images: Any = None,
-    image_cap: int | None = None,
-    cost: Any = None,
-    loss_tokens: Any = None,
-    layout: Layout = "packed",
-    equal_counts: bool = False,
-    oversize: Oversize = "error",
-    empty: Empty = "error",
-) -> Plan:
-    """Say which sample goes into which micro-batch of which rank; the module's docstring lists the promises.
-
-    - `lengths` [N]: tokens of each sample: a list, array or tensor of whole numbers, or `Experiences`.
-    - `token_cap`: tokens that a micro-batch may occupy: the sum of its lengths or, with `layout="padded"`, samples
-      times the longest. `None`: no cap.
-    - `ranks`; `micro_batches` on each of them. `None`: as few as the caps allow; without caps, one.
-    - `groups` [N]: a key for each sample, such as its task's id. Equal keys are one group, wherever they stand.
-    - `keep_groups`: `"micro_batch"` keeps each group in one micro-batch, `"rank"` on one rank.
-    - `modality` [N]: a label for each sample, such as `"text"` or `"image"`. With `uniform_modality` all ranks have the
-      same one in a step, so that all run the vision tower or none does; steps go by the labels' alphabet.
-    - `images` [N], `image_cap`: images (or vision tokens) of each sample, and how many a micro-batch may hold.
-    - `cost`: what is balanced: a `Cost`, or [N] numbers. `None`: tokens. Padded, each sample costs what the costliest
-      of its micro-batch does.
-    - `loss_tokens` [N]: tokens that count in the loss, no more than `lengths`. `None`: all; of `Experiences`, those in
-      the `action_mask`.
-    - `equal_counts`: equally many samples for all ranks in a step; not together with caps.
-    - `oversize`: a sample over a cap is an `"error"`, or goes `"alone"`.
-    - `empty`: fewer samples (or groups) than micro-batches is an `"error"`, or `"allow"` leaves some empty.
-
-    A rank's micro-batches fall in cost (for each modality), so that what the device cannot hold fails at once. Raises
-    `PlanError` for what cannot be met, and `ValueError` for arguments that make no sense.
-
-    >>> found = plan([700, 200, 300, 100, 600, 400], token_cap=1000, groups="aabbcc", keep_groups="micro_batch")
-    >>> [batch.indices.tolist() for batch in found[0]]
-    [[4, 5], [0, 1], [2, 3]]
-    """
-    request = Request.read(
-        lengths,
-        token_cap=token_cap,
-        ranks=ranks,
-        micro_batches=micro_batches,
-        groups=groups,
-        keep_groups=keep_groups,
-        modality=modality,
-        uniform_modality=uniform_modality,
-        images=images,
-        image_cap=image_cap,
-        cost=cost,
-        loss_tokens=loss_tokens,
-        layout=layout,
-        equal_counts=equal_counts,
-        oversize=oversize,
-        empty=empty,
-    )
-    return _assemble(request, *_place(request))
-
-
-@dataclass
-class _Pool:
-    """Atoms of one modality that may go to any of these ranks."""
-
-    ranks: list[int]
-    alone: Ints
-    rest: Ints
-    start: Bins
-    """The rest in as few bins as were found."""
-
-    @property
-    def needed(self) -> int:
-        return len(self.alone) + len(self.start)
+    grid: list[Bins] = [[] for _ in range(request.ranks)]
+    labels: list[Hashable] = []
+    totals = [0.0] * request.ranks
+    for phase in phases:
+        labels += [phase.label] * phase.steps
+        for pool in phase.pools:
+            count = phase.steps * len(pool.ranks)
+            if request.equal_counts or len(pool.alone) + len(pool.rest) < count:
+                _check_enough(request, phase, pool, count)
+            bins: Bins = np.expand_dims(pool.alone, 1).tolist()
+            if request.ranks == 1 and limits.capped and pool.needed == count:
+                bins += pool.start  # with one rank, no rank waits for another: costs need not be level
+            else:
+                bins += _level_bins(atoms, pool.rest, count - len(bins), limits, pool.start, equal=request.equal_counts)
+            if count == 1:
+                grid[pool.ranks[0]] += bins
+            else:
+                _arrange(request, bins, pool.ranks, totals, grid)
+    if not phases:
+        labels = [None] * (request.micro_batches or 1)
+        grid = [[[] for _ in labels] for _ in range(request.ranks)]
+    return grid, labels, phases
 
 
 @dataclass
@@ -1331,60 +938,28 @@ class _Phase:
     steps: int
 
 
-# --- where each atom goes ---------------------------------------------------------------------------------------
+@dataclass
+class _Pool:
+    """Atoms of one modality that may go to any of these ranks."""
+
+    ranks: list[int]
+    alone: Ints
+    """Atoms over a cap, each with a micro-batch of its own."""
+    rest: Ints
+    start: Bins
+    """The rest in few bins."""
+    needed: int
+    """Bins of both."""
 
 
-def _place(request: Request) -> tuple[list[Bins], list[Hashable], list[_Phase]]:
-    """[rank][step] the atoms there, each step's modality, and the phases they come from."""
-    over = _over(request)
-    groups = request.group_of if request.keep_groups == "rank" else None
-    home = None if groups is None else _homes(request, groups)
-    phases = []
-    for label, ids in _by_modality(request):
-        shares = [(list(range(request.ranks)), ids)]
-        if home is not None:
-            shares = [([rank], ids[home[ids] == rank]) for rank in range(request.ranks)]
-        pools = []
-        for ranks, share in shares:
-            alone, rest = share[over[share]], share[~over[share]]
-            wide = len(ranks)
-            bound = len(alone) + _lower_bound(request, rest)
-            start = fewest(request.atoms, rest, request.limits, enough=-(-bound // wide) * wide - len(alone))
-            pools.append(_Pool(ranks, alone, rest, start))
-        bound = int(over[ids].sum()) + _lower_bound(request, ids[~over[ids]])
-        steps = max(1, *(-(-pool.needed // len(pool.ranks)) for pool in pools))
-        total = fsum(request.atoms.cost[ids].tolist())  # exact, and so the same in whatever order samples are given
-        phases.append(_Phase(label, pools, bound, total, steps))
-    _share_steps(request, phases)
-    grid: list[Bins] = [[] for _ in range(request.ranks)]
-    labels: list[Hashable] = []
-    totals = [0.0] * request.ranks
-    for phase in phases:
-        labels += [phase.label] * phase.steps
-        for pool in phase.pools:
-            wanted = phase.steps * len(pool.ranks)
-            _check_enough(request, phase, pool, wanted)
-            bins: Bins = [[atom] for atom in pool.alone.tolist()]
-            if request.ranks == 1 and request.limits.capped and pool.needed == wanted:
-                bins += pool.start  # nobody waits: what is packed need not be level
-            else:
-                free = wanted - len(bins)
-                bins += spread(request.atoms, pool.rest, free, request.limits, pool.start, request.equal_counts)
-            _arrange(request, bins, pool.ranks, totals, grid)
-    if not phases:
-        labels = [None] * (request.micro_batches or 1)
-        grid = [[[] for _ in labels] for _ in range(request.ranks)]
-    return grid, labels, phases
-
-
-def _over(request: Request) -> NDArray[np.bool_]:
-    """[A] Which atoms go alone, as they exceed a cap; raises unless that was asked for, and always for a group."""
+def _check_oversize(request: Request, over: NDArray[np.bool_]) -> None:
+    """Raise for an atom over a cap, unless it is a sample that may be alone."""
     limits, atoms = request.limits, request.atoms
-    over = limits.over(atoms)
     for atom in np.flatnonzero(over).tolist():
         if request.alone and atoms.count[atom] == 1:
             continue
-        size, name, cap, noun = int(limits.sizes(atoms)[atom]), "token_cap", request.token_cap, "tokens"
+        size = int(atoms.count[atom] * atoms.longest[atom] if limits.padded else atoms.tokens[atom])
+        name, cap, noun = "token_cap", request.token_cap, "tokens"
         if cap is None or size <= cap:
             size, name, cap, noun = int(atoms.images[atom]), "image_cap", request.image_cap, "images"
         hint = "oversize='alone' gives it a micro-batch of its own"
@@ -1392,21 +967,10 @@ def _over(request: Request) -> NDArray[np.bool_]:
             hint = "keep_groups='micro_batch' does not let it be divided"
         sample = int(request.samples(atom)[0])
         raise PlanError(name, f"{request.describe(atom)} takes {size} {noun}, over the cap of {cap}; {hint}", sample)
-    return over
 
 
-def _lower_bound(request: Request, ids: Ints) -> int:
-    if not request.limits.capped:
-        return min(len(ids), 1)
-    if request.whole is None or not request.limits.padded:
-        return lower_bound(request.atoms, ids, request.limits)
-    # How much padding a group causes depends on its neighbours: bounded by its samples, each for itself.
-    samples = np.flatnonzero(np.isin(request.whole, ids))
-    return lower_bound(request.atoms_of(None), samples, request.limits)
-
-
-def _homes(request: Request, groups: Ints) -> Ints:
-    """[N] Each sample's rank, where groups stay on one."""
+def _assign_groups(request: Request, groups: Ints) -> Ints:
+    """[N] Assign whole groups to ranks; returns the rank of each sample."""
     keys = request.group_keys
     blocks = request.atoms_of(groups)
     ids = np.arange(len(keys))
@@ -1429,26 +993,22 @@ def _homes(request: Request, groups: Ints) -> Ints:
             )
         if len(ids) % request.ranks:
             raise PlanError("equal_counts", f"{len(ids)} groups are no multiple of {request.ranks} ranks", 0)
-    home = np.empty(len(keys), dtype=np.int64)
-    for rank, members in enumerate(spread(blocks, ids, request.ranks, Limits(), [], request.equal_counts)):
-        home[members] = rank
-    return home[groups]
+    rank_of_group = np.empty(len(keys), dtype=np.int64)
+    for rank, members in enumerate(_level_bins(blocks, ids, request.ranks, Limits(), [], equal=request.equal_counts)):
+        rank_of_group[members] = rank
+    return rank_of_group[groups]
 
 
-def _by_modality(request: Request) -> list[tuple[Hashable, Ints]]:
-    """The atoms that may share a step, modality by modality."""
-    everything = np.arange(len(request.atoms.count))
-    if not request.uniform_modality or request.modality is None:
-        return [(None, everything)] if len(everything) else []
-    codes, labels = request.modality
+def _by_modality(request: Request, codes: Ints, labels: list[Hashable]) -> list[tuple[Hashable, Ints]]:
+    """Return the atoms of each modality."""
     of_atom = codes
-    if request.whole is not None:
-        of_atom = np.zeros(len(everything), dtype=np.int64)
-        of_atom[request.whole] = codes
-        mixed = np.flatnonzero(of_atom[request.whole] != codes)
+    if request.atom_of is not None:
+        of_atom = np.zeros(len(request.atoms.count), dtype=np.int64)
+        of_atom[request.atom_of] = codes
+        mixed = np.flatnonzero(of_atom[request.atom_of] != codes)
         if len(mixed):
             sample = int(mixed[0])
-            atom = int(request.whole[sample])
+            atom = int(request.atom_of[sample])
             raise PlanError(
                 "uniform_modality",
                 f"sample {sample} is {labels[codes[sample]]!r}, but {request.describe(atom)} also has "
@@ -1458,27 +1018,44 @@ def _by_modality(request: Request) -> list[tuple[Hashable, Ints]]:
     return [(label, np.flatnonzero(of_atom == code)) for code, label in enumerate(labels)]
 
 
-def _share_steps(request: Request, phases: list[_Phase]) -> None:
-    """Give the steps that are left over, if their number is fixed, to the phases whose steps cost the most."""
-    wanted = request.micro_batches
-    if wanted is None:
-        return
+def _lower_bound(request: Request, ids: Ints) -> int:
+    """Bound the number of bins of these atoms from below."""
+    limits, atoms = request.limits, request.atoms
+    if limits.fit_one_bin(atoms, ids):
+        return min(len(ids), 1)
+    if request.atom_of is not None and limits.padded:
+        # The padding that a group causes depends on its neighbors: bounded by its samples, each for itself.
+        ids, atoms = np.flatnonzero(np.isin(request.atom_of, ids)), request.atoms_of(None)
+    bounds = [1]
+    if limits.token_cap is not None:
+        if limits.padded:  # of samples, cutting the sorted row is optimal
+            bounds.append(len(_cut_row(atoms, ids, Limits(limits.token_cap, padded=True))))
+        else:
+            bounds.append(-(-int(atoms.tokens[ids].sum()) // limits.token_cap))
+            bounds.append(int((2 * atoms.tokens[ids] > limits.token_cap).sum()))
+    if limits.image_cap is not None:
+        bounds.append(-(-int(atoms.images[ids].sum()) // limits.image_cap))
+    return max(bounds)
+
+
+def _share_steps(request: Request, phases: list[_Phase], steps: int) -> None:
+    """Give the steps that are left over to the phases whose steps cost the most."""
     least = sum(phase.steps for phase in phases)
-    if least > wanted:
+    if least > steps:
         needed, bound = sum(pool.needed for p in phases for pool in p.pools), sum(p.bound for p in phases)
         caps = {"token_cap": request.token_cap, "image_cap": request.image_cap}
         stated = " and ".join(f"{name}={cap}" for name, cap in caps.items() if cap is not None) or "no cap"
         kinds = f" of {len(phases)} modalities" if len(phases) > 1 else ""
         raise PlanError(
             "micro_batches",
-            f"got {wanted} on each of {request.ranks} ranks, {wanted * request.ranks} in all, but with {stated} "
+            f"got {steps} on each of {request.ranks} ranks, {steps * request.ranks} in all, but with {stated} "
             f"{len(request.lengths)} samples{kinds} with {int(request.lengths.sum())} tokens were packed into no fewer "
             f"than {needed} (at least {bound}), which takes {least} on each",
         )
     if len(phases) == 1:
-        phases[0].steps = wanted
+        phases[0].steps = steps
         return
-    for _ in range(wanted - least if phases else 0):
+    for _ in range(steps - least if phases else 0):
         # One that could fill another step, if there is one.
         def worth(phase: _Phase) -> tuple[bool, float]:
             pools = ((len(p.alone) + len(p.rest), (phase.steps + 1) * len(p.ranks)) for p in phase.pools)
@@ -1487,14 +1064,14 @@ def _share_steps(request: Request, phases: list[_Phase]) -> None:
         max(phases, key=worth).steps += 1
 
 
-def _check_enough(request: Request, phase: _Phase, pool: _Pool, wanted: int) -> None:
+def _check_enough(request: Request, phase: _Phase, pool: _Pool, count: int) -> None:
     """Raise if a micro-batch would stay empty, or counts would differ, and that is not allowed."""
     ids = np.sort(np.concatenate((pool.alone, pool.rest)))
     where = "" if phase.label is None else f" of modality {phase.label!r}"
     where += f" on rank {pool.ranks[0]}" if len(pool.ranks) < request.ranks else ""
-    slots = f"{wanted} micro-batches ({phase.steps} on each of {len(pool.ranks)} ranks)"
+    slots = f"{count} micro-batches ({phase.steps} on each of {len(pool.ranks)} ranks)"
     first = int(request.samples(int(ids[0]))[0]) if len(ids) else None
-    if len(ids) < wanted and not request.may_be_empty:
+    if len(ids) < count and not request.may_be_empty:
         name = "ranks" if phase.steps == 1 else "token_cap" if request.micro_batches is None else "micro_batches"
         listed = ", ".join(request.describe(atom) for atom in ids[:4].tolist()) + (", ..." if len(ids) > 4 else "")
         raise PlanError(
@@ -1504,16 +1081,16 @@ def _check_enough(request: Request, phase: _Phase, pool: _Pool, wanted: int) -> 
             first,
         )
     if request.equal_counts:
-        held = [len(other.rest) for other in phase.pools]  # without caps none is alone
-        if len(ids) != held[0]:
-            raise PlanError("equal_counts", f"{len(ids)} samples{where}, but {held[0]} on rank 0", first)
+        first_size = len(phase.pools[0].rest)  # without caps none is alone
+        if len(ids) != first_size:
+            raise PlanError("equal_counts", f"{len(ids)} samples{where}, but {first_size} on rank 0", first)
     if request.equal_counts and len(ids):
         odd = ids[request.atoms.count[ids] != request.atoms.count[ids[0]]]
         if len(odd):
             sizes = request.atoms.count[[odd[0], ids[0]]].tolist()
             both = f"{request.describe(int(odd[0]))} has {sizes[0]} samples, {request.describe(int(ids[0]))} {sizes[1]}"
             raise PlanError("equal_counts", f"{both}: not all alike", int(request.samples(int(odd[0]))[0]))
-        if len(ids) % wanted:
+        if len(ids) % count:
             raise PlanError("equal_counts", f"{len(ids)} {request.noun}{where} are no multiple of {slots}", first)
 
 
@@ -1533,15 +1110,13 @@ def _arrange(request: Request, bins: Bins, ranks: list[int], totals: list[float]
             totals[rank] += costs[chosen]
 
 
-# --- the plan itself --------------------------------------------------------------------------------------------
-
-
 def _assemble(request: Request, grid: list[Bins], labels: list[Hashable], phases: list[_Phase]) -> Plan:
+    """Build the plan from the atoms of each [rank][step]."""
     ranks, steps, count = request.ranks, len(labels), len(request.lengths)
-    cells = [members for row in grid for members in row]
+    cells = list(chain.from_iterable(grid))
     slot_of_atom = np.empty(len(request.atoms.count), dtype=np.int64)
-    slot_of_atom[list(chain.from_iterable(cells))] = np.repeat(np.arange(len(cells)), [len(cell) for cell in cells])
-    slot = slot_of_atom if request.whole is None else slot_of_atom[request.whole]
+    slot_of_atom[list(chain.from_iterable(cells))] = np.repeat(np.arange(len(cells)), list(map(len, cells)))
+    slot = slot_of_atom if request.atom_of is None else slot_of_atom[request.atom_of]
     slots = ranks * steps
     order = np.argsort(slot, kind="stable")
     inverse = np.empty_like(order)
@@ -1549,43 +1124,41 @@ def _assemble(request: Request, grid: list[Bins], labels: list[Hashable], phases
     for array in (order, inverse):
         array.flags.writeable = False
 
-    def add(values: Any) -> list[int]:
-        sums: list[int] = np.bincount(slot, weights=values, minlength=slots).astype(np.int64).tolist()
-        return sums
-
-    def largest(values: Any) -> Any:
-        out = np.zeros(slots, dtype=values.dtype)
-        np.maximum.at(out, slot, values)
-        return out
-
-    held = np.bincount(slot, minlength=slots)
-    ends = np.cumsum(held).tolist()
-    tokens, loss, images = add(request.lengths), add(request.loss_tokens), add(request.images)
-    sequences = add(request.loss_tokens > 0)
+    counts = np.bincount(slot, minlength=slots)
+    ends = np.cumsum(counts)
+    # Sums over the samples of each micro-batch: differences of running sums, exact for integers.
+    columns = np.stack([request.lengths, request.loss_tokens, request.images, request.loss_tokens > 0])
+    running = np.zeros((4, count + 1), dtype=np.int64)
+    np.cumsum(columns[:, order], axis=1, out=running[:, 1:])
+    tokens, loss, images, sequences = (running[:, ends] - running[:, ends - counts]).tolist()
+    starts, stops = (ends - counts).tolist(), ends.tolist()
     if request.limits.padded:
-        sizes, cost = (held * largest(request.lengths)).tolist(), (held * largest(request.costs)).tolist()
+        sizes = (counts * _largest(request.lengths, slot, slots)).tolist()
+        cost = (counts * _largest(request.costs, slot, slots)).tolist()
     else:
         sizes, cost = tokens, np.bincount(slot, weights=request.costs, minlength=slots).tolist()
-    over = np.flatnonzero(request.limits.over(request.atoms if request.whole is None else request.atoms_of(None)))
+    over = np.flatnonzero(request.limits.over(request.atoms if request.atom_of is None else request.atoms_of(None)))
     oversize = set(slot[over].tolist())
     denominators = Denominators(int(request.loss_tokens.sum()), int((request.loss_tokens > 0).sum()), count)
     kinds: list[Hashable] = [None] * slots
     modalities: dict[Hashable, tuple[int, int]] = {}
     if request.modality is not None:
         codes, names = request.modality
-        high, low = largest(codes), len(names) - largest(len(names) - codes)
-        kinds = [names[h] if n and h == w else None for h, w, n in zip(high, low, held, strict=True)]
+        high = _largest(codes, slot, slots)
+        low = len(names) - _largest(len(names) - codes, slot, slots)
+        kinds = [names[h] if n and h == w else None for h, w, n in zip(high, low, counts, strict=True)]
         for code, name in enumerate(names):
             modalities[name] = (int((codes == code).sum()), int(request.lengths[codes == code].sum()))
     split = None
     if request.group_of is not None:
         places = np.unique(request.group_of * ranks + slot // steps) // ranks
         split = int((np.bincount(places, minlength=1) > 1).sum())
-    batches = tuple(
-        MicroBatch(
+    batches = []
+    for at in range(slots):
+        batch = MicroBatch(
             rank=at // steps,
             step=at % steps,
-            indices=order[ends[at] - held[at] : ends[at]],
+            indices=order[starts[at] : stops[at]],
             tokens=tokens[at],
             size=sizes[at],
             loss_tokens=loss[at],
@@ -1597,21 +1170,25 @@ def _assemble(request: Request, grid: list[Bins], labels: list[Hashable], phases
             token_weight=loss[at] / max(denominators.tokens, 1),
             sequence_weight=sequences[at] / max(denominators.sequences, 1),
         )
-        for at in range(slots)
-    )
+        batches.append(batch)
+    needed = bound = 0
+    for phase in phases:
+        bound += phase.bound
+        for pool in phase.pools:
+            needed += pool.needed
     longest = int(np.argmax(request.lengths)) if count else None
     return Plan(
         ranks=ranks,
         steps=steps,
-        micro_batches=batches,
+        micro_batches=tuple(batches),
         denominators=denominators,
         order=order,
         inverse=inverse,
         layout="padded" if request.limits.padded else "packed",
         token_cap=request.token_cap,
         image_cap=request.image_cap,
-        needed=sum(pool.needed for p in phases for pool in p.pools) if request.limits.capped else None,
-        lower_bound=sum(p.bound for p in phases) if request.limits.capped else None,
+        needed=needed if request.limits.capped else None,
+        lower_bound=bound if request.limits.capped else None,
         oversize=tuple(over.tolist()),
         longest=longest,
         longest_tokens=0 if longest is None else int(request.lengths[longest]),
@@ -1619,3 +1196,407 @@ def _assemble(request: Request, grid: list[Bins], labels: list[Hashable], phases
         split_groups=split,
         modalities=modalities,
     )
+
+
+def _largest(values: NDArray[Any], slot: Ints, slots: int) -> NDArray[Any]:
+    """[slots] Compute the largest value of each slot, 0 for empty ones."""
+    largest = np.zeros(slots, dtype=values.dtype)
+    np.maximum.at(largest, slot, values)
+    return largest
+
+
+# --- bin packing ------------------------------------------------------------------------------------------------------
+
+_LEVEL = 5e-4  # the costliest bin at most this far above the mean: nobody can measure less
+_SWEEPS = 64
+_HALVINGS = 20
+_SHIFTS = 4
+_PAIRS_AT_ONCE = 1 << 15  # exchanges looked at in one sweep: a fraction of a millisecond
+_MOST_SLOTS = 1 << 22  # 32 MB for each array of a sweep
+_MOST_TRIES = 64
+_PAIRS_TRIED = 16
+_COMPLETE_AT_MOST = 16_384  # taking atoms out of a long list takes longer than finding them
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """[A] What is placed whole: tokens, samples and images in each, its longest sample, what all of it costs, and what
+    its costliest sample does; and its place among all atoms sorted by what is in them, and only then by number."""
+
+    tokens: Ints
+    count: Ints
+    longest: Ints
+    images: Ints
+    cost: Floats
+    peak: Floats
+    place: Ints
+
+    @classmethod
+    def of(cls, codes: Ints | None, lengths: Ints, images: Ints, costs: Floats, kinds: Ints) -> Atoms:
+        """One atom for each sample, or for each group where `codes` [N] numbers the groups from 0.
+
+        `kinds` [N] sorts the samples by what is in them: those with the same number may stand for each other.
+        """
+        order = np.argsort(kinds, kind="stable")
+        place = np.empty_like(order)
+        if codes is None:
+            place[order] = np.arange(len(order))
+            return cls(lengths, np.ones_like(lengths), lengths, images, costs, costs, place)
+        # In order of their kinds, so that sums of floats do not depend on the order in which samples were given.
+        codes, lengths, images, costs = codes[order], lengths[order], images[order], costs[order]
+        groups = int(codes.max(initial=-1)) + 1
+        tokens, image_count, cost = np.zeros(groups, np.int64), np.zeros(groups, np.int64), np.zeros(groups)
+        longest, peak = np.zeros(groups, np.int64), np.zeros(groups)
+        np.add.at(tokens, codes, lengths)
+        np.add.at(image_count, codes, images)
+        np.add.at(cost, codes, costs)
+        np.maximum.at(longest, codes, lengths)
+        np.maximum.at(peak, codes, costs)
+        count = np.bincount(codes, minlength=groups).astype(np.int64)
+        members = kinds[order][np.argsort(codes, kind="stable")].tolist()  # group by group, sorted in each
+        ends = np.cumsum(count).tolist()
+        contents = [members[end - size : end] for end, size in zip(ends, count.tolist(), strict=True)]
+        place = np.empty(groups, np.int64)
+        place[sorted(range(groups), key=contents.__getitem__)] = np.arange(groups)
+        return cls(tokens, count, longest, image_count, cost, peak, place)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Capacity of one bin, in numbers that fit int64. Padded, every sample of a bin takes as much room, and costs as
+    much, as the largest."""
+
+    token_cap: int | None = None
+    image_cap: int | None = None
+    padded: bool = False
+
+    @property
+    def capped(self) -> bool:
+        """Whether there is any limit."""
+        return self.token_cap is not None or self.image_cap is not None
+
+    def over(self, atoms: Atoms) -> NDArray[np.bool_]:
+        """[A] Whether an atom exceeds a limit on its own."""
+        over = np.zeros(len(atoms.tokens), dtype=np.bool_)
+        if self.token_cap is not None:
+            over |= (atoms.count * atoms.longest if self.padded else atoms.tokens) > self.token_cap
+        if self.image_cap is not None:
+            over |= atoms.images > self.image_cap
+        return over
+
+    def fit_one_bin(self, atoms: Atoms, ids: Ints) -> bool:
+        """Whether all these atoms fit into one bin."""
+        size = int(atoms.tokens[ids].sum())
+        if self.padded:
+            size = int(atoms.count[ids].sum()) * int(atoms.longest[ids].max(initial=0))
+        return (self.token_cap is None or size <= self.token_cap) and (
+            self.image_cap is None or int(atoms.images[ids].sum()) <= self.image_cap
+        )
+
+    def cost(self, atoms: Atoms, members: Sequence[int]) -> float:
+        """Compute the cost of a bin."""
+        if not members:
+            return 0.0
+        if self.padded:
+            return float(atoms.count[members].sum() * atoms.peak[members].max())
+        return float(atoms.cost[members].sum())
+
+
+def _pack(atoms: Atoms, ids: Ints, limits: Limits, enough: int) -> Bins:
+    """Pack atoms into few bins; a packing of at most `enough` bins is not improved."""
+    bins = _best_fit(atoms, ids, limits)
+    if len(bins) > enough:
+        second: Bins = []
+        if limits.padded:
+            second = _cut_row(atoms, ids, limits)
+        elif limits.token_cap is not None and limits.image_cap is not None:
+            second = _best_fit(atoms, ids, limits, by_share=True)
+        elif limits.token_cap is not None and len(ids) <= _COMPLETE_AT_MOST:
+            second = _complete(atoms, ids, limits.token_cap)
+        if second and len(second) < len(bins):
+            return second
+    return bins
+
+
+def _best_fit(atoms: Atoms, ids: Ints, limits: Limits, by_share: bool = False) -> Bins:
+    """Largest atom first, each into the fullest bin that still takes it; largest in tokens or, `by_share`, in the share
+    it takes of either cap.
+
+    Padded, a bin's first sample is its longest and fixes how many it holds, so that room is counted in samples.
+    """
+    if limits.padded:
+        order, sizes = _by_length(atoms, ids), atoms.count
+    else:
+        order, sizes = _by_size(atoms, ids), atoms.tokens
+    if by_share and limits.token_cap is not None and limits.image_cap is not None:
+        shares = np.maximum(sizes[order] / limits.token_cap, atoms.images[order] / limits.image_cap)
+        order = order[np.argsort(-shares, kind="stable")]
+    everything = int(sizes[ids].sum())
+    smallest = int(sizes[ids].min(initial=everything))
+    # Without a cap on images none count. Those who bring some do not look at bins that can take none.
+    brought = np.zeros_like(atoms.images) if limits.image_cap is None else atoms.images
+    fewest_images = int(brought[ids][brought[ids] > 0].min(initial=np.iinfo(np.int64).max))
+    bins: Bins = []
+    open_: list[tuple[int, int]] = []  # (room left, bin), sorted
+    open_to_images: list[tuple[int, int]] = []  # those of them with room for an image, or as many as the fewest are
+    images_left: list[int] = []
+    columns = zip(
+        order.tolist(), sizes[order].tolist(), atoms.longest[order].tolist(), brought[order].tolist(), strict=True
+    )
+    for atom, size, longest, images in columns:
+        among = open_to_images if images else open_
+        at = bisect_left(among, (size, -1))
+        while at < len(among) and images_left[among[at][1]] < images:
+            at += 1
+        if at < len(among):
+            room, chosen = among[at]
+            del open_[bisect_left(open_, (room, chosen))]
+            if images_left[chosen] >= fewest_images:
+                del open_to_images[bisect_left(open_to_images, (room, chosen))]
+        else:
+            room, chosen = everything, len(bins)
+            if limits.token_cap is not None:
+                room = limits.token_cap // max(longest, 1) if limits.padded else limits.token_cap
+            bins.append([])
+            images_left.append(limits.image_cap or 0)
+        bins[chosen].append(atom)
+        images_left[chosen] -= images
+        if room - size >= smallest:
+            insort(open_, (room - size, chosen))
+            if images_left[chosen] >= fewest_images:
+                insort(open_to_images, (room - size, chosen))
+    return bins
+
+
+def _complete(atoms: Atoms, ids: Ints, cap: int) -> Bins:
+    """Bin by bin: the largest atoms left, and for the last place the two that fill it best, if they beat one.
+
+    Among a thousand atoms there is nearly always a pair that leaves no room at all.
+    """
+    order = _by_size(atoms, ids)[::-1]
+    left, sizes = order.tolist(), atoms.tokens[order].tolist()  # ascending
+    bins: Bins = []
+    while left:
+        taken: list[int] = []
+        room, at = cap, len(left)
+        while (at := bisect_right(sizes, room, 0, at) - 1) >= 0:
+            taken.append(at)
+            room -= sizes[at]
+        if room and len(taken) > 1:
+            last = taken.pop()
+            room += sizes[last]
+            taken += _best_pair(sizes, room, last, taken)
+        bins.append([left[at] for at in taken])
+        for at in sorted(taken, reverse=True):
+            del left[at], sizes[at]
+    return bins
+
+
+def _best_pair(sizes: list[int], room: int, last: int, taken: list[int]) -> list[int]:
+    """Where the two are that fill `room` best, or only `last` if that is as good. Looks at some pairs, not at all."""
+    best, pair = sizes[last], [last]
+    # The larger of two that beat the last one is more than half of that.
+    low, high = bisect_right(sizes, best // 2), bisect_right(sizes, room)
+    for larger in range(high - 1, low - 1, -max((high - low) // _PAIRS_TRIED, 1)):
+        # What was passed over did not fit beside what was taken after it, so that its partner is none of those.
+        smaller = bisect_right(sizes, room - sizes[larger], 0, larger) - 1
+        if smaller >= 0 and larger not in taken and sizes[larger] + sizes[smaller] > best:
+            best, pair = sizes[larger] + sizes[smaller], [larger, smaller]
+            if best == room:
+                break
+    return pair
+
+
+def _level_bins(atoms: Atoms, ids: Ints, count: int, limits: Limits, start: Bins, *, equal: bool = False) -> Bins:
+    """Pack atoms into `count` bins of level costs; some are empty only if there are fewer atoms.
+
+    `start` is a packing into at most `count` bins, used if leveling alone breaks a limit. With `equal`, every bin gets
+    equally many atoms: their number must be a multiple of `count`, and there must be no limits.
+    """
+    if equal:
+        if limits.padded:
+            return [block.tolist() for block in np.split(_by_length(atoms, ids), count)]
+        return _level(atoms, _fold(atoms, ids, count), limits, moves=False)
+    if limits.padded:
+        return _split(atoms, _level_rows(atoms, ids, count, limits, start), count, limits)
+    bins = _lightest_first(atoms, ids, count, limits)
+    if bins is None:
+        bins = _split(atoms, start, count, limits)
+    return _level(atoms, bins, limits)
+
+
+def _lightest_first(atoms: Atoms, ids: Ints, count: int, limits: Limits) -> Bins | None:
+    """Costliest atom first, each into the cheapest bin that takes it; `None` where the limits get in the way."""
+    order = _by_cost(atoms, ids)
+    bins: Bins = [[] for _ in range(count)]
+    heap = [(0.0, 0, b) for b in range(count)]  # (cost, atoms, bin): empty bins before those of free atoms
+    columns = zip(order.tolist(), atoms.cost[order].tolist(), strict=True)
+    if not limits.capped:
+        for atom, cost in columns:
+            total, members, chosen = heap[0]
+            bins[chosen].append(atom)
+            heapq.heapreplace(heap, (total + cost, members + 1, chosen))
+        return bins
+    tokens, images = atoms.tokens.tolist(), atoms.images.tolist()
+    room = [limits.token_cap if limits.token_cap is not None else sum(tokens)] * count
+    images_left = [limits.image_cap if limits.image_cap is not None else sum(images)] * count
+    for atom, cost in columns:
+        full = []
+        while heap and (room[heap[0][2]] < tokens[atom] or images_left[heap[0][2]] < images[atom]):
+            full.append(heapq.heappop(heap))
+            if len(full) > _MOST_TRIES:
+                return None
+        if not heap:
+            return None
+        total, members, chosen = heap[0]
+        bins[chosen].append(atom)
+        room[chosen] -= tokens[atom]
+        images_left[chosen] -= images[atom]
+        heapq.heapreplace(heap, (total + cost, members + 1, chosen))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return bins
+
+
+def _fold(atoms: Atoms, ids: Ints, count: int) -> Bins:
+    """As many atoms for each bin: row by row of the sorted atoms, the costliest to the bin that is cheapest so far."""
+    rows = _by_cost(atoms, ids).reshape(-1, count)
+    totals = np.zeros(count)
+    placed = np.empty_like(rows)
+    for row, costs, out in zip(rows, atoms.cost[rows], placed, strict=True):
+        cheapest = np.argsort(totals, kind="stable")
+        out[cheapest] = row
+        totals[cheapest] += costs
+    bins: Bins = placed.T.tolist()
+    return bins
+
+
+def _split(atoms: Atoms, bins: Bins, count: int, limits: Limits) -> Bins:
+    """Cut the costliest bins in two until there are `count`; empty ones make up for too few atoms."""
+    done = [members for members in bins if len(members) < 2]
+    heap = [(-limits.cost(atoms, members), b, members) for b, members in enumerate(bins) if len(members) > 1]
+    heapq.heapify(heap)
+    number = len(bins)
+    while heap and len(heap) + len(done) < count:
+        members = heapq.heappop(heap)[2]
+        halves = [members[: len(members) // 2], members[len(members) // 2 :]]
+        if not limits.padded:
+            halves = _lightest_first(atoms, np.array(members), 2, Limits()) or halves
+        for half in halves:
+            number += 1
+            if len(half) > 1:
+                heapq.heappush(heap, (-limits.cost(atoms, half), number, half))
+            else:
+                done.append(half)
+    cut = [members for _, _, members in sorted(heap)] + done
+    return cut + [[] for _ in range(count - len(cut))]
+
+
+def _level(atoms: Atoms, bins: Bins, limits: Limits, moves: bool = True) -> Bins:
+    """Exchange atoms between costly and cheap bins, many pairs of bins at once, until the costs are level.
+
+    Bins lie as rows of slots; with `moves` each has an empty slot, and an exchange with that is a move.
+    """
+    count = len(bins)
+    width = max((len(members) for members in bins), default=0) + moves
+    if count < 2 or width < 1 or count * width > _MOST_SLOTS:
+        return bins
+    no_atom = len(atoms.cost)
+    slots = np.full((count, width), no_atom)
+    for row, members in zip(slots, bins, strict=True):
+        row[: len(members)] = members
+    cost = np.append(atoms.cost, 0.0)
+    total = cost[slots].sum(axis=1)
+    goal = total.mean() * (1 + _LEVEL)
+    capped = [
+        (np.append(amount, 0), np.append(amount, 0)[slots].sum(axis=1), cap)
+        for amount, cap in ((atoms.tokens, limits.token_cap), (atoms.images, limits.image_cap))
+        if cap is not None
+    ]
+    columns = np.unique(np.linspace(0, width - 1, min(width, 256)).astype(np.int64))
+    most = max(_PAIRS_AT_ONCE // len(columns) ** 2, 1)
+    skipped = shift = 0
+    for _ in range(_SWEEPS):
+        above = int((total > goal).sum())
+        pairs = min(above - skipped, (count - shift - skipped) // 2, most)
+        if pairs < 1:
+            break
+        ranked = np.argsort(-total, kind="stable")
+        high, low = ranked[skipped : skipped + pairs], ranked[::-1][shift : shift + pairs]  # no bin is in two pairs
+        gap = total[high] - total[low]
+        ours, theirs = slots[np.ix_(high, columns)], slots[np.ix_(low, columns)]
+        less = cost[ours][:, :, None] - cost[theirs][:, None, :]
+        off = np.abs(less - gap[:, None, None] / 2)
+        for amount, sums, cap in capped:
+            change = amount[ours][:, :, None] - amount[theirs][:, None, :]
+            off[(change > (cap - sums[low])[:, None, None]) | (-change > (cap - sums[high])[:, None, None])] = np.inf
+        best = off.reshape(pairs, -1).argmin(axis=1)
+        mine, other = columns[best // len(columns)], columns[best % len(columns)]
+        saved = gap / 2 - off.reshape(pairs, -1)[np.arange(pairs), best]  # of the costlier bin
+        good = saved > _LEVEL / 100 * goal
+        if not good.any():
+            # Other cheap bins for these, then what is less costly: the cheapest bins still gain from that.
+            shift = (shift + 1) % _SHIFTS
+            skipped += 0 if shift else pairs
+            continue
+        shift = 0
+        high, low, mine, other = high[good], low[good], mine[good], other[good]
+        moved_down, moved_up = slots[high, mine], slots[low, other]
+        slots[high, mine], slots[low, other] = moved_up, moved_down
+        for amount, sums in ((cost, total), *((amount, sums) for amount, sums, _ in capped)):
+            sums[high] += amount[moved_up] - amount[moved_down]
+            sums[low] += amount[moved_down] - amount[moved_up]
+    rows: Bins = slots.tolist()
+    return [[atom for atom in row if atom != no_atom] for row in rows] if moves else rows
+
+
+def _cut_row(atoms: Atoms, ids: Ints, limits: Limits, ceiling: float = np.inf) -> Bins:
+    """Sort atoms by length, and cut where the next one would break a limit or make a bin cost more than `ceiling`."""
+    order = _by_length(atoms, ids)
+    longest, peak = atoms.longest[order].tolist(), atoms.peak[order].tolist()
+    samples = np.concatenate(([0], np.cumsum(atoms.count[order]))).tolist()
+    images = np.concatenate(([0], np.cumsum(atoms.images[order]))).tolist()
+    bins: Bins = []
+    at = 0
+    while at < len(order):
+        room = samples[-1]
+        if limits.token_cap is not None:
+            room = min(room, limits.token_cap // max(longest[at], 1))
+        if peak[at] > 0 and ceiling < room * peak[at]:
+            room = int(ceiling // peak[at])
+        end = bisect_right(samples, samples[at] + room) - 1
+        if limits.image_cap is not None:
+            end = min(end, bisect_right(images, images[at] + limits.image_cap) - 1)
+        end = max(end, at + 1)
+        bins.append(order[at:end].tolist())
+        at = end
+    return bins
+
+
+def _level_rows(atoms: Atoms, ids: Ints, count: int, limits: Limits, start: Bins) -> Bins:
+    """Cut the sorted row into at most `count` bins, with the lowest ceiling on a bin's cost that allows it."""
+    best = _cut_row(atoms, ids, limits)
+    if len(best) > count:
+        return start
+    low, high = 0.0, float(atoms.count[ids].sum() * atoms.peak[ids].max(initial=0.0))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        bins = _cut_row(atoms, ids, limits, middle)
+        if len(bins) <= count:
+            best, high = bins, middle
+        else:
+            low = middle
+    return best
+
+
+def _by_size(atoms: Atoms, ids: Ints) -> Ints:
+    return ids[np.lexsort((atoms.place[ids], -atoms.cost[ids], -atoms.images[ids], -atoms.tokens[ids]))]
+
+
+def _by_cost(atoms: Atoms, ids: Ints) -> Ints:
+    return ids[np.lexsort((atoms.place[ids], -atoms.images[ids], -atoms.tokens[ids], -atoms.cost[ids]))]
+
+
+def _by_length(atoms: Atoms, ids: Ints) -> Ints:
+    keys = (atoms.place, -atoms.images, -atoms.count, -atoms.peak, -atoms.longest)
+    return ids[np.lexsort([key[ids] for key in keys])]

@@ -1,7 +1,7 @@
-"""What several processes must agree on: sums over all of them, and every process's list.
+"""Processes of a distributed run: sums over all of them, and gathered lists.
 
-Invariant: with the same samples in all, one process and k processes compute the same statistics; no function here
-talks to other processes unless it was given `ProcessGroup`.
+Invariant: with the same samples in total, one process and k processes compute the same statistics. No function
+communicates unless it was given a `ProcessGroup`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class ProcessGroup:
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError("ranks: torch.distributed is not initialised; leave `ranks` out for a single process")
+            raise ValueError(
+                "process_group: torch.distributed is not initialized; leave `process_group` out for a single process"
+            )
         self.group = group
 
     @property
@@ -79,20 +81,22 @@ SINGLE_PROCESS = _Alone()
 """This process alone."""
 
 
-def check_ranks(ranks: ProcessGroup) -> ProcessGroup:
+def check_process_group(process_group: ProcessGroup) -> ProcessGroup:
     """Refuse what is no `ProcessGroup`, before anything is asked of it.
 
-    >>> check_ranks(True)
+    >>> check_process_group(True)
     Traceback (most recent call last):
         ...
-    ValueError: ranks: got True, expected ProcessGroup(), or nothing for this process alone
+    ValueError: process_group: got True, expected ProcessGroup(), or nothing for this process alone
     """
-    if not isinstance(ranks, ProcessGroup):
-        raise ValueError(f"ranks: got {ranks!r}, expected ProcessGroup(), or nothing for this process alone")
-    return ranks
+    if not isinstance(process_group, ProcessGroup):
+        raise ValueError(
+            f"process_group: got {process_group!r}, expected ProcessGroup(), or nothing for this process alone"
+        )
+    return process_group
 
 
-def current_ranks() -> ProcessGroup:
+def current_process_group() -> ProcessGroup:
     """Return the group of all processes of a distributed run, or `SINGLE_PROCESS`."""
     import torch.distributed as dist
 

@@ -1,15 +1,16 @@
-"""Actors and critics: thin wrappers over transformers models, and forward passes over many records at once.
+"""Actors and critics: wrappers of transformers models, and forward passes over many records.
 
-Names load when they are first used; transformers and peft load when a model is made.
+Names are imported on first use; transformers and peft when a model is built.
 
-| name | what it is |
+| name | description |
 |---|---|
-| `Actor` | a policy: log-probs and entropies of response tokens, sampling, adapters and the reference without them |
-| `Critic` | a value for each response token, from the state before it |
-| `Policy`, `ValueModel` | what the trainer asks of these two |
-| `policy_log_probs`, `reference_log_probs`, `values` | of many records, in planned micro-batches, without gradients |
-| `best_attention` | which `attn_implementation` packed batches are cheapest with, on a device in a precision |
-| `scoring` | a context in which a model has no dropout and no gradients, and after which it is as it was |
+| `Actor` | policy: log-probs and entropies of response tokens, adapters, and the reference without them |
+| `Critic` | value of each response token, from the state before it |
+| `Policy`, `ValueModel` | protocols of the two, for the trainer |
+| `Reference` | an actor with its adapters disabled |
+| `forward.forward` | log-probs, entropies or values of many records, in planned micro-batches, without gradients |
+| `best_attention` | the cheapest `attn_implementation` for packed batches on a device |
+| `scoring` | context without dropout and gradients |
 """
 
 from __future__ import annotations
@@ -21,10 +22,6 @@ from rollbook.core.lazy import lazily
 if TYPE_CHECKING:
     from rollbook.models.actor import Actor as Actor
     from rollbook.models.critic import Critic as Critic
-    from rollbook.models.forward import Scores as Scores
-    from rollbook.models.forward import policy_log_probs as policy_log_probs
-    from rollbook.models.forward import reference_log_probs as reference_log_probs
-    from rollbook.models.forward import values as values
     from rollbook.models.head import scoring as scoring
     from rollbook.models.lora import Reference as Reference
     from rollbook.models.protocols import Policy as Policy
@@ -36,13 +33,9 @@ _HOMES = {
     "Critic": "rollbook.models.critic",
     "Policy": "rollbook.models.protocols",
     "Reference": "rollbook.models.lora",
-    "Scores": "rollbook.models.forward",
     "ValueModel": "rollbook.models.protocols",
     "best_attention": "rollbook.models.varlen",
-    "policy_log_probs": "rollbook.models.forward",
-    "reference_log_probs": "rollbook.models.forward",
     "scoring": "rollbook.models.head",
-    "values": "rollbook.models.forward",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,21 +1,21 @@
-"""`Actor`: a policy over a transformers model, called as LightRFT's is, and scored without whole logits in memory.
+"""`Actor`: a policy over a transformers model, which computes log-probs without allocating all logits.
 
-Invariant: log-probs are of the distribution that is sampled from at `temperature`, with `suppress` never in it; they
-are float32, the same for padded and packed input up to rounding, and no tensor of (tokens, vocabulary) is made unless
-the model leaves no other way (`head_path` says which it is).
+Invariant: log-probs are of the distribution that is sampled from at `temperature`, without the tokens of `suppress`.
+They are float32, equal for padded and packed input up to rounding, and no tensor of (tokens, vocabulary) is allocated
+unless the model requires it (see `head_path`).
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from rollbook.algorithms.kernels.vocabulary import positive
+from rollbook.algorithms.kernels.vocabulary import check_positive
 from rollbook.batch import Batch
 from rollbook.batch.media import placeholders
 from rollbook.core.checks import check_bool
@@ -25,21 +25,32 @@ from rollbook.models.loading import BASE, load_model, load_tokenizers
 from rollbook.models.logprobs import TokenStats
 from rollbook.models.lora import Reference, attach, has_adapters, save_base
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from rollbook.batch.batch import Device
+    from rollbook.models.loading import DType, ModelSource
+
 
 class Actor(Wrapper):
-    """A policy.
+    """A policy over a transformers model.
 
-    - `model`: a module, a transformers configuration (random weights), a local folder or a name on the hub: causal
-      language models, and vision-language models where the configuration has vision. What `save_pretrained` wrote is
-      such a folder, with adapters or without.
-    - `tokenizer`, `processor`: for generation; loaded with the model if it comes from a folder or the hub.
-    - `lora`: a `peft.LoraConfig` or a dict of its options: then adapters are trained, and `reference()` is the base.
-    - `attn_implementation`: one of transformers' (`sdpa`, `flash_attention_2`, ...), or `varlen`, by which packed
-      batches cost what their samples cost, with torch alone (`rollbook.models.best_attention` chooses).
-    - `temperature`: that logits are divided by, here and in sampling, unless a call says otherwise.
-    - `suppress`: ids that are never sampled and have no probability in training. A vision-language model's placeholders
-      are always among them, since the engine never samples one.
-    - `trainable=False`: no gradients, no dropout.
+    Args:
+        model: A module, a transformers configuration (random weights), a local folder or a name on the hub: causal
+            language models, and vision-language models where the configuration has vision. A folder may be one that
+            `save_pretrained` wrote, with or without adapters.
+        tokenizer: For generation; loaded with the model if it comes from a folder or the hub.
+        processor: For generation with images; loaded likewise.
+        lora: Options of LoRA adapters: then adapters are trained, and `reference()` is the base model.
+        dtype: A floating point type, or its name; `None`: that of the model.
+        device: Where the model is moved; `None`: where it is.
+        attn_implementation: One of transformers' (`sdpa`, `flash_attention_2`, ...), or `varlen`, with which packed
+            batches cost as much as their samples, with torch alone (`rollbook.models.best_attention` chooses).
+        temperature: What logits are divided by, here and in sampling, unless a call says otherwise.
+        trainable: Whether the model is trained; if not, it has no gradients and no dropout.
+        suppress: Token ids that are never sampled and have no probability in training. The placeholders of a
+            vision-language model are always among them, since the engine never samples one.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
@@ -53,13 +64,13 @@ class Actor(Wrapper):
 
     def __init__(
         self,
-        model: Any,
+        model: ModelSource,
         *,
-        tokenizer: Any = None,
-        processor: Any = None,
-        lora: Any = None,
-        dtype: Any = None,
-        device: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        processor: ProcessorMixin | None = None,
+        lora: LoraConfig | Mapping[str, Any] | None = None,
+        dtype: DType | None = None,
+        device: Device | None = None,
         attn_implementation: str | None = None,
         temperature: float = 1.0,
         trainable: bool = True,
@@ -70,7 +81,7 @@ class Actor(Wrapper):
         if lora is not None:
             loaded = attach(loaded, lora)
         self.model = loaded if device is None else loaded.to(device)
-        self.temperature = positive("temperature", temperature, torch.float32)
+        self.temperature = _check_temperature(temperature)
         self.suppress = _suppressed(self.model, suppress)
         self.trainable = check_bool("trainable", trainable)
         if tokenizer is None and processor is None:
@@ -85,18 +96,23 @@ class Actor(Wrapper):
     def _inner(self) -> nn.Module:
         return self.model
 
-    # --- what it is ---------------------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def head(self) -> Head:
-        """How its tokens are scored; looked into once, on a few tokens, and again if its output layer was replaced."""
-        if self._head is None or not self._head.holds or self._head.suppress != self.suppress:
-            self._head = Head.of(self.model, self.suppress)
-        return self._head
+        """How log-probs are computed; probed once, on a few tokens, and again if the output layer was replaced."""
+        head = self._head
+        if (
+            head is None
+            or head.suppress != self.suppress
+            or (head.layer is not None and unwrapped(self.model).get_output_embeddings() is not head.layer)
+        ):
+            head = self._head = Head.of(self.model, self.suppress)
+        return head
 
     @property
     def head_path(self) -> str:
-        """`hidden`: from hidden states and the output layer's weight, or `logits`: from the model's own logits."""
+        """`hidden`: from hidden states and the weight of the output layer, or `logits`: from the model's logits."""
         return self.head.path
 
     # --- scoring ------------------------------------------------------------------------------------------------------
@@ -104,21 +120,33 @@ class Actor(Wrapper):
     def forward(
         self,
         sequences: torch.Tensor,
-        num_actions: Any = None,
+        num_actions: int | Sequence[int] | torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         return_output: bool = False,
-        packed_seq_lens: Any = None,
+        packed_seq_lens: Sequence[int] | torch.Tensor | None = None,
         *,
         entropy: bool = False,
         temperature: float | None = None,
         **media: Any,
     ) -> Any:
-        """Log-probs of actions, as LightRFT's actor gives them; 0 on slots that are not attended.
+        """Compute log-probs of actions, as LightRFT's actor does.
 
-        Padded: `sequences` (B, S) and the last `num_actions` of each row give (B, A). Packed: `sequences` (1, tokens),
-        `attention_mask` that numbers the samples from 1 on, `num_actions` and `packed_seq_lens` [B] give (1, all
-        actions). With `return_output` also the model's output, which has `action_entropy` if `entropy` is asked for.
-        Without `num_actions` the model's output alone. `media` go to the model (pixel_values, image_grid_thw, ...).
+        Args:
+            sequences: [B, S] Token ids; packed [1, tokens].
+            num_actions: The number of response tokens at the end of each row; packed [B]. `None`: only run the model,
+                and return its output, with `return_output`.
+            attention_mask: [B, S]; packed, it numbers the samples from 1 on.
+            return_output: Whether to return the output of the model, too; it has `action_entropy` if `entropy` is set.
+            packed_seq_lens: [B] Number of tokens of each packed sample.
+            entropy: Whether to compute entropies.
+            temperature: What logits are divided by. `None`: the actor's.
+            media: Inputs of the model, such as `pixel_values` and `image_grid_thw`.
+
+        Returns:
+            [B, R] or, packed, [1, all actions]: log-probs, 0 on slots that are not attended.
+
+        Raises:
+            ValueError: If shapes do not match, or the model does not keep packed samples apart.
         """
         if num_actions is None:
             if not return_output:
@@ -129,8 +157,8 @@ class Actor(Wrapper):
         batch = called_batch(sequences, num_actions, attention_mask, packed_seq_lens)
         if batch.layout == "packed":
             self._check_packs()
-        divisor = self._tempered(temperature)
-        stats, output = self.head.stats(batch, media, temperature=divisor, entropy=entropy)
+        temperature = self.temperature if temperature is None else _check_temperature(temperature)
+        stats, output = self.head.stats(batch, media, temperature=temperature, entropy=entropy)
         columns = [None if column is None else flat(column) for column in stats]
         if not return_output:
             return columns[0]
@@ -144,27 +172,24 @@ class Actor(Wrapper):
         """Compute log-probs of every response slot of a batch in one pass, with gradients.
 
         Args:
-            batch: The batch; it is copied to the model's device if it lies elsewhere.
+            batch: The batch; it is copied to the device of the model if it is elsewhere.
             entropy: Whether to compute entropies, too.
             temperature: What logits are divided by. `None`: the actor's.
 
         Returns:
-            [B, A] or, packed, `Rows`, on the model's device; 0 where a slot is padding.
+            [B, R] or, packed, `Rows`, on the model's device; 0 where a slot is padding.
         """
         if batch.layout == "packed":
             self._check_packs()
-        on_device = batch.to_device(self.device)
-        return self.head.stats(on_device, temperature=self._tempered(temperature), entropy=entropy)[0]
+        temperature = self.temperature if temperature is None else _check_temperature(temperature)
+        return self.head.stats(batch.to_device(self.device), temperature=temperature, entropy=entropy)[0]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_head": None}  # made again when it is needed
 
-    def _tempered(self, temperature: float | None) -> float:
-        return self.temperature if temperature is None else positive("temperature", temperature, torch.float32)
-
     @property
     def pad_token_id(self) -> int:
-        """The tokenizer's, else the configuration's, else the first end token, else 0."""
+        """That of the tokenizer, else of the configuration, else the first end token, else 0."""
         for holder in (self.tokenizer, self.config, text_config(self)):
             for name in ("pad_token_id", "eos_token_id"):
                 token_id = getattr(holder, name, None)
@@ -176,8 +201,8 @@ class Actor(Wrapper):
     # --- reference, saving, training ----------------------------------------------------------------------------------
 
     def reference(self) -> Actor | Reference:
-        """The model to measure divergence from: with adapters, the base without them, sharing its weights; else a
-        frozen copy of the weights as they are now."""
+        """Return the reference policy: with adapters, the base model without them, which shares its weights; else a
+        frozen copy with the current weights."""
         if has_adapters(self.model):
             return Reference(self)
         reference = Actor(
@@ -192,8 +217,14 @@ class Actor(Wrapper):
         return reference
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
-        """Write what `Actor(folder)` reads: the model, or its adapters (and the base too, if it came from no folder and
-        no name by which it would be found again), with tokenizer and processor."""
+        """Save the model, or its adapters, with tokenizer and processor, for `Actor(folder)`.
+
+        The base model of adapters is saved too if it came from neither a folder nor the hub.
+
+        Args:
+            folder: Where to save.
+            options: Passed to `save_pretrained` of transformers.
+        """
         where = os.fspath(folder)
         self.model.save_pretrained(where, **options)  # type: ignore[operator]
         if has_adapters(self.model) and not getattr(self.config, "name_or_path", None):
@@ -203,8 +234,12 @@ class Actor(Wrapper):
                 part.save_pretrained(where)
 
 
+def _check_temperature(temperature: float) -> float:
+    return check_positive("temperature", temperature, torch.float32)
+
+
 def _suppressed(model: nn.Module, suppress: Sequence[int]) -> tuple[int, ...]:
-    """The ids that are never to be, sorted: those asked for, and the model's placeholders."""
+    """Return the suppressed ids, sorted: those given, and the placeholders of the model."""
     config = getattr(unwrapped(model), "config", None)
     suppressed = token_ids("suppress", list(suppress))
     if config is None:

@@ -1,16 +1,16 @@
-"""`Critic`: a value for each response token, from a trunk's hidden state one token earlier.
+"""`Critic`: a value for each response token, from the hidden state of a backbone one token earlier.
 
-Invariant: slot j's value is of the state before token j, aligned as log-probs are; values are float32, computed by a
-float32 head whatever the trunk's type, and 0 where a slot is padding.
+Invariant: the value of slot j is of the state before token j, aligned with log-probs. Values are float32, computed by a
+float32 head whatever the type of the backbone, and 0 where a slot is padding.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -18,23 +18,34 @@ from torch import nn
 from rollbook.batch.batch import Batch, Tokens
 from rollbook.core.checks import check_choice
 from rollbook.models.actor import Actor
-from rollbook.models.head import Slots, Wrapper, called_batch, flat, inputs_of, run, text_config, trunk_of, unwrapped
+from rollbook.models.head import Slots, Wrapper, backbone_of, called_batch, flat, inputs_of, run, text_config, unwrapped
 from rollbook.models.loading import VALUE_HEAD, load_model
 from rollbook.models.lora import has_adapters
 
+if TYPE_CHECKING:
+    from rollbook.batch.batch import Device
+    from rollbook.models.loading import DType, ModelSource
+
 _HEADS = ("score", "classifier")
-"""What transformers' classifiers call their head."""
+"""Names of the heads of transformers' classifiers."""
 
 
 class Critic(Wrapper):
-    """A value head over a transformers model's trunk.
+    """A value head over the backbone of a transformers model.
 
-    - `model`: a module (a language model's trunk is used; of a classifier with one label, such as a reward model, the
-      head too), a configuration (random weights), a folder (a critic's own, a model's, a classifier's) or a name.
-    - `trunk_from`: an actor whose trunk is copied, in place of `model`.
-    - `attn_implementation`: as an actor's.
-    - `value_head`: of a fresh head, `zeros` (every value is 0 at first) or `normal` (standard deviation
-      1 / sqrt(width)).
+    Args:
+        model: A module (of a language model the backbone is used; of a classifier with one label, such as a reward
+            model, the head too), a configuration (random weights), a folder (of a critic, a model or a classifier) or a
+            name on the hub.
+        dtype: A floating point type, or its name; `None`: that of the model.
+        device: Where the model is moved; `None`: where it is.
+        attn_implementation: As of `Actor`.
+        value_head: Of a fresh head, `zeros` (every value is 0 at first) or `normal` (standard deviation
+            1 / sqrt(width)).
+        backbone_from: An actor whose backbone is copied, instead of `model`.
+
+    Raises:
+        ValueError: Unless one of `model` and `backbone_from` is given.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
@@ -45,26 +56,25 @@ class Critic(Wrapper):
 
     def __init__(
         self,
-        model: Any = None,
+        model: ModelSource | None = None,
         *,
-        dtype: Any = None,
-        device: Any = None,
+        dtype: DType | None = None,
+        device: Device | None = None,
         attn_implementation: str | None = None,
         value_head: Literal["zeros", "normal"] = "zeros",
-        trunk_from: Actor | None = None,
+        backbone_from: Actor | None = None,
     ) -> None:
         super().__init__()
         check_choice("value_head", value_head, ("zeros", "normal"))
-        if (model is None) == (trunk_from is None):
-            raise ValueError("model: got it with trunk_from, or neither, expected one of them")
-        if trunk_from is not None:
-            model = _copied_trunk(trunk_from)
-        loaded = load_model(model, purpose="values", dtype=dtype, attn_implementation=attn_implementation)
-        trunk = trunk_of(loaded)
+        if (model is None) == (backbone_from is None):
+            raise ValueError("model: got it with backbone_from, or neither, expected one of them")
+        source: Any = model if backbone_from is None else _copied_backbone(backbone_from)
+        loaded = load_model(source, purpose="values", dtype=dtype, attn_implementation=attn_implementation)
+        backbone = backbone_of(loaded)
         head = next((getattr(loaded, name) for name in _HEADS if hasattr(loaded, name)), None)
-        self.trunk: nn.Module = loaded if trunk is None else trunk
-        if trunk is None or head is None:
-            head = nn.Linear(int(text_config(self.trunk).hidden_size), 1)
+        self.backbone: nn.Module = loaded if backbone is None else backbone
+        if backbone is None or head is None:
+            head = nn.Linear(int(text_config(self.backbone).hidden_size), 1)
             nn.init.zeros_(head.bias)
             if value_head == "zeros":
                 nn.init.zeros_(head.weight)
@@ -78,22 +88,22 @@ class Critic(Wrapper):
 
             self.value_head.load_state_dict(load_file(Path(model) / VALUE_HEAD))
         self.value_head.float()
-        self.to(self.device if device is None else device)  # a fresh head is where its trunk is
+        self.to(self.device if device is None else device)  # a fresh head goes where its backbone is
 
     @property
     def _inner(self) -> nn.Module:
-        return self.trunk
+        return self.backbone
 
     def forward(
         self,
         sequences: torch.Tensor,
-        num_actions: Any,
+        num_actions: int | Sequence[int] | torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         return_output: bool = False,
-        packed_seq_lens: Any = None,
+        packed_seq_lens: Sequence[int] | torch.Tensor | None = None,
         **media: Any,
     ) -> Any:
-        """(B, A) or, packed, (1, all actions): values as LightRFT's critic gives them; arguments as `Actor.forward`."""
+        """Compute values as LightRFT's critic does: [B, R] or, packed, [1, actions]; arguments as `Actor.forward`."""
         values, output = self._values(called_batch(sequences, num_actions, attention_mask, packed_seq_lens), media)
         return (flat(values), output) if return_output else flat(values)
 
@@ -101,10 +111,10 @@ class Critic(Wrapper):
         """Compute the value of every response slot of a batch in one pass, with gradients.
 
         Args:
-            batch: The batch; it is copied to the model's device if it lies elsewhere.
+            batch: The batch; it is copied to the device of the model if it is elsewhere.
 
         Returns:
-            [B, A] or, packed, `Rows`, on the model's device; 0 where a slot is padding.
+            [B, R] or, packed, `Rows`, on the model's device; 0 where a slot is padding.
         """
         values: Tokens = self._values(batch.to_device(self.device))[0]
         return values
@@ -113,32 +123,32 @@ class Critic(Wrapper):
         if batch.layout == "packed":
             self._check_packs()
         slots = Slots.of(batch)
-        output = run(self.trunk, inputs_of(self.trunk, batch, media))
+        output = run(self.backbone, inputs_of(self.backbone, batch, media))
         hidden = slots.pick(output[0])
         with torch.autocast(hidden.device.type, enabled=False):
             values = self.value_head(hidden.float())[:, 0]
         return slots.put(values), output
 
     def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
-        """Write what `Critic(folder)` reads: the trunk as transformers saves it, and the head beside it."""
+        """Save the backbone in the format of transformers, and the head beside it, for `Critic(folder)`."""
         from safetensors.torch import save_file
 
-        self.trunk.save_pretrained(os.fspath(folder), **options)  # type: ignore[operator]
+        self.backbone.save_pretrained(os.fspath(folder), **options)  # type: ignore[operator]
         head = {name: value.detach().cpu().contiguous() for name, value in self.value_head.state_dict().items()}
         save_file(head, Path(folder) / VALUE_HEAD)
 
 
-def _copied_trunk(actor: Actor) -> nn.Module:
-    """A trunk of its own, with the actor's weights as they are now; adapters are merged into it."""
+def _copied_backbone(actor: Actor) -> nn.Module:
+    """Copy the backbone of an actor with its current weights; adapters are merged into it."""
     if has_adapters(actor.model):
         merged: Any = copy.deepcopy(actor.model)
-        copied = trunk_of(merged.merge_and_unload())
+        copied = backbone_of(merged.merge_and_unload())
     else:
-        trunk = trunk_of(actor.model)
-        copied = None if trunk is None else copy.deepcopy(trunk)
+        backbone = backbone_of(actor.model)
+        copied = None if backbone is None else copy.deepcopy(backbone)
     if copied is None:
         raise ValueError(
-            f"trunk_from: got a {type(unwrapped(actor.model)).__name__}, which has no trunk to be told apart"
+            f"backbone_from: got a {type(unwrapped(actor.model)).__name__}, which has no separate backbone"
         )
     trainable: nn.Module = copied.requires_grad_(True)
     return trainable

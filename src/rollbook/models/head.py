@@ -1,17 +1,18 @@
-"""Response slots of a batch, the output head of a model, and `Wrapper`, the base of `Actor` and `Critic`.
+"""Response slots of a batch, the output head of a model, and `Wrapper`, the base class of `Actor` and `Critic`.
 
-Invariant: a slot's prediction is the model's output one token earlier, within the same sample; a slot that is padding,
-or that speaks of a sample's very first token, has none: nothing is picked for it, and 0 is put there.
+Invariant: the prediction of a slot is the output of the model one token earlier, within the same sample. Slots of
+padding, and of the first token of a sample, have no prediction, and get 0.
 """
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -23,10 +24,14 @@ from rollbook.core.checks import check_int
 from rollbook.core.rows import Rows
 from rollbook.models.logprobs import TokenStats, from_hidden, from_logits
 
+if TYPE_CHECKING:
+    from rollbook.batch.batch import Tokens
+    from rollbook.models.protocols import Policy, ValueModel
+
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """The slots of a batch that have a prediction, N of them, in the batch's order.
+    """The N response slots of a batch that have a prediction, in the order of the batch.
 
     >>> batch = Batch(tokens=torch.tensor([[0, 5, 6, 7]]), action_mask=torch.ones(1, 2).bool(),
     ...               attention_mask=torch.tensor([[0, 1, 1, 1]]))
@@ -38,64 +43,63 @@ class Slots:
     """
 
     index: torch.Tensor
-    """[N] Where the token before each slot lies among all tokens of the batch, row after row."""
+    """[N] Index of the token before each slot among all tokens of the batch, row after row."""
     labels: torch.Tensor
-    """[N] int64: the tokens that the slots speak of."""
+    """[N] int64: the tokens of the slots."""
     places: torch.Tensor
-    """[N] Where the slots lie among all slots of the batch."""
+    """[N] Index of each slot among all slots of the batch."""
     shape: tuple[int, ...]
-    """(B, A) if padded, (slots,) if packed."""
+    """(B, R) if padded, (slots,) if packed."""
     lengths: list[int] | None
-    """How many slots each sample has, if packed."""
+    """Number of slots of each sample, if packed."""
 
     @classmethod
     def of(cls, batch: Batch) -> Slots:
-        """Those of a batch, padded or packed."""
-        return _packed(batch, batch.tokens) if isinstance(batch.tokens, Rows) else _padded(batch, batch.tokens)
+        """Find the slots with a prediction in a batch, padded or packed."""
+        tokens = batch.tokens
+        if isinstance(tokens, Rows):
+            counts = np.array([len(row) for row in batch.action_mask], dtype=np.int64)
+            slot = np.arange(int(counts.sum()))
+            at = slot + np.repeat(tokens.offsets[1:] - np.cumsum(counts), counts)
+            predicted = np.flatnonzero(at > np.repeat(tokens.offsets[:-1], counts))
+            device = tokens.values.device
+            index = torch.from_numpy(at[predicted]).to(device)
+            places = torch.from_numpy(predicted).to(device)
+            return cls(index - 1, tokens.values[index].long(), places, (len(slot),), counts.tolist())
+
+        (count, width), slots = tokens.shape, batch.response_width
+        device, begin = tokens.device, width - slots
+        if batch.attention_mask is None:
+            has_prediction = (torch.arange(begin, width, device=device) > 0).expand(count, slots)
+        else:
+            attended = batch.attention_mask != 0
+            # Nothing predicts the first token of a sample.
+            has_prediction = (attended & (attended.cumsum(-1) > 1))[:, begin:]
+        if batch.spans is not None and batch.spans[1].starts.any():
+            starts = torch.from_numpy(batch.spans[1].starts).to(device)
+            has_prediction = has_prediction & (torch.arange(slots, device=device) >= starts[:, None])
+        places = has_prediction.flatten().nonzero()[:, 0]
+        row, column = places // max(slots, 1), places % max(slots, 1)
+        index = row * width + begin + column
+        return cls(index - 1, tokens.flatten()[index].long(), places, (count, slots), None)
 
     def pick(self, predictions: torch.Tensor) -> torch.Tensor:
-        """(N, ...) What the model said at the token before each slot, of (B, S, ...) or (1, tokens, ...)."""
+        """[N, ...] Select the output at the token before each slot, of [B, S, ...] or [1, tokens, ...]."""
         return predictions.flatten(0, 1).index_select(0, self.index)
 
     def put(self, entries: torch.Tensor) -> Any:
-        """(B, A) or `Rows`: an entry (N,) for each slot that has a prediction, 0 on the others; gradients flow."""
+        """[B, R] or `Rows`: place entries [N] on the slots that have a prediction, 0 on the others; gradients flow."""
         flat = entries.new_zeros(int(np.prod(self.shape))).index_copy(0, self.places, entries)
         return flat.view(self.shape) if self.lengths is None else Rows(flat, self.lengths)
 
 
-def _padded(batch: Batch, tokens: torch.Tensor) -> Slots:
-    (count, width), slots = tokens.shape, batch.response_width
-    device, begin = tokens.device, width - slots
-    if batch.attention_mask is None:
-        place = torch.arange(begin, width, device=device)
-        there = (place > 0).expand(count, slots)
-    else:
-        attended = batch.attention_mask != 0
-        # Something must come before it: of a sample's first token nothing was said.
-        there = (attended & (attended.cumsum(-1) > 1))[:, begin:]
-    if batch.spans is not None and batch.spans[1].starts.any():
-        starts = torch.from_numpy(batch.spans[1].starts).to(device)
-        there = there & (torch.arange(slots, device=device) >= starts[:, None])
-    places = there.flatten().nonzero()[:, 0]
-    row, slot = places // max(slots, 1), places % max(slots, 1)
-    at = row * width + begin + slot
-    return Slots(at - 1, tokens.flatten()[at].long(), places, (count, slots), None)
-
-
-def _packed(batch: Batch, rows: Rows) -> Slots:
-    counts = np.array([len(row) for row in batch.action_mask], dtype=np.int64)
-    ends = rows.offsets[1:]
-    slot = np.arange(int(counts.sum()))
-    at = slot + np.repeat(ends - np.cumsum(counts), counts)
-    there = np.flatnonzero(at > np.repeat(rows.offsets[:-1], counts))
-    device = rows.values.device
-    index = torch.from_numpy(at[there]).to(device)
-    places = torch.from_numpy(there).to(device)
-    return Slots(index - 1, rows.values[index].long(), places, (len(slot),), counts.tolist())
-
-
-def called_batch(sequences: Any, num_actions: Any, attention_mask: torch.Tensor | None, packed_seq_lens: Any) -> Batch:
-    """The batch that a call in LightRFT's way speaks of.
+def called_batch(
+    sequences: torch.Tensor,
+    num_actions: int | Sequence[int] | torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packed_seq_lens: Sequence[int] | torch.Tensor | None,
+) -> Batch:
+    """Build a batch from the arguments of a call in the style of LightRFT.
 
     Padded: `sequences` (B, S), `attention_mask` (B, S), the last `num_actions` tokens of each row are the response.
     Packed: `sequences` (1, tokens), `attention_mask` numbers the samples from 1 on, `num_actions` and
@@ -138,8 +142,8 @@ def called_batch(sequences: Any, num_actions: Any, attention_mask: torch.Tensor 
     return Batch(tokens=Rows(sequences[0], lengths), action_mask=Rows(mask, counts))
 
 
-def check_matrix(name: str, matrix: Any, expected: str) -> None:
-    """Refuse what is not a matrix.
+def check_matrix(name: str, matrix: torch.Tensor, expected: str) -> None:
+    """Raise `ValueError` unless the argument is a matrix.
 
     >>> check_matrix("sequences", torch.zeros(3), "(B, S)")
     Traceback (most recent call last):
@@ -151,7 +155,7 @@ def check_matrix(name: str, matrix: Any, expected: str) -> None:
         raise ValueError(f"{name}: got {shown}, expected a tensor {expected}")
 
 
-def _numbers(name: str, numbers: Any) -> list[int]:
+def _numbers(name: str, numbers: int | Sequence[int] | torch.Tensor) -> list[int]:
     if isinstance(numbers, torch.Tensor):
         numbers = numbers.tolist()
     if not isinstance(numbers, (list, tuple)):
@@ -160,14 +164,17 @@ def _numbers(name: str, numbers: Any) -> list[int]:
 
 
 VARLEN = "rollbook_varlen"
-"""What transformers knows `rollbook.models.varlen` by."""
+"""Name of `rollbook.models.varlen` in transformers."""
 _PROBE = 6
-"""Tokens that a check looks at; the second of two samples has as many."""
+"""Tokens of a probe; the second of two samples has as many."""
 
 
 @contextmanager
-def scoring(module: Any) -> Iterator[None]:
-    """No gradients, and every part of the module as in evaluation (no dropout); after it, each part as it was before.
+def scoring(module: Policy | ValueModel | nn.Module) -> Iterator[None]:
+    """Disable gradients and dropout within the context; afterwards every module has its mode of before.
+
+    Args:
+        module: The model. A `Reference` disables both itself.
 
     >>> layer = nn.Dropout(0.5).train()
     >>> with scoring(layer):
@@ -177,7 +184,7 @@ def scoring(module: Any) -> Iterator[None]:
     True
     """
     parts = list(module.modules()) if isinstance(module, nn.Module) else []  # a `Reference` sees to its own
-    was = [part.training for part in parts]
+    was = list(map(attrgetter("training"), parts))
     try:
         for part in parts:
             part.training = False
@@ -189,82 +196,86 @@ def scoring(module: Any) -> Iterator[None]:
             part.training = training
 
 
-def unwrapped(model: Any) -> Any:
-    """The transformers model inside one that peft gave adapters to (which stay in its layers); any other as it is."""
-    inner = getattr(model, "get_base_model", None)
-    if inner is None or getattr(model, "peft_config", None) is None:
+def unwrapped(model: nn.Module) -> Any:
+    """Return the transformers model inside a peft model (adapters stay in its layers); any other model as it is."""
+    inner, adapters = getattr(model, "get_base_model", None), getattr(model, "peft_config", None)
+    if inner is None or adapters is None:
         return model
-    if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+    if any(getattr(config, "is_prompt_learning", False) for config in adapters.values()):
         return model  # learned prompts are put in front by the wrapper itself
     return inner()
 
 
-def trunk_of(model: Any) -> Any:
-    """The part of a transformers model that gives hidden states; `None` where there is none to be told apart."""
+def backbone_of(model: nn.Module) -> Any:
+    """Return the backbone of a transformers model, which computes hidden states; `None` if it has none."""
     inner = getattr(unwrapped(model), "base_model", None)
     return inner if isinstance(inner, nn.Module) and inner is not unwrapped(model) else None
 
 
 def text_config(model: Any) -> Any:
-    """The part of a model's configuration that speaks of text; all of it, of a language model."""
+    """Return the text part of a model's configuration; of a language model all of it."""
     config = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device that a module's first parameter lies on."""
-    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    """Return the device of the first parameter of a module."""
+    parameter = next(module.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """The type of a module's first floating point parameter."""
+    """Return the type of the first floating point parameter of a module."""
     return next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), torch.float32)
 
 
 def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """A module's output for a transformers model's keyword arguments, of which it gets those that it takes."""
+    """Call a module with those of the keyword arguments of a transformers model that it accepts."""
     parameters = inspect.signature(module.forward).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    last = list(parameters.values())[-1] if parameters else None
+    if last is None or last.kind is not last.VAR_KEYWORD:  # `**kwargs` is always the last parameter
         inputs = {name: value for name, value in inputs.items() if name in parameters}
-    for part in (unwrapped(module), trunk_of(module)):
+    for part in (unwrapped(module), backbone_of(module)):
         if part is not None and hasattr(part, "rope_deltas"):
             part.rope_deltas = None  # kept from the last call, which was of other samples
     return module(**inputs)
 
 
-def inputs_of(model: Any, batch: Batch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The keyword arguments of one pass over a batch, without a cache; `media` beyond the batch's own go along.
+def inputs_of(model: nn.Module, batch: Batch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Build the keyword arguments of one forward pass over a batch, without a cache, with additional `media`.
 
     Images and videos that come without `mm_token_type_ids` get them from their placeholder ids, if they have grids; a
     model that reads types of images without grids is refused (its processor may mark more than placeholders).
     """
-    places = [unwrapped(model), trunk_of(model)]
-    config = getattr(places[0], "config", None)
-    index = next((part.get_rope_index for part in places if part is not None and hasattr(part, "get_rope_index")), None)
-    # Padded, a model that has positions in space finds them itself, in one go.
-    inputs = batch.model_inputs(get_rope_index=index if batch.layout == "packed" else None, config=config)
-    if index is not None and batch.layout == "packed" and inputs["position_ids"].dim() == 2:
-        # Text alone: without positions of its own beside the three in space, such a model does not see where one ends.
+    inner, backbone = unwrapped(model), backbone_of(model)
+    config = getattr(inner, "config", None)
+    packed = batch.layout == "packed"
+    rope_index = getattr(inner, "get_rope_index", None) or getattr(backbone, "get_rope_index", None)
+    # Padded, a model with spatial positions computes them itself, in one call.
+    inputs = batch.model_inputs(get_rope_index=rope_index if packed else None, config=config)
+    if rope_index is not None and packed and inputs["position_ids"].dim() == 2:
+        # Text alone: without text positions beside the three spatial ones, such a model does not separate samples.
         inputs["position_ids"] = inputs["position_ids"].expand(4, -1, -1)
-    inputs |= {name: value for name, value in (media or {}).items() if value is not None}
-    if any(name.endswith("grid_thw") for name in media or ()):
-        if batch.layout == "packed":
-            raise ValueError(
-                "media: got grids with packed sequences, expected a Batch that says which sample has which "
-                "image (Actor.token_stats)"
-            )
-        del inputs["position_ids"]
-        if TYPES not in inputs:
-            inputs[TYPES] = token_types(inputs["input_ids"], config)
-            if batch.attention_mask is not None:
-                inputs[TYPES] *= batch.attention_mask != 0
+    if media:
+        inputs |= {name: tensor for name, tensor in media.items() if tensor is not None}
+        if any(name.endswith("grid_thw") for name in media):
+            if packed:
+                raise ValueError(
+                    "media: got grids with packed sequences, expected a Batch that says which sample has which "
+                    "image (Actor.token_stats)"
+                )
+            del inputs["position_ids"]
+            if TYPES not in inputs:
+                inputs[TYPES] = token_types(inputs["input_ids"], config)
+                if batch.attention_mask is not None:
+                    inputs[TYPES] *= batch.attention_mask != 0
     if (
         TYPES not in inputs
         and ("pixel_values" in inputs or "pixel_values_videos" in inputs)
-        and TYPES in inspect.signature(places[0].forward).parameters
+        and TYPES in inspect.signature(inner.forward).parameters
     ):
         raise ValueError(
-            f"media[{TYPES!r}]: got None, expected what the processor gave: {type(places[0]).__name__} reads it"
+            f"media[{TYPES!r}]: got None, expected what the processor gave: {type(inner).__name__} reads it"
         )
     return {**inputs, "use_cache": False}
 
@@ -274,40 +285,40 @@ def inputs_of(model: Any, batch: Batch, media: Mapping[str, Any] | None = None) 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """How tokens of one model are scored, as it was found out.
+    """How the log-probs of one model are computed, as determined by a probe.
 
-    `path`: `hidden` (hidden states times the output layer's weight, never whole logits) or `logits` (the model's own).
+    `path`: `hidden` (hidden states times the weight of the output layer, tile by tile) or `logits` (of the model).
     """
 
     model: nn.Module
     path: Literal["hidden", "logits"]
     why: str
-    """In words, what made it this path."""
+    """The reason for this path, in words."""
     suppress: tuple[int, ...] = ()
     layer: nn.Linear | None = None
-    """The output layer, of the path `hidden`."""
+    """The output layer, for the path `hidden`."""
     scale: float = 1.0
-    """What the model multiplies logits by."""
+    """Factor that the model multiplies logits by."""
     softcap: float | None = None
 
     @classmethod
     def of(cls, model: nn.Module, suppress: tuple[int, ...] = ()) -> Head:
-        """Look at a model, and check on a few tokens."""
-        inner, trunk = unwrapped(model), trunk_of(model)
+        """Probe a model on a few tokens."""
+        inner, backbone = unwrapped(model), backbone_of(model)
         layer = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
-        if trunk is None or layer is None:
-            return cls(model, "logits", "the model has no trunk and output layer to be told apart", suppress)
+        if backbone is None or layer is None:
+            return cls(model, "logits", "the model has no backbone and output layer to be told apart", suppress)
         if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
             # Looked at, not measured: an adapter on it does nothing before the first step.
             named = f"{type(layer).__module__}.{type(layer).__qualname__}"
             return cls(model, "logits", f"the output layer is a {named}, not a plain one", suppress)
         ids = probe_ids(inner, device_of(inner))
         with scoring(inner):
-            hidden = run(trunk, {"input_ids": ids, "use_cache": False})
+            hidden = run(backbone, {"input_ids": ids, "use_cache": False})
             logits = run(inner, {"input_ids": ids, "use_cache": False}).logits.float()
             plain = layer(hidden.last_hidden_state if hasattr(hidden, "last_hidden_state") else hidden[0]).float()
         close = (1e-4 if dtype_of(inner) in (torch.float32, torch.float64) else 2e-2) * float(logits.abs().max())
-        for scale, cap in _known(inner):
+        for scale, cap in _logit_transforms(inner):
             scaled = plain * scale
             if cap is not None:
                 scaled = cap * torch.tanh(scaled / cap)
@@ -320,11 +331,6 @@ class Head:
             model, "logits", f"the model's logits are others than its output layer's, by up to {off:.3g}", suppress
         )
 
-    @property
-    def holds(self) -> bool:
-        """Whether the model still has the output layer that was looked at."""
-        return self.layer is None or unwrapped(self.model).get_output_embeddings() is self.layer
-
     def stats(
         self,
         batch: Batch,
@@ -333,7 +339,7 @@ class Head:
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> tuple[TokenStats, Any]:
-        """Log-probs and entropies of a batch's slots, (B, A) or `Rows`, and the output they were made from."""
+        """Compute log-probs and entropies of the slots, [B, R] or `Rows`; also returns the output of the model."""
         slots = Slots.of(batch)
         inputs = inputs_of(self.model, batch, media)
         if self.layer is None:
@@ -342,13 +348,13 @@ class Head:
                 picked = picked.index_fill(-1, self._suppressed(picked.device), -torch.inf)
             stats = from_logits(picked, slots.labels, temperature=temperature, entropy=entropy)
         else:
-            output = run(trunk_of(self.model), inputs)
+            output = run(backbone_of(self.model), inputs)
             hidden = slots.pick(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])
             stats = from_hidden(
                 hidden,
                 self.layer.weight,
                 slots.labels,
-                bias=self._bias(),
+                bias=self._suppressed_bias(self.layer) if self.suppress else self.layer.bias,
                 # The logits are scaled as a whole, and so in the same place as a temperature does it.
                 temperature=temperature / self.scale,
                 entropy=entropy,
@@ -358,7 +364,7 @@ class Head:
         return TokenStats(slots.put(stats.logprobs.float()), entropies), output
 
     def _logits(self, inputs: dict[str, Any], slots: Slots) -> tuple[Any, torch.Tensor]:
-        """The model's output, and its logits (N, V) at the slots; of the others none, if the model can do that."""
+        """Run the model, and return its output and its logits [N, V] at the slots; of other tokens none, if it can."""
         inner = unwrapped(self.model)
         keep = "logits_to_keep" in inspect.signature(inner.forward).parameters
         if keep and slots.lengths is not None:
@@ -373,11 +379,8 @@ class Head:
         output = run(self.model, inputs)
         return output, slots.pick(_logits_of(output))
 
-    def _bias(self) -> torch.Tensor | None:
-        """The output layer's bias, -inf where a token is never to be: then it has no share and no gradient."""
-        layer = self.layer
-        if layer is None or not self.suppress:
-            return None if layer is None else layer.bias
+    def _suppressed_bias(self, layer: nn.Linear) -> torch.Tensor:
+        """[V] The bias, -inf for suppressed tokens, which then have no probability and no gradient."""
         weight = layer.weight
         bias = torch.zeros(len(weight), device=weight.device) if layer.bias is None else layer.bias.float()
         return bias.index_fill(0, self._suppressed(weight.device), -torch.inf)
@@ -393,10 +396,10 @@ def _logits_of(output: Any) -> torch.Tensor:
     return logits
 
 
-def _known(model: Any) -> Iterator[tuple[float, float | None]]:
-    """What this model may do to logits: scales and soft caps that its configuration tells of first, then neither.
+def _logit_transforms(model: nn.Module) -> Iterator[tuple[float, float | None]]:
+    """Iterate over scales and soft caps that this model may apply to logits: those of its configuration, then neither.
 
-    In this order, since of small logits a cap leaves no trace that a check could find.
+    In this order, since a cap on small logits leaves no difference that a check could detect.
     """
     places = [model.config, text_config(model)]
 
@@ -419,8 +422,8 @@ def _known(model: Any) -> Iterator[tuple[float, float | None]]:
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def probe_ids(model: Any, device: torch.device, count: int = _PROBE) -> torch.Tensor:
-    """(1, count) Ids of ordinary tokens, spread over the vocabulary: none that stands for an image or the like."""
+def probe_ids(model: nn.Module, device: torch.device, count: int = _PROBE) -> torch.Tensor:
+    """[1, count] Choose ids of ordinary tokens, spread over the vocabulary, without special tokens and placeholders."""
     places = [model.config, text_config(model)]
     special: set[Any] = set()
     for place in places:
@@ -446,13 +449,13 @@ def probe_ids(model: Any, device: torch.device, count: int = _PROBE) -> torch.Te
     return torch.tensor([chosen], dtype=torch.int64, device=device)
 
 
-def keeps_apart(model: Any) -> bool:
-    """Whether the model treats samples that lie end to end as if each were alone; found out on a few tokens.
+def keeps_apart(model: nn.Module) -> bool:
+    """Check on a few tokens whether the model treats packed samples as if each were alone.
 
     What the second of two samples gets is compared with what it gets alone, and, for a measure, with what it would get
     if the first were its beginning. Where that makes no difference to speak of, nothing is proved, and it is no.
     """
-    inner = trunk_of(model) or model
+    inner = backbone_of(model) or model
     if not hasattr(unwrapped(model), "config"):
         return False
     device = device_of(inner)
@@ -472,24 +475,14 @@ def keeps_apart(model: Any) -> bool:
     return scale > 0 and float((packed - alone).abs().max()) < 0.1 * scale
 
 
-def packs_cheaply(model: Any) -> bool:
-    """Whether attention over packed samples costs what the samples cost, not the square of all their tokens.
-
-    Kernels for ragged input do, and `rollbook.models.varlen`; eager and SDPA attention make a mask over all pairs of
-    tokens.
-    """
-    used = attention_of(model)
-    return "flash" in used or used in ("flex_attention", VARLEN)
-
-
-def attention_of(model: Any) -> str:
-    """What a transformers model, or the part of it that reads text, attends by; empty of other modules."""
+def attention_of(model: nn.Module) -> str:
+    """Return the attention implementation of the text part of a transformers model; empty for other modules."""
     inner = unwrapped(model)
     return str(getattr(text_config(inner), "_attn_implementation", None) or "") if hasattr(inner, "config") else ""
 
 
 class Wrapper(nn.Module, ABC):
-    """A module around a transformers model, the `_inner` one: `rollbook.models.Actor` and `rollbook.models.Critic`."""
+    """A module around a transformers model, `_inner`: the base class of `Actor` and `Critic`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -505,7 +498,7 @@ class Wrapper(nn.Module, ABC):
     @property
     @abstractmethod
     def _inner(self) -> nn.Module:
-        """The model that it is around, adapters and all."""
+        """The wrapped model, with its adapters."""
 
     @property
     def config(self) -> Any:
@@ -514,25 +507,30 @@ class Wrapper(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first weights lie."""
+        """Device of the first weights of the model."""
         return device_of(self._inner)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the model's weights."""
+        """Type of the weights of the model."""
         return dtype_of(self._inner)
 
     @property
     def packs(self) -> bool:
-        """Whether the model keeps packed samples apart; found out once, on a few tokens."""
+        """Whether the model keeps packed samples apart; checked once, on a few tokens."""
         if self._packs is None:
             self._packs = keeps_apart(self._inner)
         return self._packs
 
     @property
     def packs_cheaply(self) -> bool:
-        """Whether it does, and attention over packed samples costs no more than over each alone."""
-        return packs_cheaply(self._inner) and self.packs
+        """Whether it does, and attention over packed samples costs as much as over each sample alone.
+
+        That holds for kernels for ragged input and for `rollbook.models.varlen`. Eager and SDPA attention use a mask
+        over all pairs of tokens.
+        """
+        attention = attention_of(self._inner)
+        return ("flash" in attention or attention in ("flex_attention", VARLEN)) and self.packs
 
     def _check_packs(self) -> None:
         if not self.packs:
@@ -552,8 +550,8 @@ class Wrapper(nn.Module, ABC):
         unwrapped(self._inner).gradient_checkpointing_disable()
 
 
-def flat(column: Any) -> torch.Tensor:
-    """What LightRFT's models give: (B, A) as it is; packed rows as (1, all actions).
+def flat(column: Tokens) -> torch.Tensor:
+    """Convert a column to the layout of LightRFT's models: [B, R] as it is; packed rows as [1, all actions].
 
     >>> flat(Rows(torch.arange(3), [1, 2])).shape
     torch.Size([1, 3])

@@ -1,7 +1,7 @@
-"""Models from what users have: a module, a configuration, a local folder or a name on the hub.
+"""Loading of models: from a module, a configuration, a local folder or a name on the hub.
 
-Invariant: a module is used as it is (moved and converted only if that was asked for); a configuration gives random
-weights; a path or name is loaded by transformers, by the class that fits the configuration.
+Invariant: a module is used as it is (moved and converted only if requested). A configuration gives random weights. A
+path or name is loaded by transformers, with the class that fits the configuration.
 """
 
 from __future__ import annotations
@@ -13,17 +13,25 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    ModelSource: TypeAlias = nn.Module | PretrainedConfig | str | os.PathLike[str]
+    """A model, a configuration, a local folder, or a name on the hub."""
+
 Purpose = Literal["language", "values"]
+DType: TypeAlias = torch.dtype | str
+"""A floating point type, or its name."""
 
 BASE = "base"
 """The folder beside adapters that holds the model they belong to, if it could not be found otherwise."""
 VALUE_HEAD = "value_head.safetensors"
-"""The file beside a trunk's in which a critic keeps its head."""
+"""The file beside a backbone's in which a critic keeps its head."""
 
 
 def transformers_module() -> Any:
@@ -53,42 +61,57 @@ def quietly() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-def as_dtype(dtype: Any) -> torch.dtype | None:
+def as_dtype(dtype: DType | None) -> torch.dtype | None:
     """A floating point type by itself or by name; `None` for none.
 
     >>> as_dtype("bfloat16"), as_dtype(None)
     (torch.bfloat16, None)
     """
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found is not None and (not isinstance(found, torch.dtype) or not found.is_floating_point):
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if resolved is not None and (not isinstance(resolved, torch.dtype) or not resolved.is_floating_point):
         raise ValueError(f"dtype: got {dtype!r}, expected a floating point type such as torch.bfloat16 or 'bfloat16'")
-    if found is None and dtype is not None:
+    if resolved is None and dtype is not None:
         raise ValueError(f"dtype: got {dtype!r}, expected a floating point type such as torch.bfloat16 or 'bfloat16'")
-    return found
+    return resolved
 
 
 def load_model(
-    model: Any, *, purpose: Purpose = "language", dtype: Any = None, attn_implementation: str | None = None
+    model: ModelSource,
+    *,
+    purpose: Purpose = "language",
+    dtype: DType | None = None,
+    attn_implementation: str | None = None,
 ) -> nn.Module:
-    """A model for a purpose: `language` (with its output layer) or `values` (a trunk, or a classifier with one label,
-    of tokens or of sequences, where a folder holds one).
+    """Load a model.
 
-    `attn_implementation` is transformers', or `varlen` (`rollbook.models.varlen`)."""
+    Args:
+        model: A module, which is used as it is, a configuration (random weights), a local folder, or a name on the hub.
+        purpose: `language`: with its output layer. `values`: a backbone, or a classifier of tokens or sequences with
+            one label, where a folder has one.
+        dtype: A floating point type, or its name; `None`: as it is.
+        attn_implementation: One of transformers', or `varlen` (`rollbook.models.varlen`).
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If `model` is none of these, or a classifier has several labels.
+    """
     kind = as_dtype(dtype)
     if attn_implementation == "varlen":
         from rollbook.models.varlen import use_varlen
 
-        made = load_model(model, purpose=purpose, dtype=dtype)
-        use_varlen(made)
-        return made
+        loaded = load_model(model, purpose=purpose, dtype=dtype)
+        use_varlen(loaded)
+        return loaded
     if isinstance(model, nn.Module):
-        made = model
+        loaded = model
         if attn_implementation is not None:
-            made.set_attn_implementation(attn_implementation)  # type: ignore[operator]
+            loaded.set_attn_implementation(attn_implementation)  # type: ignore[operator]
         if kind is not None:
-            made = made.to(kind)
+            loaded = loaded.to(kind)
     elif isinstance(model, (str, os.PathLike)):
-        made = _from_name(os.fspath(model), purpose, kind, attn_implementation)
+        loaded = _from_name(os.fspath(model), purpose, kind, attn_implementation)
     else:
         config_class = transformers_module().PretrainedConfig
         if not isinstance(model, config_class):
@@ -97,13 +120,13 @@ def load_model(
             )
         options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
         # transformers writes type and attention into what it is given, which may be used again.
-        made = auto_class(model, purpose).from_config(
+        loaded = auto_class(model, purpose).from_config(
             copy.deepcopy(model), dtype=kind or torch.float32, trust_remote_code=False, **options
         )
-    return made
+    return loaded
 
 
-def auto_class(config: Any, purpose: Purpose) -> Any:
+def auto_class(config: PretrainedConfig, purpose: Purpose) -> Any:
     """Which of transformers' Auto classes makes a model of this configuration for a purpose."""
     transformers = transformers_module()
     if purpose == "values":
@@ -120,17 +143,17 @@ def auto_class(config: Any, purpose: Purpose) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_implementation: Any) -> nn.Module:
+def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_implementation: str | None) -> nn.Module:
     transformers = transformers_module()
     folder = Path(name)
     if (folder / "adapter_config.json").is_file():
         from rollbook.models.lora import load_adapter
 
         base = folder / BASE
-        told = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-        if not told and not base.is_dir():
+        base_name = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        if not base_name and not base.is_dir():
             raise ValueError(f"model: got {name!r}, adapters that do not say which model they belong to")
-        inner = _from_name(str(base) if base.is_dir() else told, purpose, kind, attn_implementation)
+        inner = _from_name(str(base) if base.is_dir() else base_name, purpose, kind, attn_implementation)
         return load_adapter(inner, name)
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     for part in (config, *(getattr(config, inner, None) for inner in config.sub_configs)):
@@ -138,19 +161,19 @@ def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_imple
         if kernel is not None and "/" in str(kernel):
             raise ValueError(f"model: {name!r} names the attention {kernel!r}, which is code from the hub and not run")
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    made: nn.Module = auto_class(config, purpose).from_pretrained(
+    loaded: nn.Module = auto_class(config, purpose).from_pretrained(
         name, dtype="auto" if kind is None else kind, trust_remote_code=False, **options
     )
-    return made
+    return loaded
 
 
-def load_tokenizers(model: Any, config: Any) -> tuple[Any, Any]:
+def load_tokenizers(model: ModelSource, config: PretrainedConfig | None) -> tuple[Any, Any]:
     """The tokenizer and the processor that lie beside a model loaded by path or name, `None` for what is not there."""
     if not isinstance(model, (str, os.PathLike)):
         return None, None
     transformers, name = transformers_module(), os.fspath(model)
     local = Path(name)
-    files = {one.name for one in local.iterdir()} if local.is_dir() else {"tokenizer_config.json"}
+    files = {entry.name for entry in local.iterdir()} if local.is_dir() else {"tokenizer_config.json"}
     if "tokenizer_config.json" not in files:
         return None, None
     if hasattr(config, "vision_config"):

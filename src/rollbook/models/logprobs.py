@@ -1,19 +1,18 @@
-"""What a model thinks of tokens: log-probs, entropies and likeliest alternatives, from logits or from hidden states.
+"""Log-probs, entropies and likeliest tokens, from logits or from hidden states.
 
-Invariant: no tensor of the logits' size is ever made beside the logits, in neither direction, save for the gradient
-that is asked for; every logit is taken as float32 at least, whatever its type, and the result does not depend on how
-tokens or vocabulary are cut into pieces, except for rounding.
+Invariant: beside the logits, no tensor of their size is allocated, neither forwards nor backwards, except for the
+gradient by the logits. Logits are computed with in float32 or float64, whatever their type, and the result does not
+depend on how tokens or vocabulary are divided into chunks, except for rounding.
 
 With m the largest logit of a token, s = sum e^((x - m) / T) and t = sum ((m - x) / T) e^((x - m) / T), the log-prob of
-label y is (x_y - m) / T - log s and the entropy log s + t / s: sums of terms that are never negative, so that no digit
-is lost to cancellation. Both sums can be put together from parts of the vocabulary. The slopes of both are found again
-from x, m and s. On a CUDA device the sums come from Triton kernels (float64 excepted), elsewhere from plain torch.
+label y is (x_y - m) / T - log s and the entropy is log s + t / s: sums of terms that are never negative, so that no
+digit is lost to cancellation. Both sums can be combined from parts of the vocabulary. Their gradients are recomputed
+from x, m and s. On a CUDA device the sums come from Triton kernels (except in float64), elsewhere from plain torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Integral, Real
 from reprlib import repr as shortly
@@ -21,149 +20,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollbook.algorithms.kernels import vocabulary
 from rollbook.algorithms.kernels import vocabulary as _vocabulary
-from rollbook.algorithms.kernels.vocabulary import Best, Left, Sums, Tokens
+from rollbook.algorithms.kernels.vocabulary import (
+    BackwardState,
+    SoftmaxSums,
+    Targets,
+    TopLogits,
+    check_floats,
+    check_positive,
+    flatten_logits,
+    logits_gradient,
+    row_chunks,
+    softmax_sums,
+)
 
 # Tiles of a product, (tokens, vocabulary): on a CPU, on a CUDA device forwards, and how many entries backwards.
 _TILE_CPU = (512, 2048)
 _TILE_CUDA = (4096, 16384)
 _TILE_BACK = 1 << 25
-
-
-@dataclass(frozen=True)
-class Head:
-    """An output layer."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    cap: float | None
-    kind: torch.dtype
-    """What logits are: float32 or float64."""
-    factors: torch.dtype
-    """What is multiplied: 16 bits where the device accumulates such products in float32."""
-
-    @staticmethod
-    def of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> Head:
-        """Checked against hidden states."""
-        for name, part in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-            if part is not None:
-                vocabulary.check_floats(name, part)
-        if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:]:
-            raise ValueError(
-                f"weight: got shape {tuple(weight.shape)}, expected (V, {hidden.shape[-1:].numel()}), "
-                f"since hidden has shape {tuple(hidden.shape)}"
-            )
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({len(weight)},)")
-        for name, part in (("weight", weight), ("bias", bias)):
-            if part is not None and part.device != hidden.device:
-                raise ValueError(f"{name}: got device {part.device}, expected {hidden.device}, as hidden has")
-        factors = torch.promote_types(hidden.dtype, weight.dtype)
-        kind = torch.float64 if factors == torch.float64 else torch.float32
-        if softcap is not None:
-            softcap = vocabulary.positive("softcap", softcap, kind)
-        wide = hidden.is_cuda and torch.version.cuda is not None
-        return Head(weight, bias, softcap, kind, factors if wide else kind)
-
-    def product(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, onto: bool = False) -> torch.Tensor:
-        """left @ right into `out`, or added to it; accumulated in `out`'s type."""
-        if left.dtype == out.dtype:
-            return torch.addmm(out, left, right, out=out) if onto else torch.mm(left, right, out=out)
-        if onto:
-            return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
-        return torch.mm(left, right, out_dtype=out.dtype, out=out)
-
-    def tiles(
-        self, hidden: torch.Tensor, shape: tuple[int, int] | None = None
-    ) -> Iterator[tuple[slice, int, torch.Tensor]]:
-        """Logits tile by tile, all tokens of one part of the vocabulary before the next: tokens, its start, the logits.
-
-        A tile's memory is used again for the next.
-        """
-        tall, wide = shape or (_TILE_CUDA if hidden.is_cuda else _TILE_CPU)
-        memory = torch.empty(
-            min(tall, len(hidden)) * min(wide, len(self.weight)), dtype=self.kind, device=hidden.device
-        )
-        for start in range(0, len(self.weight), wide):
-            weight = self.weight[start : start + wide].to(self.factors)
-            for first in range(0, len(hidden), tall):
-                part = hidden[first : first + tall].to(self.factors)
-                tile = memory[: len(part) * len(weight)].view(len(part), len(weight))
-                self.product(part, weight.T, tile)
-                if self.bias is not None:
-                    tile += self.bias[start : start + wide]
-                if self.cap is not None:
-                    tile.div_(self.cap).tanh_().mul_(self.cap)
-                yield slice(first, first + len(part)), start, tile
-
-
-def product_sums(hidden: torch.Tensor, head: Head, tokens: Tokens, entropy: bool) -> Sums:
-    """`_vocabulary.sums` of the logits that the output layer gives."""
-    kernels = vocabulary.kernels_for(hidden)
-    if kernels is not None and kernels.takes(hidden, head.weight):
-        return Sums(
-            *kernels.product_sums(hidden, head.weight, head.bias, tokens.labels, tokens.scales, head.cap, entropy)
-        )
-    sums = vocabulary.nothing(len(hidden), torch.empty(0, dtype=head.kind, device=hidden.device))
-    for rows, start, tile in head.tiles(hidden):
-        vocabulary.add(sums, rows, vocabulary.sums(tile[None], tokens.cut(rows), start, entropy), tokens.scales)
-    return sums
-
-
-def product_slopes(
-    hidden: torch.Tensor, head: Head, tokens: Tokens, left: Left, needed: tuple[bool, ...]
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients by hidden states, weight and bias, those that are needed."""
-    made: dict[str, Any] = {"device": hidden.device, "dtype": head.kind}
-    by_hidden = torch.zeros(hidden.shape, **made) if needed[0] else None
-    by_weight = torch.empty_like(head.weight) if needed[1] else None
-    by_bias = torch.zeros(len(head.weight), **made) if needed[2] else None
-    tall, wide = _TILE_CPU
-    if hidden.is_cuda:
-        # All tokens at once if they fit: then each part of the weight's gradient is a single product.
-        wide = min(max(_TILE_BACK // max(len(hidden), 1) // 256 * 256, 1024), 8192)
-        tall = max(_TILE_BACK // wide, 1)
-    memory = summed = torch.empty(0, **made)
-    if head.factors != head.kind:
-        size = min(tall, len(hidden)) * min(wide, len(head.weight))
-        memory = torch.empty(size, device=hidden.device, dtype=head.factors)
-    if by_weight is not None and len(hidden) == 0:
-        by_weight.zero_()
-    silent = left.silent
-    if by_weight is not None and (hidden.is_cuda or silent.any()):
-        # Slopes of 0 do not keep a NaN out of the weight's gradient. One copy costs less than to wait for the device.
-        hidden = hidden.masked_fill(silent[:, None], 0)
-    for rows, start, tile in head.tiles(hidden, (tall, wide)):
-        end = start + tile.shape[1]
-        slopes = tile if head.factors == head.kind else memory[: tile.numel()].view(tile.shape)
-        vocabulary.slopes(tile[None], slopes[None], tokens.cut(rows), start, left.cut(rows), head.cap)
-        if by_hidden is not None:
-            head.product(slopes, head.weight[start:end].to(head.factors), by_hidden[rows], onto=True)
-        if by_bias is not None:
-            by_bias[start:end] += slopes.sum(0, dtype=head.kind)
-        if by_weight is not None:
-            part = hidden[rows].to(head.factors)
-            if len(part) == len(hidden) and by_weight.dtype == head.factors:
-                torch.mm(slopes.T, part, out=by_weight[start:end])
-                continue
-            if rows.start == 0:
-                summed = torch.empty(end - start, hidden.shape[1], **made)
-            head.product(slopes.T, part, summed, onto=rows.start > 0)
-            if rows.stop == len(hidden):
-                by_weight[start:end] = summed
-    return (
-        None if by_hidden is None else by_hidden.to(hidden.dtype),
-        by_weight,
-        None if by_bias is None or head.bias is None else by_bias.to(head.bias.dtype),
-    )
-
-
 _IGNORE = -100
 
 
 class TokenStats(NamedTuple):
-    """Of each token, in the shape of the labels.
+    """Log-probs and entropies of tokens, in the shape of the labels.
 
     >>> TokenStats(torch.zeros(2), None).entropy is None
     True
@@ -171,11 +50,11 @@ class TokenStats(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None
-    """`None` unless it was asked for."""
+    """`None` unless it was requested."""
 
 
 class TopK(NamedTuple):
-    """The likeliest tokens at each place, (..., k), likeliest first.
+    """The likeliest tokens at each place, [..., k], likeliest first.
 
     >>> TopK(torch.tensor([3]), torch.tensor([0.0])).ids.tolist()
     [3]
@@ -183,9 +62,6 @@ class TopK(NamedTuple):
 
     ids: torch.Tensor
     logprobs: torch.Tensor
-
-
-# --- public functions -----------------------------------------------------------------------------------------------
 
 
 def from_logits(
@@ -196,42 +72,58 @@ def from_logits(
     entropy: bool = False,
     ignore_index: int = _IGNORE,
 ) -> TokenStats:
-    """Log-probs of `labels` (...) under softmax(logits (..., V) / temperature), and the entropies of it if asked.
+    """Compute log-probs of labels, and entropies, under softmax(logits / temperature).
 
-    Results are float32 (float64 for float64 logits); 16-bit logits lose nothing on the way. Both can be differentiated
-    by the logits, once; the gradient has the logits' type. A logit of -inf is a token that cannot be: it adds nothing,
-    and its gradient is 0. Where all are -inf, or one is NaN or inf, there is no distribution, and both results and the
-    gradient are NaN. An ignored label has log-prob 0 and no gradient from it; its entropy is there as any other. Where
-    no gradient comes to a token (an ignored one, or one that the loss leaves out), its logits have a gradient of 0,
-    even if they are NaN.
+    Both can be differentiated by the logits, once; the gradient has the type of the logits. A logit of -inf excludes a
+    token: it adds nothing, and its gradient is 0. Where all logits are -inf, or one is NaN or inf, both results and the
+    gradient are NaN. A token without an incoming gradient, such as an ignored one, has a gradient of 0 even if its
+    logits are NaN.
 
-    `temperature` is a number, or a tensor that broadcasts to the labels' shape; it has no gradient. Logits may be a
-    slice of a larger tensor (`logits[:, :-1]`): nothing is copied, unless four dimensions are cut in several of them.
+    On a CUDA device, labels and temperatures are not checked, since that would wait for the device: a label outside the
+    vocabulary gives a log-prob of NaN, and so does a temperature that is not positive.
 
-    On a CUDA device labels and a tensor of temperatures are not checked, since that would wait for the device: a label
-    outside the vocabulary gives log-prob NaN, and so does a temperature that is not positive.
+    Args:
+        logits: [..., V] They may be a slice of a larger tensor (`logits[:, :-1]`): they are not copied, unless four
+            dimensions are sliced in several of them.
+        labels: [...] Token ids.
+        temperature: A number, or a tensor that broadcasts to the labels' shape; it gets no gradient.
+        entropy: Whether to compute entropies.
+        ignore_index: Labels of this value have log-prob 0; their entropy is computed as any other.
+
+    Returns:
+        Log-probs [...] and, if requested, entropies [...] in nats; float32, or float64 for float64 logits.
+
+    Raises:
+        ValueError: If shapes, types or devices do not match, or a label is outside the vocabulary.
 
     >>> logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]])
-    >>> found = from_logits(logits, torch.tensor([2, 3]), entropy=True)
-    >>> found.logprobs
+    >>> stats = from_logits(logits, torch.tensor([2, 3]), entropy=True)
+    >>> stats.logprobs
     tensor([-1.3863, -0.4402])
-    >>> found.entropy
+    >>> stats.entropy
     tensor([1.3863, 0.9475])
     """
-    tokens = _tokens("logits", logits, labels, _vocabulary_of(logits), temperature, ignore_index)
-    logprobs, entropies = _apply(_FromLogits, _vocabulary.pieces_of(logits), tokens, entropy)
+    targets = _targets("logits", logits, labels, _vocabulary_size(logits), temperature, ignore_index)
+    logprobs, entropies = _FromLogits.apply(flatten_logits(logits), targets, entropy)  # type: ignore[no-untyped-call]
     return TokenStats(logprobs.view(labels.shape), entropies.view(labels.shape) if entropy else None)
 
 
 def entropy_from_logits(logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
-    """Entropies (...) of softmax(logits (..., V) / temperature), in nats; as `from_logits` in every other respect.
+    """Compute the entropies of softmax(logits / temperature).
+
+    Args:
+        logits: [..., V]
+        temperature: As of `from_logits`.
+
+    Returns:
+        [...] Entropies in nats, differentiable as those of `from_logits`.
 
     >>> entropy_from_logits(torch.tensor([[0.0, 0.0], [0.0, -float("inf")]]))
     tensor([0.6931, 0.0000])
     """
-    vocabulary = _vocabulary_of(logits)
-    tokens = _tokens("logits", logits, _unlabelled(logits), vocabulary, temperature, _IGNORE)
-    entropies: torch.Tensor = _apply(_FromLogits, _vocabulary.pieces_of(logits), tokens, True)[1]
+    vocabulary = _vocabulary_size(logits)
+    targets = _targets("logits", logits, _unlabeled(logits), vocabulary, temperature, _IGNORE)
+    entropies: torch.Tensor = _FromLogits.apply(flatten_logits(logits), targets, True)[1]  # type: ignore[no-untyped-call]
     return entropies.view(logits.shape[:-1])
 
 
@@ -246,17 +138,32 @@ def from_hidden(
     ignore_index: int = _IGNORE,
     softcap: float | None = None,
 ) -> TokenStats:
-    """As `from_logits` of `hidden @ weight.T + bias`, without the logits ever lying in memory.
+    """Compute `from_logits` of `hidden @ weight.T + bias` without allocating the logits.
 
-    `hidden` is (..., D), `weight` (V, D) as an output layer holds it, `bias` (V,), `labels` (...). With a `softcap` c
-    the logits are c tanh(x / c). Hidden states, weight and bias can be differentiated by; the products are computed
-    again for it. They are accumulated and kept in float32 (float64 for float64), and so are the gradients until each
-    is whole: its last rounding is the only one to its type. (On a CUDA device the slopes of 16-bit logits are rounded
-    to 16 bits before they are multiplied; float32 products obey torch's setting for TF32.) Hidden states of tokens to
-    which no gradient comes, as those of ignored labels, may be NaN: their gradient is 0, they add nothing to others.
+    Hidden states, weight and bias can be differentiated by; the products are recomputed for that. They are accumulated
+    and kept in float32 (float64 for float64), and so are the gradients until each is complete. (On a CUDA device the
+    gradients of 16-bit logits are rounded to 16 bits before they are multiplied; float32 products follow torch's
+    setting for TF32.) Hidden states of tokens without an incoming gradient may be NaN: their gradient is 0, and they
+    add nothing to others.
 
     Beside results and gradients it needs some tens of MB on a CPU and under 512 MiB on a CUDA device; backwards also
     4 N D bytes, in which the gradient of N hidden states is summed, and for the weight's a copy of the hidden states.
+
+    Args:
+        hidden: [..., D] Hidden states.
+        weight: [V, D] Weight of the output layer.
+        labels: [...] Token ids.
+        bias: [V] Bias of the output layer.
+        temperature: As of `from_logits`.
+        entropy: Whether to compute entropies.
+        ignore_index: As of `from_logits`.
+        softcap: With a soft cap c, the logits are c tanh(x / c).
+
+    Returns:
+        As of `from_logits`.
+
+    Raises:
+        ValueError: If shapes, types or devices do not match, or a label is outside the vocabulary.
 
     >>> hidden, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     >>> from_hidden(hidden, weight, torch.tensor([2])).logprobs
@@ -264,31 +171,40 @@ def from_hidden(
     >>> from_logits(hidden @ weight.T, torch.tensor([2])).logprobs
     tensor([-0.4076])
     """
-    head = Head.of(hidden, weight, bias, softcap)
-    tokens = _tokens("hidden", hidden, labels, len(weight), temperature, ignore_index)
+    layer = OutputLayer.of(hidden, weight, bias, softcap)
+    targets = _targets("hidden", hidden, labels, len(weight), temperature, ignore_index)
     flat = hidden.reshape(labels.numel(), weight.shape[1])
-    logprobs, entropies = _apply(_FromHidden, flat, weight, bias, head, tokens, entropy)
+    logprobs, entropies = _FromHidden.apply(flat, weight, bias, layer, targets, entropy)  # type: ignore[no-untyped-call]
     return TokenStats(logprobs.view(labels.shape), entropies.view(labels.shape) if entropy else None)
 
 
 def top_k(logits: torch.Tensor, k: int, *, temperature: float | torch.Tensor = 1.0) -> TopK:
-    """The `k` likeliest tokens at each place of logits (..., V), with log-probs over the whole vocabulary.
+    """Find the `k` likeliest tokens at each place, without gradients.
 
-    Of equally likely ones the lower id comes first. Nothing is differentiated.
+    Args:
+        logits: [..., V]
+        k: How many, from 1 to V. Of equally likely tokens, the lower id comes first.
+        temperature: As of `from_logits`.
+
+    Returns:
+        Ids and log-probs [..., k], normalized over the whole vocabulary.
+
+    Raises:
+        ValueError: If `k` is out of range.
 
     >>> top_k(torch.tensor([1.0, 3.0, 3.0, 2.0]), 3)
     TopK(ids=tensor([1, 2, 3]), logprobs=tensor([-0.9176, -0.9176, -1.9176]))
     """
-    vocabulary = _vocabulary_of(logits)
-    tokens = _tokens("logits", logits, _unlabelled(logits), vocabulary, temperature, _IGNORE)
-    k = _checked(k, vocabulary)
+    vocabulary = _vocabulary_size(logits)
+    targets = _targets("logits", logits, _unlabeled(logits), vocabulary, temperature, _IGNORE)
+    k = _check_k(k, vocabulary)
     with torch.no_grad():
-        whole = _vocabulary.pieces_of(logits)
-        sums = _vocabulary.sums(whole, tokens, 0, False)
-        best = Best(tokens.count, k, vocabulary, whole)
-        for rows, piece in _vocabulary.pieces(whole):
-            best.take(rows, piece, 0)
-    return TopK(*best.give(sums, tokens, logits.shape[:-1]))
+        flat = flatten_logits(logits)
+        sums = softmax_sums(flat, targets, 0, False)
+        largest = TopLogits(targets.count, k, vocabulary, flat)
+        for rows, chunk in row_chunks(flat):
+            largest.update(rows, chunk, 0)
+    return TopK(*largest.finish(sums, targets, logits.shape[:-1]))
 
 
 def top_k_from_hidden(
@@ -300,52 +216,62 @@ def top_k_from_hidden(
     temperature: float | torch.Tensor = 1.0,
     softcap: float | None = None,
 ) -> TopK:
-    """As `top_k` of `hidden @ weight.T + bias`, (..., D) and (V, D), without the logits ever lying in memory.
+    """Compute `top_k` of `hidden @ weight.T + bias` without allocating the logits.
+
+    Args:
+        hidden: [..., D] Hidden states.
+        weight: [V, D] Weight of the output layer.
+        k: As of `top_k`.
+        bias: [V] Bias of the output layer.
+        temperature: As of `from_logits`.
+        softcap: As of `from_hidden`.
+
+    Returns:
+        Ids and log-probs [..., k].
+
+    Raises:
+        ValueError: If shapes, types or devices do not match, or `k` is out of range.
 
     >>> hidden, weight = torch.tensor([1.0, 2.0]), torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     >>> top_k_from_hidden(hidden, weight, 2)
     TopK(ids=tensor([2, 1]), logprobs=tensor([-0.4076, -1.4076]))
     """
-    head = Head.of(hidden, weight, bias, softcap)
-    tokens = _tokens("hidden", hidden, _unlabelled(hidden), len(weight), temperature, _IGNORE)
-    k = _checked(k, len(weight))
+    layer = OutputLayer.of(hidden, weight, bias, softcap)
+    targets = _targets("hidden", hidden, _unlabeled(hidden), len(weight), temperature, _IGNORE)
+    k = _check_k(k, len(weight))
     with torch.no_grad():
-        flat = hidden.reshape(tokens.count, weight.shape[1])
-        best: Best | None = None
-        sums: Sums | None = None
-        for rows, start, tile in head.tiles(flat):
-            best = best or Best(tokens.count, k, len(weight), tile)
-            sums = sums or _vocabulary.nothing(tokens.count, tile)
-            _vocabulary.add(sums, rows, _vocabulary.sums(tile[None], tokens.cut(rows), start, False), tokens.scales)
-            for part, piece in _vocabulary.pieces(tile[None]):
-                best.take(slice(rows.start + part.start, rows.start + part.stop), piece, start)
-        if best is None or sums is None:  # there are no tokens
-            empty = torch.empty(0, 1, dtype=head.kind, device=hidden.device)
-            best, sums = Best(0, k, len(weight), empty), _vocabulary.nothing(0, empty)
-    return TopK(*best.give(sums, tokens, hidden.shape[:-1]))
+        flat = hidden.reshape(targets.count, weight.shape[1])
+        largest = TopLogits(targets.count, k, len(weight), torch.empty(0, dtype=layer.dtype, device=hidden.device))
+        sums = SoftmaxSums.zeros(targets.count, layer.dtype, hidden.device)
+        for rows, start, tile in layer.tiles(flat):
+            sums.add(rows, softmax_sums(tile[None], targets.take(rows), start, False), targets.scales)
+            for part, chunk in row_chunks(tile[None]):
+                largest.update(slice(rows.start + part.start, rows.start + part.stop), chunk, start)
+    return TopK(*largest.finish(sums, targets, hidden.shape[:-1]))
 
 
-# --- arguments ------------------------------------------------------------------------------------------------------
+# --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _tokens(
+def _targets(
     name: str,
-    given: torch.Tensor,
+    scored: torch.Tensor,
     labels: torch.Tensor,
     vocabulary: int,
     temperature: float | torch.Tensor,
     ignore_index: int,
-) -> Tokens:
-    """The arguments that all functions share, checked against logits or hidden states."""
-    if given.dim() == 0 or vocabulary == 0:
-        raise ValueError(f"{name}: got shape {tuple(given.shape)}, expected at least one entry in the last dimension")
-    _vocabulary.check_tensor("labels", labels)
-    if labels.shape != given.shape[:-1]:
-        raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {tuple(given.shape[:-1])}, as {name} has")
+) -> Targets:
+    """Check labels and temperatures against the logits or hidden states `scored`, which are called `name`."""
+    if scored.dim() == 0 or vocabulary == 0:
+        raise ValueError(f"{name}: got shape {tuple(scored.shape)}, expected at least one entry in the last dimension")
+    if not isinstance(labels, torch.Tensor):
+        raise ValueError(f"labels: got {type(labels).__name__}, expected a tensor")
+    if labels.shape != scored.shape[:-1]:
+        raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {tuple(scored.shape[:-1])}, as {name} has")
     if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
         raise ValueError(f"labels: got {labels.dtype}, expected integers")
-    if labels.device != given.device:
-        raise ValueError(f"labels: got device {labels.device}, expected {given.device}, as {name} has")
+    if labels.device != scored.device:
+        raise ValueError(f"labels: got device {labels.device}, expected {scored.device}, as {name} has")
     flat = labels.reshape(-1).long()
     ignored = flat == _integer("ignore_index", ignore_index)
     wrong: torch.Tensor | None = ~ignored & ((flat < 0) | (flat >= vocabulary))
@@ -355,87 +281,77 @@ def _tokens(
                 f"labels: got {int(flat[wrong][0])}, expected 0 to {vocabulary - 1}, or {ignore_index} to be ignored"
             )
         wrong = None
-    return Tokens(len(flat), flat.masked_fill(ignored, -1), ignored, wrong, _scales(temperature, labels.shape, given))
+    return Targets(len(flat), flat.masked_fill(ignored, -1), ignored, wrong, _scales(temperature, labels.shape, scored))
 
 
-def _scales(temperature: float | torch.Tensor, shape: torch.Size, given: torch.Tensor) -> torch.Tensor | None:
-    """1 / temperature of each token."""
-    kind = _vocabulary.kind_of(given)
+def _scales(temperature: float | torch.Tensor, shape: torch.Size, scored: torch.Tensor) -> torch.Tensor | None:
+    """[N] 1 / temperature of each token; `None` if all are 1."""
+    dtype = torch.promote_types(scored.dtype, torch.float32)
     if not isinstance(temperature, torch.Tensor):
         if not isinstance(temperature, Real):
             raise ValueError(f"temperature: got {shortly(temperature)}, expected a number or a tensor")
-        number = _vocabulary.positive("temperature", temperature, kind)
+        number = check_positive("temperature", temperature, dtype)
         if number == 1:
             return None
-        return torch.full((shape.numel(),), 1 / number, dtype=kind, device=given.device)
+        return torch.full((shape.numel(),), 1 / number, dtype=dtype, device=scored.device)
     if temperature.dtype.is_complex or temperature.dtype == torch.bool:
         raise ValueError(f"temperature: got {temperature.dtype}, expected positive numbers")
     if temperature.requires_grad:
         raise ValueError("temperature: got a tensor that requires a gradient, expected a constant")
     try:
-        each = temperature.to(device=given.device, dtype=kind).expand(shape).reshape(-1)
+        temperatures = temperature.to(device=scored.device, dtype=dtype).expand(shape).reshape(-1)
     except RuntimeError:
         raise ValueError(
             f"temperature: got shape {tuple(temperature.shape)}, expected one that broadcasts to {tuple(shape)}"
         ) from None
-    inverse = each.reciprocal()
-    fine = (each > 0) & each.isfinite() & inverse.isfinite()
-    if not each.is_cuda and not fine.all():
+    inverse = temperatures.reciprocal()
+    valid = (temperatures > 0) & temperatures.isfinite() & inverse.isfinite()
+    if not temperatures.is_cuda and not valid.all():
         raise ValueError(
-            f"temperature: got {each[~fine][0].item():g}, expected positive numbers that "
-            f"{str(kind).removeprefix('torch.')} holds, and their inverses too"
+            f"temperature: got {temperatures[~valid][0].item():g}, expected positive numbers that "
+            f"{str(dtype).removeprefix('torch.')} holds, and their inverses too"
         )
-    return inverse.masked_fill_(~fine, torch.nan)
+    return inverse.masked_fill_(~valid, torch.nan)
 
 
-def _unlabelled(given: torch.Tensor) -> torch.Tensor:
-    return torch.full(given.shape[:-1], _IGNORE, device=given.device)
+def _unlabeled(scored: torch.Tensor) -> torch.Tensor:
+    return torch.full(scored.shape[:-1], _IGNORE, device=scored.device)
 
 
-def _vocabulary_of(logits: torch.Tensor) -> int:
-    """How many tokens there are, once it is known that these are logits."""
-    _vocabulary.check_floats("logits", logits)
+def _vocabulary_size(logits: torch.Tensor) -> int:
+    check_floats("logits", logits)
     return logits.shape[-1:].numel()
 
 
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ValueError(f"{name}: got {value!r}, expected an integer")
-    return int(value)
+def _integer(name: str, number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        raise ValueError(f"{name}: got {number!r}, expected an integer")
+    return int(number)
 
 
-def _checked(k: Any, vocabulary: int) -> int:
-    found = _integer("k", k)
-    if not 1 <= found <= vocabulary:
-        raise ValueError(f"k: got {found}, expected 1 to {vocabulary}")
-    return found
+def _check_k(k: int, vocabulary: int) -> int:
+    count = _integer("k", k)
+    if not 1 <= count <= vocabulary:
+        raise ValueError(f"k: got {count}, expected 1 to {vocabulary}")
+    return count
 
 
-# --- gradients ------------------------------------------------------------------------------------------------------
+# --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _apply(function: Any, *arguments: Any) -> Any:
-    return function.apply(*arguments)  # torch has no type for it
-
-
-def _check_once() -> None:
+def _check_first_derivative() -> None:
     # Torch's own guard lets a second derivative be silently 0 where the loss is linear in these results.
     if torch.is_grad_enabled():
         raise RuntimeError("log-probs and entropies can be differentiated once: there is no gradient with create_graph")
 
 
-def _as_given(device: torch.device) -> AbstractContextManager[None]:
-    """No product here is to be cast by an autocast outside."""
-    return torch.autocast(device.type, enabled=False)
-
-
 class _FromLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, tokens: Tokens, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, logits: torch.Tensor, targets: Targets, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.tokens = tokens
-        sums = _vocabulary.sums(logits, tokens, 0, entropy)
-        logprobs, entropies, log_mass = tokens.finish(sums)
+        ctx.targets = targets
+        sums = softmax_sums(logits, targets, 0, entropy)
+        logprobs, entropies, log_mass = targets.finish(sums)
         ctx.save_for_backward(logits, sums.top, log_mass, entropies.clone())
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -443,14 +359,14 @@ class _FromLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        _check_once()
+        _check_first_derivative()
         logits, *saved = ctx.saved_tensors
-        if all(one is None for one in grads):
+        if grads[0] is None and grads[1] is None:
             return None, None, None
-        out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        left = Left.of(tuple(saved), ctx.tokens.ignored, (grads[0], grads[1]))
-        _vocabulary.slopes(logits, out, ctx.tokens, 0, left)
-        return out, None, None
+        gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        state = BackwardState.of(tuple(saved), ctx.targets.ignored, (grads[0], grads[1]))
+        logits_gradient(logits, gradient, ctx.targets, 0, state)
+        return gradient, None, None
 
 
 class _FromHidden(torch.autograd.Function):
@@ -460,15 +376,24 @@ class _FromHidden(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        head: Head,
-        tokens: Tokens,
+        layer: OutputLayer,
+        targets: Targets,
         entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.tokens, ctx.cap, ctx.kind, ctx.factors = tokens, head.cap, head.kind, head.factors
-        with _as_given(hidden.device):
-            sums = product_sums(hidden, head, tokens, entropy)
-            logprobs, entropies, log_mass = tokens.finish(sums)
+        ctx.targets, ctx.cap, ctx.dtype, ctx.factor_dtype = targets, layer.cap, layer.dtype, layer.factor_dtype
+        # An autocast around the call must not convert these products.
+        with torch.autocast(hidden.device.type, enabled=False):
+            kernels = _vocabulary.kernels_for(hidden) if hidden.is_cuda else None
+            if kernels is not None and kernels.takes(hidden, weight):
+                sums = SoftmaxSums(
+                    *kernels.product_sums(hidden, weight, bias, targets.labels, targets.scales, layer.cap, entropy)
+                )
+            else:
+                sums = SoftmaxSums.zeros(len(hidden), layer.dtype, hidden.device)
+                for rows, start, tile in layer.tiles(hidden):
+                    sums.add(rows, softmax_sums(tile[None], targets.take(rows), start, entropy), targets.scales)
+            logprobs, entropies, log_mass = targets.finish(sums)
         ctx.save_for_backward(hidden, weight, bias, sums.top, log_mass, entropies.clone())
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -476,11 +401,123 @@ class _FromHidden(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        _check_once()
+        _check_first_derivative()
         hidden, weight, bias, *saved = ctx.saved_tensors
-        if all(one is None for one in grads):
+        if grads[0] is None and grads[1] is None:
             return (None,) * 6
-        head = Head(weight, bias, ctx.cap, ctx.kind, ctx.factors)
-        left = Left.of(tuple(saved), ctx.tokens.ignored, (grads[0], grads[1]))
-        with _as_given(hidden.device):
-            return *product_slopes(hidden, head, ctx.tokens, left, ctx.needs_input_grad), None, None, None
+        layer = OutputLayer(weight, bias, ctx.cap, ctx.dtype, ctx.factor_dtype)
+        state = BackwardState.of(tuple(saved), ctx.targets.ignored, (grads[0], grads[1]))
+        with torch.autocast(hidden.device.type, enabled=False):
+            return *layer.gradients(hidden, ctx.targets, state, ctx.needs_input_grad), None, None, None
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """Weight, bias and soft cap of an output layer, multiplied tile by tile."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    cap: float | None
+    dtype: torch.dtype
+    """Type of the logits: float32 or float64."""
+    factor_dtype: torch.dtype
+    """Type of the factors: 16 bits where the device accumulates such products in float32."""
+
+    @staticmethod
+    def of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> OutputLayer:
+        """Check weight, bias and soft cap against hidden states [..., D]."""
+        for name, part in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+            if part is not None:
+                check_floats(name, part)
+        if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:]:
+            raise ValueError(
+                f"weight: got shape {tuple(weight.shape)}, expected (V, {hidden.shape[-1:].numel()}), "
+                f"since hidden has shape {tuple(hidden.shape)}"
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({len(weight)},)")
+        for name, part in (("weight", weight), ("bias", bias)):
+            if part is not None and part.device != hidden.device:
+                raise ValueError(f"{name}: got device {part.device}, expected {hidden.device}, as hidden has")
+        factor_dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        dtype = torch.float64 if factor_dtype == torch.float64 else torch.float32
+        if softcap is not None:
+            softcap = check_positive("softcap", softcap, dtype)
+        accumulates = hidden.is_cuda and torch.version.cuda is not None
+        return OutputLayer(weight, bias, softcap, dtype, factor_dtype if accumulates else dtype)
+
+    def product(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, onto: bool = False) -> torch.Tensor:
+        """Write left @ right into `out`, or add it (`onto`); accumulated in the type of `out`."""
+        if left.dtype == out.dtype:
+            return torch.addmm(out, left, right, out=out) if onto else torch.mm(left, right, out=out)
+        if onto:
+            return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        return torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+    def tiles(
+        self, hidden: torch.Tensor, shape: tuple[int, int] | None = None
+    ) -> Iterator[tuple[slice, int, torch.Tensor]]:
+        """Iterate over tiles of the logits: the tokens, the start in the vocabulary, and the logits.
+
+        All tokens of one part of the vocabulary come before the next part. The memory of a tile is reused for the next.
+        """
+        tall, wide = shape or (_TILE_CUDA if hidden.is_cuda else _TILE_CPU)
+        size = min(tall, len(hidden)) * min(wide, len(self.weight))
+        memory = torch.empty(size, dtype=self.dtype, device=hidden.device)
+        for start in range(0, len(self.weight), wide):
+            weight = self.weight[start : start + wide].to(self.factor_dtype)
+            for first in range(0, len(hidden), tall):
+                part = hidden[first : first + tall].to(self.factor_dtype)
+                tile = memory[: len(part) * len(weight)].view(len(part), len(weight))
+                self.product(part, weight.T, tile)
+                if self.bias is not None:
+                    tile += self.bias[start : start + wide]
+                if self.cap is not None:
+                    tile.div_(self.cap).tanh_().mul_(self.cap)
+                yield slice(first, first + len(part)), start, tile
+
+    def gradients(
+        self, hidden: torch.Tensor, targets: Targets, state: BackwardState, needed: tuple[bool, ...]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Compute those of the gradients by hidden states, weight and bias that are `needed`."""
+        options: dict[str, Any] = {"device": hidden.device, "dtype": self.dtype}
+        by_hidden = torch.zeros(hidden.shape, **options) if needed[0] else None
+        by_weight = torch.empty_like(self.weight) if needed[1] else None
+        by_bias = torch.zeros(len(self.weight), **options) if needed[2] else None
+        tall, wide = _TILE_CPU
+        if hidden.is_cuda:
+            # All tokens at once if they fit: then each part of the weight's gradient is a single product.
+            wide = min(max(_TILE_BACK // max(len(hidden), 1) // 256 * 256, 1024), 8192)
+            tall = max(_TILE_BACK // wide, 1)
+        memory = summed = torch.empty(0, **options)
+        if self.factor_dtype != self.dtype:
+            size = min(tall, len(hidden)) * min(wide, len(self.weight))
+            memory = torch.empty(size, device=hidden.device, dtype=self.factor_dtype)
+        if by_weight is not None and len(hidden) == 0:
+            by_weight.zero_()
+        if by_weight is not None and (hidden.is_cuda or state.no_grad.any()):
+            # Gradients of 0 do not keep a NaN out of the weight's. A copy costs less than waiting for the device.
+            hidden = hidden.masked_fill(state.no_grad[:, None], 0)
+        for rows, start, tile in self.tiles(hidden, (tall, wide)):
+            end = start + tile.shape[1]
+            by_logits = tile if self.factor_dtype == self.dtype else memory[: tile.numel()].view(tile.shape)
+            logits_gradient(tile[None], by_logits[None], targets.take(rows), start, state.take(rows), self.cap)
+            if by_hidden is not None:
+                self.product(by_logits, self.weight[start:end].to(self.factor_dtype), by_hidden[rows], onto=True)
+            if by_bias is not None:
+                by_bias[start:end] += by_logits.sum(0, dtype=self.dtype)
+            if by_weight is not None:
+                part = hidden[rows].to(self.factor_dtype)
+                if len(part) == len(hidden) and by_weight.dtype == self.factor_dtype:
+                    torch.mm(by_logits.T, part, out=by_weight[start:end])
+                    continue
+                if rows.start == 0:
+                    summed = torch.empty(end - start, hidden.shape[1], **options)
+                self.product(by_logits.T, part, summed, onto=rows.start > 0)
+                if rows.stop == len(hidden):
+                    by_weight[start:end] = summed
+        return (
+            None if by_hidden is None else by_hidden.to(hidden.dtype),
+            by_weight,
+            None if by_bias is None or self.bias is None else by_bias.to(self.bias.dtype),
+        )

@@ -1,7 +1,7 @@
-"""Adapters through peft: attached to a model, saved and loaded, and switched off, which is the reference model.
+"""LoRA adapters through peft: attached to a model, saved and loaded, and switched off for the reference model.
 
-Invariant: a reference shares the actor's base weights, which adapters leave as they are, and never changes what the
-actor is or does: adapters, gradients and modes are after a pass of the reference what they were before.
+Invariant: a reference shares the base weights of the actor, which adapters do not change, and a pass of the reference
+does not change adapters, gradients or modes of the actor.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import nn
 from rollbook.models.head import scoring, unwrapped
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from rollbook.batch import Batch
     from rollbook.models.actor import Actor
     from rollbook.models.logprobs import TokenStats
@@ -29,8 +31,8 @@ def _peft() -> Any:
     return peft
 
 
-def attach(model: nn.Module, lora: Any) -> nn.Module:
-    """The model with fresh adapters: `lora` is a `peft.LoraConfig` or a mapping of its options. All else is frozen."""
+def attach(model: nn.Module, lora: LoraConfig | Mapping[str, Any]) -> nn.Module:
+    """Add fresh adapters to a model, and freeze all other weights; `lora` is a `peft.LoraConfig` or its options."""
     peft = _peft()
     if has_adapters(model):
         raise ValueError("lora: got a model that has adapters already, expected one without")
@@ -46,13 +48,13 @@ def attach(model: nn.Module, lora: Any) -> nn.Module:
 
 
 def load_adapter(base: nn.Module, folder: str) -> nn.Module:
-    """The base with the adapters of a folder, to be trained on."""
+    """Add the adapters of a folder to a base model, as trainable."""
     adapted: nn.Module = _peft().PeftModel.from_pretrained(base, folder, is_trainable=True)
     return adapted
 
 
 def save_base(model: nn.Module, folder: str, **options: Any) -> None:
-    """Write the model without its adapters, as if it had never had any."""
+    """Save the model without its adapters."""
     inner = unwrapped(model)
     weights = {}
     for name, value in inner.state_dict().items():
@@ -69,7 +71,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The base alone, as long as it lasts. What needs a gradient does so after it as before."""
+    """Disable the adapters within the context; `requires_grad` of all parameters is restored."""
     needs = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         with model.disable_adapter():  # type: ignore[operator]
@@ -80,10 +82,13 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class Reference:
-    """An actor with its adapters off: the model that training began with, at no cost of memory.
+    """An actor with its adapters disabled: the initial model, without additional memory.
 
-    It is called as the actor is, and gives no gradients. It has no parameters of its own; `train`, `eval` and `to` do
-    nothing, since what it is, and where it lies, is the actor's affair.
+    It is called like the actor, without gradients. It has no parameters of its own; `train`, `eval` and `to` do
+    nothing, since mode and device are those of the actor.
+
+    Args:
+        actor: An actor with adapters.
 
     >>> from transformers import LlamaConfig
     >>> from rollbook.models import Actor
@@ -118,65 +123,65 @@ class Reference:
 
     @property
     def model(self) -> nn.Module:
-        """The actor's model, adapters and all; to call it as it is would be to call the actor."""
+        """The model of the actor, with its adapters; calling it is calling the actor."""
         return self.actor.model
 
     @property
     def config(self) -> Any:
-        """The model's configuration."""
+        """Configuration of the model."""
         return self.actor.config
 
     @property
     def device(self) -> torch.device:
-        """Where the actor's weights lie."""
+        """Device of the actor."""
         return self.actor.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the actor's weights."""
+        """Type of the weights of the actor."""
         return self.actor.dtype
 
     @property
     def pad_token_id(self) -> int:
-        """As the actor's."""
+        """That of the actor."""
         return self.actor.pad_token_id
 
     @property
     def tokenizer(self) -> Any:
-        """As the actor's."""
+        """That of the actor."""
         return self.actor.tokenizer
 
     @property
     def packs(self) -> bool:
-        """As the actor's."""
+        """That of the actor."""
         return self.actor.packs
 
     @property
     def packs_cheaply(self) -> bool:
-        """As the actor's."""
+        """That of the actor."""
         return self.actor.packs_cheaply
 
     @property
     def head_path(self) -> str:
-        """As the actor's."""
+        """That of the actor."""
         return self.actor.head_path
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """None: there is nothing here to train or to count twice."""
+        """Return no parameters: there are none to train or to count twice."""
         return iter(())
 
     def reference(self) -> Reference:
-        """Itself."""
+        """Return itself."""
         return self
 
     def eval(self) -> Reference:
-        """Nothing to do: there is never dropout in it."""
+        """Do nothing: there is never dropout."""
         return self
 
     def train(self, mode: bool = True) -> Reference:
-        """Nothing to do: it is not trained."""
+        """Do nothing: it is not trained."""
         return self
 
     def to(self, *_: Any, **__: Any) -> Reference:
-        """Nothing to do: it lies where the actor lies."""
+        """Do nothing: it is on the device of the actor."""
         return self

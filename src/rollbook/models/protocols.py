@@ -1,4 +1,4 @@
-"""What the trainer asks of models: `Policy` and `ValueModel`."""
+"""Protocols of models that the trainer uses: `Policy` and `ValueModel`."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Policy(Protocol):
-    """A model that gives log-probs of response tokens: `rollbook.models.Actor`, or a user's own."""
+    """A model that computes log-probs of response tokens: `rollbook.models.Actor`, or a user's own."""
 
     @property
     def device(self) -> torch.device:
-        """Where its weights lie."""
+        """Device of the weights."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its weights."""
+        """Type of the weights."""
 
     @property
     def pad_token_id(self) -> int:
-        """What tokens are padded with."""
+        """Token id of the padding."""
 
     @property
     def packs_cheaply(self) -> bool:
-        """Whether packed batches cost no more than each record alone."""
+        """Whether packed batches cost no more than their records alone."""
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer, or `None`."""
 
     def token_stats(self, batch: Batch, *, entropy: bool = False) -> TokenStats:
-        """Log-probs, and entropies if asked for, of every response slot of a batch, with gradients."""
+        """Compute log-probs, and optionally entropies, [B, R] or `Rows`, of every response slot, with gradients."""
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The weights."""
@@ -46,27 +46,27 @@ class Policy(Protocol):
         """Switch between training and evaluation."""
 
     def reference(self) -> Policy:
-        """The model that divergence is measured from, with weights that stay as they are now."""
+        """Return the reference policy, with the current weights."""
 
 
 @runtime_checkable
 class ValueModel(Protocol):
-    """A model that gives the value of the state before every response token: `rollbook.models.Critic`."""
+    """A model that computes the value of the state before every response token: `rollbook.models.Critic`."""
 
     @property
     def device(self) -> torch.device:
-        """Where its weights lie."""
+        """Device of the weights."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its weights."""
+        """Type of the weights."""
 
     @property
     def packs_cheaply(self) -> bool:
-        """Whether packed batches cost no more than each record alone."""
+        """Whether packed batches cost no more than their records alone."""
 
     def token_values(self, batch: Batch) -> Tokens:
-        """The value of every response slot of a batch, with gradients."""
+        """Compute the value of every response slot, [B, R] or `Rows`, with gradients."""
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The weights."""

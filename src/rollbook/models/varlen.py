@@ -19,7 +19,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,17 +28,28 @@ from rollbook.models.head import VARLEN as NAME
 from rollbook.models.head import text_config, unwrapped
 from rollbook.models.loading import as_dtype, transformers_module
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from rollbook.batch.device import Device
+    from rollbook.models.loading import DType
+
 _HALF = (torch.float16, torch.bfloat16)
 _WIDEST = 256
 """The largest head that the kernel takes; sizes are multiples of 8."""
 
 
-def best_attention(device: Any, dtype: Any, config: Any = None) -> str:
-    """What to give as `attn_implementation` for packed training: `flash_attention_2` on CUDA in half precision if
-    flash-attn is installed, `varlen` there without it, `sdpa` elsewhere.
+def best_attention(device: Device, dtype: DType, config: PretrainedConfig | None = None) -> str:
+    """Choose the attention implementation for packed training.
 
-    `dtype` is what attention is computed in: with autocast, that of autocast. With a model's `config`, `varlen` only if
-    it is for such a model.
+    Args:
+        device: Where the model is.
+        dtype: The type that attention is computed in; with autocast, that of autocast.
+        config: The configuration of a model that `varlen` must support; `None`: any.
+
+    Returns:
+        `flash_attention_2` on CUDA in half precision if flash-attn is installed, `varlen` there without it, `sdpa`
+        elsewhere.
 
     >>> best_attention("cpu", torch.bfloat16), best_attention("cuda", torch.float32)
     ('sdpa', 'sdpa')
@@ -55,7 +66,7 @@ def best_attention(device: Any, dtype: Any, config: Any = None) -> str:
     return "varlen"
 
 
-def why_not(config: Any) -> str | None:
+def why_not(config: PretrainedConfig) -> str | None:
     """What about a model, by its configuration, makes `varlen` the wrong attention for it, in words; `None`: nothing.
 
     >>> from transformers import LlamaConfig, Gemma3TextConfig
@@ -96,7 +107,7 @@ def use_varlen(model: nn.Module) -> None:
         raise ValueError(f"{named} with {reason}, expected causal attention without; 'sdpa' takes it")
     register()
     text = text_config(inner)
-    key = next((one for one in config.sub_configs if getattr(config, one, None) is text), None)
+    key = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
     for kind in ("sdpa", NAME):  # what is not packed goes to SDPA, so a model must take that, too
         try:
             inner.set_attn_implementation(kind if key is None else {key: kind})
@@ -123,7 +134,7 @@ class PackedMask:
     - `tokens`, `device`: how long the row is, and where it lies.
     """
 
-    def __init__(self, make: Callable[[], Any], sees: Callable[..., torch.Tensor], tokens: int, device: Any) -> None:
+    def __init__(self, make: Callable[[], Any], sees: Callable[..., torch.Tensor], tokens: int, device: Device) -> None:
         self._make, self._sees, self._tokens, self._device = make, sees, tokens, device
         self._made: Any = None
         self._bounds: tuple[torch.Tensor, list[int]] | None = None
@@ -134,12 +145,12 @@ class PackedMask:
             self._made = self._make()
         return self._made
 
-    def bounds(self, given: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    def bounds(self, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """Boundaries, checked once for all layers: int32 for kernels, and as a list; without empty samples."""
         if self._bounds is None:
-            found = bounds_of(given, self._tokens)
-            self._check(found[0].to(self._device).long())
-            self._bounds = found
+            bounds = bounds_of(cu_seqlens, self._tokens)
+            self._check(bounds[0].to(self._device).long())
+            self._bounds = bounds
         return self._bounds
 
     def _check(self, bounds: torch.Tensor) -> None:
@@ -159,43 +170,43 @@ class PackedMask:
                 "expected the same samples from both"
             )
         if wrong[2] or wrong[3]:
-            how = "tokens ahead are seen" if wrong[3] else "a sample's first token is not seen by its last"
+            problem = "tokens ahead are seen" if wrong[3] else "a sample's first token is not seen by its last"
             raise ValueError(
-                f"attention_mask: got one by which {how} (a window, or blocks of an image), expected a causal one: "
+                f"attention_mask: got one by which {problem} (a window, or blocks of an image), expected a causal one: "
                 f"packed samples of such a model need another attn_implementation than 'varlen'"
             )
 
 
-def mask(**given: Any) -> Any:
+def mask(**options: Any) -> Any:
     """SDPA's mask for SDPA's calls; a `PackedMask` for a row of samples that its positions tell apart."""
     plain = transformers_module().AttentionMaskInterface()["sdpa"]
     packed = (
-        given.get("attention_mask") is None
-        and given["batch_size"] == 1
-        and given["q_length"] == given["kv_length"]
-        and not given.get("allow_is_causal_skip", True)
-        and not given.get("allow_is_bidirectional_skip", False)
-        and not given.get("use_vmap", False)
+        options.get("attention_mask") is None
+        and options["batch_size"] == 1
+        and options["q_length"] == options["kv_length"]
+        and not options.get("allow_is_causal_skip", True)
+        and not options.get("allow_is_bidirectional_skip", False)
+        and not options.get("use_vmap", False)
     )
     if not packed:
-        return plain(**given)
+        return plain(**options)
     return PackedMask(
-        functools.partial(plain, **given), given["mask_function"], given["q_length"], given.get("device", "cpu")
+        functools.partial(plain, **options), options["mask_function"], options["q_length"], options.get("device", "cpu")
     )
 
 
 def attend(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **given: Any
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, Any]:
     """(B, S, H, D) From query (B, H, S, D), key and value (B, K, T, D): each sample by itself if the call is a packed
     pass, else SDPA."""
     plain = transformers_module().AttentionInterface()["sdpa"]
-    bounds = given.get("cu_seq_lens_q")
-    causal = given.get("is_causal")
+    bounds = options.get("cu_seq_lens_q")
+    causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if bounds is None or not causal:
-        made = attention_mask.tensor() if isinstance(attention_mask, PackedMask) else attention_mask
-        return plain(module, query, key, value, made, **given)  # type: ignore[no-any-return]
+        mask = attention_mask.tensor() if isinstance(attention_mask, PackedMask) else attention_mask
+        return plain(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
     # Boundaries that are given hold: where they cannot, going on without them would mix samples.
     rows, _, tokens, _ = query.shape
     if rows != 1 or key.shape[2] != tokens:
@@ -205,42 +216,42 @@ def attend(
         )
     if isinstance(attention_mask, torch.Tensor):
         raise ValueError("attention_mask: got one beside cu_seq_lens_q, expected boundaries alone, and no padding")
-    other = given.get("cu_seq_lens_k")
+    other = options.get("cu_seq_lens_k")
     if other is not None and other is not bounds and not torch.equal(other, bounds):
         raise ValueError("cu_seq_lens_k: got other boundaries than cu_seq_lens_q, expected the same")
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
-        if given.get(name) is not None:
+        if options.get(name) is not None:
             raise ValueError(f"{name}: got it with packed samples, expected none: 'varlen' is causal attention without")
     marks, ends = attention_mask.bounds(bounds) if attention_mask is not None else bounds_of(bounds, tokens)
-    scale, dropout = given.get("scaling"), float(given.get("dropout") or 0.0)
+    scale, dropout = options.get("scaling"), float(options.get("dropout") or 0.0)
     if len(ends) > 2 and dropout == 0:
         parts = _halved(query, key, value)
         if parts is not None:
             return _kernel(parts, marks, ends, scale), None
-    how = {"dropout": dropout, "scaling": scale, "is_causal": True}
-    found = [
-        plain(module, query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], None, **how)[0]
+    backend_options = {"dropout": dropout, "scaling": scale, "is_causal": True}
+    outputs = [
+        plain(module, query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], None, **backend_options)[0]
         for a, b in itertools.pairwise(ends)
     ]
-    return torch.cat(found, 1), None
+    return torch.cat(outputs, 1), None
 
 
 # --- by torch's kernel, or one sample after the other -----------------------------------------------------------------
 
 
-def bounds_of(given: torch.Tensor, tokens: int) -> tuple[torch.Tensor, list[int]]:
+def bounds_of(cu_seqlens: torch.Tensor, tokens: int) -> tuple[torch.Tensor, list[int]]:
     """Where samples begin and the last one ends, int32 and as a list, without empty samples.
 
     >>> bounds_of(torch.tensor([0, 3, 3, 5]), 5)
     (tensor([0, 3, 5], dtype=torch.int32), [0, 3, 5])
     """
-    ends: list[int] = given.tolist()
+    ends: list[int] = cu_seqlens.tolist()
     rising = all(a <= b for a, b in itertools.pairwise(ends))
     if not rising or not ends or ends[0] != 0 or ends[-1] != tokens:
         raise ValueError(f"cu_seq_lens_q: got {ends[:8]}, expected boundaries that rise from 0 to {tokens}")
-    kept = sorted(set(ends))
-    marks = given if len(kept) == len(ends) else torch.tensor(kept, device=given.device)
-    return marks.to(torch.int32), kept
+    unique = sorted(set(ends))
+    marks = cu_seqlens if len(unique) == len(ends) else torch.tensor(unique, device=cu_seqlens.device)
+    return marks.to(torch.int32), unique
 
 
 def _halved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor] | None:
@@ -252,13 +263,13 @@ def _halved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list
         return None
     parts = [query, key, value]
     if torch.is_autocast_enabled("cuda"):
-        parts = [one.to(torch.get_autocast_dtype("cuda")) for one in parts]
+        parts = [part.to(torch.get_autocast_dtype("cuda")) for part in parts]
     size = query.shape[-1]
-    if any(one.shape[-1] != size or one.dtype != parts[0].dtype for one in parts) or parts[0].dtype not in _HALF:
+    if any(part.shape[-1] != size or part.dtype != parts[0].dtype for part in parts) or parts[0].dtype not in _HALF:
         return None
     if size % 8 or size > _WIDEST or torch.cuda.get_device_capability(query.device)[0] < 8:
         return None
-    return [one[0].transpose(0, 1) for one in parts]
+    return [part[0].transpose(0, 1) for part in parts]
 
 
 @functools.cache
@@ -269,7 +280,7 @@ def _shares_heads() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _kernel(parts: list[torch.Tensor], marks: torch.Tensor, ends: list[int], scale: Any) -> torch.Tensor:
+def _kernel(parts: list[torch.Tensor], marks: torch.Tensor, ends: list[int], scale: float | None) -> torch.Tensor:
     """(1, tokens, H, D) By torch's kernel for ragged input."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -282,5 +293,5 @@ def _kernel(parts: list[torch.Tensor], marks: torch.Tensor, ends: list[int], sca
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     longest = max(b - a for a, b in itertools.pairwise(ends))
     marks = marks.to(query.device)
-    found = varlen_attn(query, key, value, marks, marks, longest, longest, scale=scale, window_size=(-1, 0), **options)
-    return found.unsqueeze(0)  # type: ignore[union-attr]
+    output = varlen_attn(query, key, value, marks, marks, longest, longest, scale=scale, window_size=(-1, 0), **options)
+    return output.unsqueeze(0)  # type: ignore[union-attr]

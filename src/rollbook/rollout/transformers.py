@@ -640,7 +640,7 @@ def _unwrap_model(source: Any) -> Any:
     for name in ("_orig_mod", "module"):  # of torch.compile, of DistributedDataParallel
         if isinstance(model, torch.nn.Module) and isinstance(inner := model._modules.get(name), torch.nn.Module):
             model = inner
-    # A transformers model and a PEFT one have a `.model` as well: their trunk.
+    # A transformers model and a PEFT one have a `.model` as well: their backbone.
     while not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config") and hasattr(model, "model"):
         model = model.model
     if not isinstance(model, torch.nn.Module) or not (hasattr(model, "config") and hasattr(model, "generate")):

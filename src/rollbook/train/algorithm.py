@@ -26,7 +26,7 @@ PRESET_NAMES = [
     *("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo", "opmd", "topr", "asymre"),
     *("sft", "dpo", "on_policy_distill", "mix"),
 ]
-_OWN = ("whole", "weights", "norm")
+_OWN = ("denominators", "weights", "norm")
 """Options of losses that the learner supplies."""
 
 
@@ -123,7 +123,7 @@ class AlgorithmConfig:
         if self.estimator is not None:
             entry = _named("estimator", self.estimator, ESTIMATORS)
             put(self, "estimator", entry.name)
-            accepted = [name for name in entry.options if name != "ranks"]
+            accepted = [name for name in entry.options if name != "process_group"]
             put(self, "estimator_options", _options("estimator_options", self.estimator_options, entry.name, accepted))
         elif self.estimator_options:
             raise ValueError(f"algorithm.estimator_options: got {dict(self.estimator_options)}, and no estimator")
@@ -131,7 +131,7 @@ class AlgorithmConfig:
             raise ValueError(f"algorithm.estimator: got none, and the loss {self.loss!r} needs advantages")
         if self.correction is not None:
             entry = Entry("importance_weights", importance_weights, (), "")
-            accepted = [name for name in entry.options if name not in ("ranks", "current")]
+            accepted = [name for name in entry.options if name not in ("process_group", "current")]
             put(self, "correction", _options("correction", self.correction, entry.name, accepted))
         _named("kl_estimator", self.kl_estimator, KL)
         check_choice("algorithm.kl_in", self.kl_in, ("loss", "reward"))

@@ -197,7 +197,7 @@ def models_of(config: Config, actor: Actor, device: torch.device) -> Models:
                 )
             _check_words("critic.config", models.critic, actor)
         else:
-            models.critic = CriticModel(trunk_from=actor, **options)
+            models.critic = CriticModel(backbone_from=actor, **options)
         if config.model.gradient_checkpointing:
             models.critic.gradient_checkpointing_enable()
     return models

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollbook.algorithms.aggregate import denominators
+from rollbook.algorithms.aggregate import count_denominators
 from rollbook.algorithms.kl import kl_loss
 from rollbook.algorithms.losses import entropy_loss, value_loss
 from rollbook.batch import Batch
@@ -50,7 +50,7 @@ class LossNormalizers:
             max_tokens: The longest response.
         """
         mask = Rows([rows.masks[i] for i in indices])
-        everything = denominators(mask)
+        everything = count_denominators(mask)
         count = algorithm.loss_entry.denominators
         policy: Any = everything if count is None else count(rows, indices)
         if algorithm.mixed:
@@ -95,7 +95,7 @@ def policy_loss(
     columns |= {"new_logprobs": stats.logprobs, "step": step}
     columns |= {"expert_mask": rows.expert, "pairs": rows.pairs, "chosen": rows.chosen}
     entry = algorithm.loss_entry
-    options: dict[str, Any] = {**algorithm.loss_options, "whole": normalizers.policy}
+    options: dict[str, Any] = {**algorithm.loss_options, "denominators": normalizers.policy}
     if weights is not None and "weights" in entry.options:
         options["weights"] = weights
     if normalizers.norm is not None:
@@ -105,7 +105,7 @@ def policy_loss(
     shared: dict[str, Any] = {
         "mode": algorithm.aggregation_mode,
         "norm": normalizers.norm,
-        "whole": normalizers.all,
+        "denominators": normalizers.all,
         "weights": weights,
     }
     own_mask = mask if rows.expert is None else _without_expert(mask, rows.expert)
@@ -147,7 +147,7 @@ def critic_loss(
         batch.values,
         clip=algorithm.value_clip,
         mode="token-mean",
-        whole=normalizers.all,
+        denominators=normalizers.all,
     )
     return loss.value, dict(loss.metrics)
 

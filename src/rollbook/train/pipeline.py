@@ -29,7 +29,7 @@ from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.media import as_path
 from rollbook.core.metrics import StepMetrics, advise
-from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_process_group
 from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models.forward import forward, without_adapters
@@ -292,7 +292,7 @@ def estimate(
     *,
     max_tokens: int | None = None,
     reward_norm: RunningNorm | None = None,
-    ranks: ProcessGroup | None = None,
+    process_group: ProcessGroup | None = None,
     recompute: bool = False,
     expert: Sequence[bool] | None = None,
     metrics: StepMetrics | None = None,
@@ -307,7 +307,7 @@ def estimate(
         algorithm: The estimator and its settings.
         max_tokens: The longest response, for the overlong penalty.
         reward_norm: Running statistics of rewards, which take these in.
-        ranks: The processes whose records are compared; `None`: all of a distributed run.
+        process_group: The processes whose records are compared; `None`: all of a distributed run.
         recompute: Estimate also for records that have advantages.
         expert: Which records an expert made; these need no reward.
         metrics: Collects timings and numbers.
@@ -329,10 +329,10 @@ def estimate(
     if not recompute and not len(absent):
         return records
     chosen = np.arange(len(records)) if recompute else absent
-    ranks = current_ranks() if ranks is None else ranks
+    process_group = current_process_group() if process_group is None else process_group
     with metrics.time("advantages"):
         inputs: Inputs = inputs_of(records)  # type: ignore[assignment]
-        mask, options = inputs["mask"], _estimator_options(algorithm, entry, ranks)
+        mask, options = inputs["mask"], _estimator_options(algorithm, entry, process_group)
         raw_rewards = torch.tensor(row_rewards(records), dtype=torch.float32)
         rewards, shaping = shape_rewards(
             raw_rewards,
@@ -341,14 +341,14 @@ def estimate(
             overlong_penalty=algorithm.overlong_penalty,
             max_tokens=max_tokens,
             norm=reward_norm,
-            ranks=ranks,
+            process_group=process_group,
         )
         reward_clip = algorithm.reward_clip if entry.clips_rewards else None
         penalty = None
         if algorithm.kl_in == "reward" and algorithm.kl_coef:
             penalty = _kl_penalty(inputs, algorithm, entry, metrics)
         if entry.scores == "rows":
-            scores = _row_scores(records, inputs, entry, rewards, options, ranks)
+            scores = _row_scores(records, inputs, entry, rewards, options, process_group)
             scores, clipping = clip_scores(scores, reward_clip)
             has_reward = ~scores.isnan()
             result = reinforce(penalty, scores, mask, gamma=algorithm.gamma if entry.discounts else 1.0)
@@ -359,7 +359,7 @@ def estimate(
             if "token_rewards" in entry.inputs:
                 scale = 1.0 if reward_norm is None else 1 / reward_norm.scale
                 token_rewards, rewards = _token_rewards(inputs, entry, rewards, scale * raw_rewards, scale, penalty)
-            result = _token_advantages(records, inputs, entry, rewards, token_rewards, options, ranks, metrics)
+            result = _token_advantages(records, inputs, entry, rewards, token_rewards, options, process_group, metrics)
         narrowed = mask if result.mask is None else result.mask
         whitened = bool(options.get("whiten", entry.options.get("whiten", False)))
         advantages, bounds = normalize_advantages(
@@ -368,7 +368,7 @@ def estimate(
             has_reward,
             normalize=None if whitened or entry.normalized else algorithm.normalize_advantages,
             clip=algorithm.advantage_clip,
-            ranks=ranks,
+            process_group=process_group,
         )
         metrics.add(clipping, shaping, {"reward/missing_reward": float((~has_reward).sum())}, bounds)
     if entry.takes_rewards and len(records.missing("reward")):
@@ -378,9 +378,9 @@ def estimate(
     return records.fill(overwrite=recompute, advantages=advantages, returns=result.returns)
 
 
-def _estimator_options(algorithm: AlgorithmConfig, entry: Estimator, ranks: ProcessGroup) -> dict[str, Any]:
+def _estimator_options(algorithm: AlgorithmConfig, entry: Estimator, process_group: ProcessGroup) -> dict[str, Any]:
     """Return the options of the estimator: its own, and those of the algorithm that it accepts."""
-    options: dict[str, Any] = {"gamma": algorithm.gamma, "lam": algorithm.lam, "ranks": ranks}
+    options: dict[str, Any] = {"gamma": algorithm.gamma, "lam": algorithm.lam, "process_group": process_group}
     if algorithm.normalize_advantages == "mean_std":
         options["whiten"] = True
     accepted = {name: option for name, option in options.items() if name in entry.options}
@@ -412,12 +412,12 @@ def _row_scores(
     entry: Estimator,
     rewards: torch.Tensor,
     options: Mapping[str, Any],
-    ranks: ProcessGroup,
+    process_group: ProcessGroup,
 ) -> torch.Tensor:
     """[B] Return the scores of an estimator over rows, NaN where the reward is missing."""
-    groups = group_inputs(inputs, records, required=entry.inputs.get("runs", False), ranks=ranks)
+    groups = group_inputs(inputs, records, required=entry.inputs.get("runs", False), process_group=process_group)
     group_of_row = groups["groups"]
-    if ranks is SINGLE_PROCESS and len(group_of_row) > 1 and len(np.unique(group_of_row)) == len(rewards):
+    if process_group is SINGLE_PROCESS and len(group_of_row) > 1 and len(np.unique(group_of_row)) == len(rewards):
         advise(f"{entry.name}: every prompt has one run, and there is nothing to compare it with")
     arguments = {"rewards": rewards, **groups}
     arguments |= {name: inputs[name] for name in ("ids", "steps") if name in entry.inputs}
@@ -434,7 +434,7 @@ def _token_advantages(
     rewards: torch.Tensor,
     token_rewards: Rows | None,
     options: Mapping[str, Any],
-    ranks: ProcessGroup,
+    process_group: ProcessGroup,
     metrics: StepMetrics,
 ) -> Advantages:
     """Call an estimator over tokens."""
@@ -444,7 +444,7 @@ def _token_advantages(
     arguments = {name: inputs[name] for name in entry.inputs if name in inputs and name not in special}
     arguments["mask"] = inputs["mask"]
     if "groups" in entry.inputs:
-        groups = group_inputs(inputs, records, required=entry.inputs.get("runs", False), ranks=ranks)
+        groups = group_inputs(inputs, records, required=entry.inputs.get("runs", False), process_group=process_group)
         arguments |= {name: column for name, column in groups.items() if name in entry.inputs}
     if "token_rewards" in entry.inputs:
         arguments |= {"token_rewards": token_rewards, "rewards": rewards}
@@ -480,7 +480,7 @@ def _token_rewards(
     # What shaping added to a row's reward goes on its last action; the rest is on its tokens.
     placed = place_rewards(torch.where(has_own, rewards - recorded, rewards), inputs["mask"], token_rewards=penalty)[0]
     layout = Layout.of(inputs["mask"])
-    tokens = layout.whole("token_rewards", placed) + scale * layout.whole("token_rewards", token_rewards).float()
+    tokens = layout.tensor("token_rewards", placed) + scale * layout.tensor("token_rewards", token_rewards).float()
     return layout.give(tokens), torch.where(rewards.isnan(), torch.nan, 0.0)
 
 

@@ -23,7 +23,7 @@ from rollbook.book.ledger import Transaction, chunks, parsed
 from rollbook.core.checks import check_int
 from rollbook.core.experiences import Experiences
 from rollbook.models import Actor
-from rollbook.models.forward import policy_log_probs, reference_log_probs, values
+from rollbook.models.forward import forward, without_adapters
 from rollbook.rewards.recipes import CombinedReward
 from rollbook.rewards.types import RewardInput, RewardResult
 from rollbook.train import builders
@@ -940,21 +940,19 @@ class _Replay:
     def _look_at_models(self) -> None:
         """What the models say of the step's records, against what they said when those were made."""
         run, most = self.run, self.out.tolerance.tokens
-        options: dict[str, Any] = {"token_budget": run.config.batch.token_budget}
-        actor = run.models.policy
-        self._compare("policy log-probs", "old_logprobs", most, actor, policy_log_probs, {**options, "entropy": True})
+        actor, reference, teacher = run.models.policy, run.models.reference, run.models.teacher
+        self._compare("policy log-probs", "old_logprobs", most, actor, entropy=True)
         if not any(row.old_logprobs is not None for row in run.own):
-            self._compare("engine log-probs", "logprobs", ELSEWHERE.tokens, actor, policy_log_probs, options)
-        fixed = {"moves": False}
-        reference, teacher = run.models.reference, run.models.teacher
-        self._compare("reference log-probs", "ref_logprobs", most, reference, reference_log_probs, options, **fixed)
-        self._compare("teacher log-probs", "teacher_logprobs", most, teacher, policy_log_probs, options, **fixed)
-        self._compare("values", "values", most, run.models.critic, values, options)
+            self._compare("engine log-probs", "logprobs", ELSEWHERE.tokens, actor)
+        self._compare("reference log-probs", "ref_logprobs", most, without_adapters(reference), moves=False)
+        self._compare("teacher log-probs", "teacher_logprobs", most, teacher, moves=False)
+        self._compare("values", "values", most, run.models.critic)
 
     def _compare(
-        self, quantity: str, name: str, most: float, model: Any, ask: Any, options: dict[str, Any], moves: bool = True
+        self, quantity: str, name: str, most: float, model: Any, *, entropy: bool = False, moves: bool = True
     ) -> None:
         """One model, of the records that were made with its weights of now; `moves`: it learns."""
+        names = (name, "entropy") if entropy else (name,)
         run = self.run
         rows = [row for row in run.own if getattr(row, name) is not None]
         if model is None or not rows:
@@ -970,9 +968,8 @@ class _Replay:
         for uids in run.traced.together:
             if not compared.isdisjoint(uids):
                 # All that were made together went through the model together: the same micro-batches, the same bits.
-                scores = ask(model, run.book.get(uids), **options)
-                column = scores.values if name == "values" else scores.logprobs
-                outputs.update(zip(uids, column, strict=True))
+                columns = forward(model, run.book.get(uids), names, token_budget=run.config.batch.token_budget)
+                outputs.update(zip(uids, columns[name], strict=True))
         old = [counted(row, getattr(row, name)) for row in rows]
         new = [counted(row, outputs[row.eid.uid]) for row in rows]
         self.checks.append(tokens(quantity, old, new, most))

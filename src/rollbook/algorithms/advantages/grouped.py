@@ -1,8 +1,8 @@
-"""Estimators that score a row against its group: rewards by id in, one score for each row out, put on its tokens.
+"""Estimators that score a row against its group: rewards by group id in, one score per row out, spread over its tokens.
 
-Invariant: none of them looks at the order of rows, at micro-batches or at padding. Unless an option says otherwise, a
-row without a finite reward scores 0 and is in no statistic, a lone row scores 0, and a group of equal rewards scores
-exactly 0; all three are counted in the report. Tool tokens play no part: a score is put on the tokens that count.
+Invariant: results do not depend on the order of rows, on micro-batches or on padding. Unless an option says otherwise,
+a row without a finite reward scores 0 and is in no statistic, a lone row scores 0, and a group of equal rewards scores
+exactly 0; all three are counted in the report. Tool tokens get no score.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from rollbook.algorithms.filters import make_up
 from rollbook.algorithms.groups import STD, Floats, Grouped, as_ids, segment_sums
-from rollbook.algorithms.layout import PerRow, PerToken
+from rollbook.algorithms.layout import Ids, PerRow, PerToken
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
@@ -34,57 +34,89 @@ LEVELS = ("group", "batch")
 )
 def grpo(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     mask: PerToken | None = None,
-    runs: Any = None,
+    runs: Ids | None = None,
     *,
     std: str = "sample",
     eps: float = 1e-6,
     level: str = "group",
     singleton: str = "zero",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """Reward minus the group's mean, over the group's deviation.
+    """Subtract the mean reward of the group, and divide by its standard deviation (GRPO).
 
-    A = (r - mean) / (std + eps). rewards, groups: (B,); mask: tokens, (B, A) or packed; runs: (B,), so that a run of
-    several rows counts once in its group. `level="batch"` divides by the deviation of all rewards of the batch.
+    A = (r - mean) / (std + eps).
 
-    Peers: verl, Trinity and SkyRL give a lone row its reward (`singleton="raw"`); LightRFT's and OpenRLHF's is NaN, and
-    LightRFT's eps of 1e-9 is below the rounding of a float32 mean, so that equal rewards of 0.1 score -0.83.
+    Other frameworks: verl, Trinity and SkyRL give a lone row its reward (`singleton="raw"`). LightRFT and OpenRLHF give
+    NaN, and the eps of LightRFT, 1e-9, is below the rounding of a float32 mean, so that equal rewards of 0.1 score
+    -0.83.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the denominator.
+        level: Deviation of the `"group"`, or of the whole `"batch"`.
+        singleton: Score of a row that is alone in its group: `"zero"`, or its `"raw"` reward.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
+        lone rows and constant groups.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> grpo([1.0, 0.0, 0.0, 1.0], ["a", "a", "b", "b"], eps=0.0).advantages
     tensor([ 0.7071, -0.7071, -0.7071,  0.7071])
-    >>> found = grpo([0.1, 0.1, 0.1, None], ["a", "a", "a", "a"], [[1, 1], [1], [1, 0], [1]])
-    >>> found.advantages, found.report.which("missing reward")
+    >>> result = grpo([0.1, 0.1, 0.1, None], ["a", "a", "a", "a"], [[1, 1], [1], [1, 0], [1]])
+    >>> result.advantages, result.report.which("missing reward")
     ([tensor([0., 0.]), tensor([0.]), tensor([0., 0.]), tensor([0.])], [3])
     """
     check_choice("level", level, LEVELS)
     check_float("eps", eps, 0)
-    grouped = Grouped(rewards, groups, runs, ranks)
+    grouped = Grouped(rewards, groups, runs, process_group)
     spread = grouped.of(grouped.std(std)) if level == "group" else grouped.batch_std(std)
-    return grouped.scored(grouped.alone(grouped.over(grouped.centred(), spread + eps), singleton), mask)
+    return grouped.scored(grouped.alone(grouped.over(grouped.centered(), spread + eps), singleton), mask)
 
 
 @ESTIMATORS.register("dr_grpo", source="Dr. GRPO (Liu et al., 2025, arXiv 2503.20783): r - mean", compares_runs=True)
 def dr_grpo(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     mask: PerToken | None = None,
-    runs: Any = None,
+    runs: Ids | None = None,
     *,
     singleton: str = "zero",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """Reward minus the group's mean, not divided by anything.
+    """Subtract the mean reward of the group (Dr. GRPO).
 
-    A = r - mean. Its other half is a loss divided by a constant: `mode="seq-mean-token-sum-norm"`. Arguments as of
-    `grpo`.
+    A = r - mean. The other half of the method is a loss divided by a constant: `mode="seq-mean-token-sum-norm"`.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        singleton: Score of a row that is alone in its group: `"zero"`, or its `"raw"` reward.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
+        lone rows and constant groups.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> dr_grpo([1.0, 0.0, 0.0, 1.0, 3.0], ["a", "a", "b", "b", "b"]).advantages
     tensor([ 0.5000, -0.5000, -1.3333, -0.3333,  1.6667])
     """
-    grouped = Grouped(rewards, groups, runs, ranks)
-    return grouped.scored(grouped.alone(grouped.centred(), singleton), mask)
+    grouped = Grouped(rewards, groups, runs, process_group)
+    return grouped.scored(grouped.alone(grouped.centered(), singleton), mask)
 
 
 @ESTIMATORS.register(
@@ -92,30 +124,46 @@ def dr_grpo(
 )
 def rloo(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     mask: PerToken | None = None,
-    runs: Any = None,
+    runs: Ids | None = None,
     *,
     singleton: str = "zero",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """Reward minus the mean of the group's other rewards.
+    """Subtract the mean of the other rewards of the group (RLOO).
 
     A = r - (sum of the others) / (n - 1), computed as n / (n - 1) * (r - mean), so that equal rewards give exactly 0.
-    Where `runs` are given, the others are the other runs. Arguments as of `grpo`. Peers: verl and Trinity give a lone
-    row its reward (`singleton="raw"`), LightRFT NaN.
+    With `runs`, the others are the other runs.
+
+    Other frameworks: verl and Trinity give a lone row its reward (`singleton="raw"`), LightRFT NaN.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        singleton: Score of a row that is alone in its group: `"zero"`, or its `"raw"` reward.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
+        lone rows and constant groups.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> rloo([1.0, 0.0, 0.0, 1.0], ["a"] * 4).advantages
     tensor([ 0.6667, -0.6667, -0.6667,  0.6667])
     """
-    grouped = Grouped(rewards, groups, runs, ranks)
+    grouped = Grouped(rewards, groups, runs, process_group)
     if grouped.block:
-        scores = grouped.centred() * grouped.block / max(grouped.block - 1, 1)
+        scores = grouped.centered() * grouped.block / max(grouped.block - 1, 1)
     else:
         count = grouped.of(grouped.count)
         of_run = np.where(grouped.valid, grouped.run_values[grouped.run], 0.0)
-        centred = np.where(grouped.of(grouped.constant), 0.0, of_run - grouped.of(grouped.mean))
-        scores = grouped.filled(centred * count / np.maximum(count - 1, 1) + (grouped.values - of_run))
+        centered = np.where(grouped.of(grouped.constant), 0.0, of_run - grouped.of(grouped.mean))
+        scores = grouped.filled(centered * count / np.maximum(count - 1, 1) + (grouped.values - of_run))
     return grouped.scored(grouped.alone(scores, singleton), mask)
 
 
@@ -127,26 +175,43 @@ def rloo(
 )
 def opmd(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     mask: PerToken | None = None,
-    runs: Any = None,
+    runs: Ids | None = None,
     *,
     baseline: str = "mean",
     tau: float = 1.0,
     singleton: str = "zero",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """Reward minus the group's mean, or minus its log-average-exp at temperature `tau`.
+    """Subtract the mean reward of the group, or its log-mean-exp (OPMD).
 
-    A = r - mean, or r - tau * (logsumexp(R / tau) - log n) with `baseline="logavgexp"`. Arguments as of `grpo`.
+    A = r - mean, or r - tau * (logsumexp(R / tau) - log n) with `baseline="logavgexp"`.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        baseline: `"mean"` or `"logavgexp"`.
+        tau: Temperature of `"logavgexp"`.
+        singleton: Score of a row that is alone in its group: `"zero"`, or its `"raw"` reward.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
+        lone rows and constant groups.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> opmd([0.0, 1.0], ["a", "a"], baseline="logavgexp", tau=0.5).advantages
     tensor([-0.7169,  0.2831])
     """
     check_choice("baseline", baseline, ("mean", "logavgexp"))
     check_float("tau", tau, 1e-30, what="a positive number")
-    grouped = Grouped(rewards, groups, runs, ranks)
-    scores = grouped.centred()
+    grouped = Grouped(rewards, groups, runs, process_group)
+    scores = grouped.centered()
     if baseline == "logavgexp":
         scores = grouped.filled(scores - grouped.of(_log_mean_exp(grouped, tau)))
     return grouped.scored(grouped.alone(scores, singleton), mask)
@@ -160,8 +225,8 @@ def _log_mean_exp(grouped: Grouped, tau: float) -> Floats:
     np.maximum.at(top, index[valid], off)
     top = np.where(np.isfinite(top), top, 0.0)
     sums = segment_sums(np.exp(off - top[index[valid]]), index[valid], len(grouped.keys))
-    found = tau * (top + np.log(np.maximum(sums, 1e-300) / np.maximum(grouped.count, 1)))
-    return np.where(grouped.constant | (grouped.count < 2), 0.0, found)
+    shift = tau * (top + np.log(np.maximum(sums, 1e-300) / np.maximum(grouped.count, 1)))
+    return np.where(grouped.constant | (grouped.count < 2), 0.0, shift)
 
 
 @ESTIMATORS.register(
@@ -172,25 +237,40 @@ def _log_mean_exp(grouped: Grouped, tau: float) -> Floats:
 )
 def asymre(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     mask: PerToken | None = None,
-    runs: Any = None,
+    runs: Ids | None = None,
     *,
     shift: float = -0.1,
     singleton: str = "zero",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """Reward minus a baseline that lies `shift` above the group's mean; below it for a negative shift.
+    """Subtract a baseline that is `shift` above the mean reward of the group (AsymRE).
 
-    A = r - (mean + shift). A group of equal rewards scores exactly -shift: that is what the shift is for. Arguments as
-    of `grpo`.
+    A = r - (mean + shift). A group of equal rewards scores exactly -shift.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        shift: Distance of the baseline from the mean; usually negative.
+        singleton: Score of a row that is alone in its group: `"zero"`, or its `"raw"` reward.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
+        lone rows and constant groups.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> asymre([0.0, 1.0, 1.0, 1.0], ["a", "a", "b", "b"]).advantages
     tensor([-0.4000,  0.6000,  0.1000,  0.1000])
     """
     check_float("shift", shift)
-    grouped = Grouped(rewards, groups, runs, ranks)
-    return grouped.scored(grouped.alone(grouped.filled(grouped.centred() - shift), singleton), mask)
+    grouped = Grouped(rewards, groups, runs, process_group)
+    return grouped.scored(grouped.alone(grouped.filled(grouped.centered() - shift), singleton), mask)
 
 
 @ESTIMATORS.register(
@@ -198,48 +278,66 @@ def asymre(
 )
 def rec(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     mask: PerToken | None = None,
-    runs: Any = None,
-    ids: Any = None,
+    runs: Ids | None = None,
+    ids: Ids | None = None,
     *,
-    normalise: bool = False,
+    normalize: bool = False,
     std: str = "population",
     eps: float = 1e-6,
     drop: str | None = None,
     seed: int = 0,
     singleton: str = "zero",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """Reward minus the group's mean; by choice over its deviation, and with surplus negatives left out.
+    """Subtract the mean reward of the group; optionally divide by its deviation, and drop surplus negatives (REC).
 
-    With `drop="balance"` a group that has more negative than positive scores keeps as many negatives as positives;
-    which ones is drawn by `seed` and the rows' `ids`, (B,), which it then needs, and never by order. Dropped
-    rows score 0 and are in the report; the mean stays that of the whole group (Trinity's is of the rows it keeps).
-    Other arguments as of `grpo`.
+    With `drop="balance"`, a group with more negative than positive scores keeps as many negatives as positives, drawn
+    by `seed` and `ids`, and never by position. Dropped rows score 0 and are in the report; the mean stays that of the
+    whole group (Trinity takes the rows it keeps). The deviation is of the population, as the estimator is defined.
 
-    The deviation is the population's, as the estimator is defined.
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        ids: [B] Ids of the rows; required for `drop="balance"`.
+        normalize: Whether to divide by the deviation.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the denominator.
+        drop: `None` or `"balance"`.
+        seed: Seed of the draw.
+        singleton: Score of a row that is alone in its group: `"zero"`, or its `"raw"` reward.
+        process_group: Processes over whose rows statistics are computed.
 
-    >>> rec([0.0, 1.0, 1.0], ["a"] * 3, normalise=True).advantages
+    Returns:
+        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
+        lone rows and constant groups.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
+
+    >>> rec([0.0, 1.0, 1.0], ["a"] * 3, normalize=True).advantages
     tensor([-1.4142,  0.7071,  0.7071])
-    >>> found = rec([0.0, 0.0, 0.0, 1.0], ["a"] * 4, ids=["w", "x", "y", "z"], drop="balance")
-    >>> len(found.report.which("dropped negative"))
+    >>> result = rec([0.0, 0.0, 0.0, 1.0], ["a"] * 4, ids=["w", "x", "y", "z"], drop="balance")
+    >>> len(result.report.which("dropped negative"))
     2
     """
     check_choice("drop", drop, (None, "balance"))
-    check_bool("normalise", normalise)
+    check_bool("normalize", normalize)
     check_choice("std", std, STD)
     check_float("eps", eps, 0)
-    grouped = Grouped(rewards, groups, runs, ranks)
-    scores = grouped.centred()
-    if normalise:
+    grouped = Grouped(rewards, groups, runs, process_group)
+    scores = grouped.centered()
+    if normalize:
         scores = grouped.over(scores, grouped.of(grouped.std(std)) + eps)
     scores = grouped.alone(scores, singleton)
     report = grouped.report()
     if drop is not None:
         if ids is None:
             raise ValueError("ids: got None, expected an id for each row, to draw by where drop='balance'")
-        everyone = [name for part in ranks.gather(list(as_ids("ids", ids, grouped.rows))) for name in part]
+        everyone = [name for part in process_group.gather(list(as_ids("ids", ids, grouped.rows))) for name in part]
         if len(set(everyone)) != len(everyone):
             raise ValueError("ids: got the same id for several rows, expected an id of its own for each")
         dropped = _surplus(grouped, scores, everyone, seed)
@@ -272,9 +370,9 @@ def _surplus(grouped: Grouped, scores: Floats, ids: list[Any], seed: int) -> Any
 )
 def cpgd(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     mask: PerToken | None = None,
-    runs: Any = None,
+    runs: Ids | None = None,
     *,
     weight: str = "std",
     weight_clip: float = 3.0,
@@ -282,14 +380,34 @@ def cpgd(
     std: str = "population",
     eps: float = 1e-6,
     singleton: str = "zero",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """Reward minus the group's mean, weighted by the group.
+    """Subtract the mean reward of the group, and weight by group (CPGD).
 
-    `weight="std"` divides by the deviation (the population's, as the estimator is defined), `"none"` leaves it, and
-    `"clip_filter_like"` multiplies groups that differ by min(groups / groups that differ, `weight_clip`) and others by
-    `weight_constant` (see `filters.clip_filter_weights`), so that a batch of few useful groups moves as much as a full
-    one. Arguments as of `grpo`. LightRFT sums its rewards over the batch first, and so always gets 0.
+    `weight="std"` divides by the deviation (of the population, as the estimator is defined). `"clip_filter_like"`
+    multiplies groups with different rewards by min(groups / such groups, `weight_clip`) and others by `weight_constant`
+    (see `filters.clip_filter_weights`), so that a batch of few useful groups moves as much as a full one. LightRFT sums
+    its rewards over the batch first, and so always gets 0.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        weight: `"std"`, `"none"` or `"clip_filter_like"`.
+        weight_clip: Largest weight of a group.
+        weight_constant: Weight of groups of equal rewards.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the denominator.
+        singleton: Score of a row that is alone in its group: `"zero"`, or its `"raw"` reward.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
+        lone rows and constant groups.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> cpgd([1.0, 0.0], ["a", "a"], [[1, 1, 1], [1, 1]]).advantages
     [tensor([1.0000, 1.0000, 1.0000]), tensor([-1.0000, -1.0000])]
@@ -297,8 +415,8 @@ def cpgd(
     check_choice("weight", weight, ("std", "none", "clip_filter_like"))
     check_float("eps", eps, 0)
     check_choice("std", std, STD)
-    grouped = Grouped(rewards, groups, runs, ranks)
-    scores = grouped.centred()
+    grouped = Grouped(rewards, groups, runs, process_group)
+    scores = grouped.centered()
     factors = make_up(grouped.constant | (grouped.count < 2), weight_clip, weight_constant)
     if weight == "std":
         scores = grouped.over(scores, grouped.of(grouped.std(std)) + eps)
@@ -312,26 +430,42 @@ def cpgd(
 )
 def pass_at_k_advantage(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     mask: PerToken | None = None,
-    runs: Any = None,
+    runs: Ids | None = None,
     *,
     k: int = 4,
     correct: float = 0.0,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """What a sample adds to the chance that at least one of `k` is right, over that chance's deviation.
+    """Score a sample by what it adds to the chance that at least one of `k` is correct (pass@k training).
 
-    A sample is right if its reward is above `correct`. With n samples, w of them wrong, P = 1 - C(w, k) / C(n, k) and
-    s = sqrt(P (1 - P)): a right one scores (1 - P) / s, a wrong one (1 - P - C(w - 1, k - 1) / C(n - 1, k - 1)) / s.
+    A sample is correct if its reward is above `correct`. With n samples, w of them wrong, P = 1 - C(w, k) / C(n, k) and
+    s = sqrt(P (1 - P)): a correct one scores (1 - P) / s, a wrong one (1 - P - C(w - 1, k - 1) / C(n - 1, k - 1)) / s.
     Groups where P is 0 or 1, among them those smaller than `k` and those with fewer than `k` wrong, score exactly 0.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        k: Number of samples of which one must be correct.
+        correct: Reward above which a sample is correct.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
+        lone rows and constant groups.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> pass_at_k_advantage([1.0, 0.0, 0.0, 0.0], ["a"] * 4, k=2).advantages
     tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
     """
     k = check_int("k", k, 1)
     check_float("correct", correct)
-    grouped = Grouped(rewards, groups, runs, ranks)
+    grouped = Grouped(rewards, groups, runs, process_group)
     with np.errstate(invalid="ignore"):
         wrong_run = grouped.run_valid & ~(grouped.run_values > correct)
         right = grouped.values > correct
@@ -348,9 +482,20 @@ def pass_at_k_advantage(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of `k` samples is right, when `c` of `n` were: 1 - C(n - c, k) / C(n, k).
+    """Estimate the chance that at least one of `k` samples is correct: 1 - C(n - c, k) / C(n, k).
 
     Unbiased over samples (Chen et al., 2021, arXiv 2107.03374, equation 1).
+
+    Args:
+        n: Number of samples.
+        c: Number of correct samples.
+        k: Number of samples drawn.
+
+    Returns:
+        The chance, 0 to 1.
+
+    Raises:
+        ValueError: Unless 0 <= c <= n and 1 <= k <= n.
 
     >>> pass_at_k(4, 1, 2), pass_at_k(10, 0, 5), pass_at_k(10, 10, 1)
     (0.5, 0.0, 1.0)

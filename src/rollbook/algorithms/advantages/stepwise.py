@@ -1,7 +1,7 @@
-"""Estimators for runs of several steps, each step a row: one score for the run, or one for each state it passed.
+"""Estimators for runs of several steps, one row per step: one score for the run, or one for each state.
 
-Invariant: steps are ordered by their step number, runs and tasks are told apart by id, and states are compared only
-within a task; where a row stands in the batch plays no part.
+Invariant: steps are ordered by their step number, runs and tasks are identified by id, and states are compared only
+within a task. The position of a row in the batch has no effect.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.advantages.grouped import LEVELS
 from rollbook.algorithms.groups import STD, Floats, Grouped, as_ids, as_rewards, last_steps, numbered
-from rollbook.algorithms.layout import PerRow, PerToken
+from rollbook.algorithms.layout import Ids, PerRow, PerToken
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float
-from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_process_group
 
 
 class _Episodes:
-    """The rows of all ranks with the run and the step of each."""
+    """The rows of all processes with the run and the step of each."""
 
-    def __init__(self, rewards: Any, groups: Any, runs: Any, steps: Any, states: Any, ranks: ProcessGroup) -> None:
+    def __init__(
+        self, rewards: PerRow, groups: Ids, runs: Ids, steps: Ids, states: Ids | None, process_group: ProcessGroup
+    ) -> None:
         self.own_rewards = as_rewards("rewards", rewards)
         rows = len(self.own_rewards)
         names, labels = as_ids("groups", groups, rows), as_ids("runs", runs, rows)
@@ -33,8 +35,8 @@ class _Episodes:
             if isinstance(step, bool) or not isinstance(step, (int, np.integer)):
                 raise ValueError(f"steps: row {i} has {step!r}, expected a whole number")
         hashes = as_ids("states", states, rows) if states is not None else [None] * rows
-        parts = check_ranks(ranks).gather([self.own_rewards, names, labels, numbers, hashes])
-        first = sum(len(part[0]) for part in parts[: ranks.rank])
+        parts = check_process_group(process_group).gather([self.own_rewards, names, labels, numbers, hashes])
+        first = sum(len(part[0]) for part in parts[: process_group.rank])
         self.own = slice(first, first + rows)
         self.rewards: Floats = np.concatenate([part[0] for part in parts])
         joined = [[item for part in parts for item in part[j]] for j in range(1, 5)]
@@ -61,9 +63,9 @@ class _Episodes:
 )
 def step_wise_grpo(
     rewards: PerRow,
-    groups: Any,
-    runs: Any,
-    steps: Any,
+    groups: Ids,
+    runs: Ids,
+    steps: Ids,
     mask: PerToken | None = None,
     *,
     step_norm: bool = False,
@@ -71,13 +73,32 @@ def step_wise_grpo(
     eps: float = 1e-6,
     level: str = "group",
     singleton: str = "zero",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """The GRPO score of a run's last step, given to all its steps.
+    """Give all steps of a run the GRPO score of its last step.
 
-    rewards, groups, runs, steps: (B,), one row for each step of a run. The last step is the one with the largest
-    number, wherever it stands (Trinity takes the last in the list). `step_norm` divides by the run's number of steps.
-    Other arguments as of `grpo`. A run whose last step has no reward scores 0 and counts nowhere.
+    There is one row for each step of a run. The last step is the one with the largest number, in any order of rows
+    (Trinity takes the last in the list). A run whose last step has no reward scores 0 and is in no statistic.
+
+    Args:
+        rewards: [B] Reward of each step.
+        groups: [B] Task id of each row.
+        runs: [B] Run id of each row.
+        steps: [B] Number of the step within its run.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        step_norm: Whether to divide by the number of steps of the run.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the denominator.
+        level: Deviation of the `"group"`, or of the whole `"batch"`.
+        singleton: Score of a row that is alone in its group: `"zero"`, or its `"raw"` reward.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
+        lone rows and constant groups.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> step_wise_grpo([0.0, 9.0, 1.0], ["a"] * 3, [0, 1, 1], [0, 0, 1], eps=0.0, step_norm=True).advantages
     tensor([-0.7071,  0.3536,  0.3536])
@@ -86,20 +107,20 @@ def step_wise_grpo(
     check_bool("step_norm", step_norm)
     check_choice("std", std, STD)
     check_float("eps", eps, 0)
-    found = _Episodes(rewards, groups, runs, steps, None, ranks)
-    last = last_steps(found.steps, found.run, len(found.run_group))
-    grouped = Grouped(found.rewards[last], found.run_group)
+    episodes = _Episodes(rewards, groups, runs, steps, None, process_group)
+    last = last_steps(episodes.steps, episodes.run, len(episodes.run_group))
+    grouped = Grouped(episodes.rewards[last], episodes.run_group)
     spread = grouped.of(grouped.std(std)) if level == "group" else grouped.batch_std(std)
-    score = grouped.alone(grouped.over(grouped.centred(), spread + eps), singleton)
+    score = grouped.alone(grouped.over(grouped.centered(), spread + eps), singleton)
     if step_norm:
-        score = score / np.bincount(found.run, minlength=len(score))
-    return _scored(found, grouped, score[found.run], rewards, mask)
+        score = score / np.bincount(episodes.run, minlength=len(score))
+    return _scored(episodes, grouped, score[episodes.run], rewards, mask)
 
 
-def _scored(found: _Episodes, runs: Grouped, scores: Floats, rewards: PerRow, mask: PerToken | None) -> Advantages:
+def _scored(episodes: _Episodes, runs: Grouped, scores: Floats, rewards: PerRow, mask: PerToken | None) -> Advantages:
     """The scores of this rank's rows on their tokens, with a report on them by what befell their runs."""
-    own = found.own
-    run = found.run[own]
+    local = episodes.own
+    run = episodes.run[local]
     valid = runs.valid[run]
     missing = np.isnan(runs.values)[run]
     reasons = {
@@ -108,10 +129,10 @@ def _scored(found: _Episodes, runs: Grouped, scores: Floats, rewards: PerRow, ma
         "singleton group": rows_where(valid & runs.of(runs.singleton)[run]),
         "constant group": rows_where(valid & runs.of(runs.constant)[run]),
     }
-    rows = own.stop - own.start
+    rows = local.stop - local.start
     metrics = {"runs": float(len(runs.values)), **runs.report().metrics}
     like = Grouped(rewards, [0] * rows)  # for its type and device
-    return like.scored(scores[own], mask, Report(rows, reasons, metrics))
+    return like.scored(scores[local], mask, Report(rows, reasons, metrics))
 
 
 @ESTIMATORS.register(
@@ -119,66 +140,87 @@ def _scored(found: _Episodes, runs: Grouped, scores: Floats, rewards: PerRow, ma
 )
 def gigpo(
     step_rewards: PerRow,
-    groups: Any,
-    runs: Any,
-    steps: Any,
-    states: Any,
+    groups: Ids,
+    runs: Ids,
+    steps: Ids,
+    states: Ids,
     mask: PerToken | None = None,
     *,
     omega: float = 1.0,
     gamma: float = 1.0,
-    normalise: str = "none",
+    normalize: str = "none",
     missing: str = "exclude",
     std: str = "sample",
     eps: float = 1e-6,
     singleton: str = "zero",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """A run's score among the runs of its task, plus `omega` times a step's among steps from the same state.
+    """Add the score of a run within its task and the score of a step among steps from the same state (GiGPO).
 
-    step_rewards, groups, runs, steps, states: (B,), one row for each step; a state is any id, `None` for none. The run
-    is scored by the sum of its step rewards; a step by its discounted return to go, among all steps of the *same task*
-    that began in the same state (Trinity compares across tasks). `normalise="std"` divides both by their deviation
-    plus eps; `"none"` leaves them. A lone run scores as `singleton` says, a lone state 0. A run that lacks a step's
-    reward scores 0 among runs, and its steps up to there score 0 among states; it is in neither's statistics, and all
-    its rows are in the report. With `missing="zero"` (Trinity) such a step adds nothing.
+    There is one row for each step. The run is scored by the sum of its step rewards; a step by its discounted
+    return-to-go, among all steps of the *same task* that began in the same state (Trinity compares across tasks). A
+    lone state scores 0. A run that lacks the reward of a step scores 0 among runs, and its steps up to there score 0
+    among states; it is in neither statistic, and all its rows are in the report.
+
+    Args:
+        step_rewards: [B] Reward of each step.
+        groups: [B] Task id of each row.
+        runs: [B] Run id of each row.
+        steps: [B] Number of the step within its run.
+        states: [B] Id of the state that the step began in; `None`: unknown.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        omega: Weight of the score among states.
+        gamma: Discount per step, 0 to 1.
+        normalize: `"std"` divides both scores by their deviation plus eps; `"none"` does not.
+        missing: `"exclude"`, or `"zero"` (Trinity): a step without a reward adds nothing.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the denominator.
+        singleton: Score of a row that is alone in its group: `"zero"`, or its `"raw"` reward.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
+        lone rows and constant groups.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> gigpo([0.0, 1.0, 0.5, 0.0], ["t"] * 4, [0, 0, 1, 1], [0, 1, 0, 1], ["a", "b", "a", "c"]).advantages
     tensor([ 0.5000,  0.2500, -0.5000, -0.2500])
     """
-    check_choice("normalise", normalise, ("none", "std"))
+    check_choice("normalize", normalize, ("none", "std"))
     check_float("eps", eps, 0)
     check_float("omega", omega)
     check_float("gamma", gamma, 0, 1)
-    found = _Episodes(step_rewards, groups, runs, steps, states, ranks)
+    episodes = _Episodes(step_rewards, groups, runs, steps, states, process_group)
     check_choice("std", std, STD)
     check_choice("missing", missing, ("exclude", "zero"))
-    known = np.isfinite(found.rewards)
-    rewards = np.where(known | (missing == "exclude"), found.rewards, 0.0)
-    order = found.in_order()
+    has_reward = np.isfinite(episodes.rewards)
+    rewards = np.where(has_reward | (missing == "exclude"), episodes.rewards, 0.0)
+    order = episodes.in_order()
     to_go = np.zeros(len(rewards))
     for i, after in zip(order[::-1].tolist(), [None, *order[::-1].tolist()], strict=False):
-        same = after is not None and found.run[after] == found.run[i]
+        same = after is not None and episodes.run[after] == episodes.run[i]
         to_go[i] = rewards[i] + (gamma * to_go[after] if same else 0.0)
-    of_run: list[list[float]] = [[] for _ in found.run_group]
-    for run, reward in zip(found.run.tolist(), rewards.tolist(), strict=True):
+    of_run: list[list[float]] = [[] for _ in episodes.run_group]
+    for run, reward in zip(episodes.run.tolist(), rewards.tolist(), strict=True):
         of_run[run].append(reward)
     # Exact sums: runs of the same rewards in another order are equal, and not almost.
-    totals = np.array([_total(each) for each in of_run])
-    episodes = Grouped(totals, found.run_group)
-    by_run = episodes.alone(_normal(episodes, normalise, std, eps), singleton)
-    anchors = Grouped(to_go, list(zip(found.group.tolist(), _own_state(found.states), strict=True)))
-    by_state = anchors.alone(_normal(anchors, normalise, std, eps), "zero")
-    result = _scored(found, episodes, by_run[found.run] + omega * by_state, step_rewards, mask)
+    totals = np.array([_total(rewards_of_run) for rewards_of_run in of_run])
+    grouped_runs = Grouped(totals, episodes.run_group)
+    by_run = grouped_runs.alone(_normal(grouped_runs, normalize, std, eps), singleton)
+    anchors = Grouped(to_go, list(zip(episodes.group.tolist(), _own_state(episodes.states), strict=True)))
+    by_state = anchors.alone(_normal(anchors, normalize, std, eps), "zero")
+    result = _scored(episodes, grouped_runs, by_run[episodes.run] + omega * by_state, step_rewards, mask)
     several = int((anchors.count > 1).sum())
     reasons = {}
     if missing == "zero":
-        reasons["missing reward"] = rows_where(np.isnan(found.own_rewards))
-        reasons["infinite reward"] = rows_where(np.isinf(found.own_rewards))
+        reasons["missing reward"] = rows_where(np.isnan(episodes.own_rewards))
+        reasons["infinite reward"] = rows_where(np.isinf(episodes.own_rewards))
     metrics = {
         "anchor_groups": float(len(anchors.keys)),
         "anchor_groups_shared": float(several),
-        "mean_abs_episode": float(np.abs(by_run[found.run]).mean()) if len(rewards) else 0.0,
+        "mean_abs_episode": float(np.abs(by_run[episodes.run]).mean()) if len(rewards) else 0.0,
         "mean_abs_step": float(np.abs(by_state).mean()) if len(rewards) else 0.0,
     }
     return result.with_report(result.report.plus(reasons, metrics))
@@ -191,9 +233,9 @@ def _total(rewards: list[float]) -> float:
     return math.nan if any(map(math.isnan, rewards)) else math.inf
 
 
-def _normal(grouped: Grouped, normalise: str, std: str, eps: float) -> Floats:
-    centred = grouped.centred()
-    return centred if normalise == "none" else grouped.over(centred, grouped.of(grouped.std(std)) + eps)
+def _normal(grouped: Grouped, normalize: str, std: str, eps: float) -> Floats:
+    centered = grouped.centered()
+    return centered if normalize == "none" else grouped.over(centered, grouped.of(grouped.std(std)) + eps)
 
 
 def _own_state(states: list[Any]) -> list[Any]:

@@ -1,23 +1,21 @@
-"""Estimators over time: advantages by a recursion over the rewards of a row, from its last token to its first.
+"""Estimators over time: GAE and returns-to-go, by a recursion from the last token of a row to its first.
 
-Invariant: a reward is placed once, on a token that takes part in the recursion, or it is counted as lost; a row that
-lacks a reward has advantages of 0 and is in no statistic; whitening happens once, over the batch of all ranks; a bound
-on advantages holds for what is returned.
+Invariant: a reward is placed once, on a token that takes part in the recursion, or is counted as lost. A row that lacks
+a reward has advantages of 0 and is in no statistic. Whitening happens once, over the batch of all processes, and the
+bound `clip` holds for the returned advantages.
 
-What all of them share, where an option does not say otherwise:
+Shared defaults:
 
 - *Tool tokens* (slots between tokens that count) are skipped: no state, no discount, 0 in the result. With
-  `observations="through"` they are states with values and rewards of their own (SkyRL, slime), with `"zeroed"` states
-  of value and reward 0 (OpenRLHF, LightRFT). `response` (tokens, bool) says which slots are no padding, so that tool
-  tokens at a row's end take part too; without it those between the first and the last token that counts do.
+  `observations="through"` they are states with their own values and rewards (SkyRL, slime), with `"zeroed"` states of
+  value and reward 0 (OpenRLHF, LightRFT). `response` (tokens, bool) marks slots that are no padding, so that tool
+  tokens at the end of a row take part too; without it, those between the first and the last token that counts do.
 - *Rewards on tokens that do not take part* are left out (`off_action_rewards="drop"`), or moved to the last action
-  before them without discount (`"carry"`; to the first action if there is none before). Either way the report has their
-  rows under "reward off actions", and their sum.
-- *NaN or missing rewards*: the row's advantages are 0, it is in no statistic, and it is counted; so with infinite ones.
-- *Rows without actions* are counted, and contribute nothing. A *single* row or token is nothing special, except that
-  whitening makes a single token, and equal ones, exactly 0.
-- `std`, `eps`: of whitening, (A - mean) / sqrt(std^2 + eps) over all tokens that count; `std` is the sample's unless
-  `"population"` is asked for.
+  before them without discount (`"carry"`; to the first action if there is none before). The report has their rows under
+  "reward off actions", and their sum.
+- *NaN, missing or infinite rewards*: the advantages of the row are 0, it is in no statistic, and it is counted.
+- *Rows without actions* are counted, and contribute nothing. Whitening makes a single token, and equal ones, exactly 0.
+- `std`, `eps`: of whitening, (A - mean) / sqrt(std^2 + eps) over all tokens that count.
 - `clip` bounds advantages after whitening; `clip_fraction` is measured before it, over the tokens that count.
 """
 
@@ -25,6 +23,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.groups import STD, Grouped, as_rewards
 from rollbook.algorithms.groups import whiten as whiten_rows
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_mask
+from rollbook.algorithms.layout import Ids, Layout, PerRow, PerToken, as_mask
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.algorithms.scan import Places, gae_scan, return_scan, survey, taking_part
@@ -45,18 +44,30 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass
-class _Placed:
-    """Rewards ready for a recursion, and what is to be said of them."""
+class _PlacedRewards:
+    """Rewards of tokens and of rows, and the report on them."""
 
     layout: Layout
-    tokens: torch.Tensor
+    token_rewards: torch.Tensor
     """[of the layout's shape] Finite on every token that takes part."""
+    row_rewards: torch.Tensor | None
+    """[B] Finite; 0 for rows that lack one."""
     response: torch.Tensor | None
     """The tokens that take part, unless those are the tokens that count."""
     left_out: Flags
     """[B] Rows that lack a reward."""
     reasons: dict[str, list[int]]
     metrics: dict[str, float]
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """[of the layout's shape] Token rewards, with the reward of each row added on its last action."""
+        if self.row_rewards is None:
+            return self.token_rewards
+        rows, _, last = Places(self.layout.mask, self.layout.lengths).ends()
+        tokens = self.token_rewards.clone(memory_format=torch.contiguous_format)
+        tokens.view(-1)[last] += self.row_rewards[rows]
+        return tokens
 
     def finish(
         self,
@@ -67,13 +78,13 @@ class _Placed:
         whiten: bool,
         std: str,
         eps: float,
-        ranks: ProcessGroup,
+        process_group: ProcessGroup,
         clip: float | None,
         unknown: torch.Tensor | None = None,
     ) -> Advantages:
         """The estimate: rows left out are 0 (their returns `unknown`), the others whitened and bounded, in this order.
 
-        Every rank comes to the same collective calls, whatever its rows are.
+        Every process comes to the same collective calls, whatever its rows are.
         """
         check_bool("whiten", whiten)
         check_choice("std", std, STD)
@@ -85,8 +96,10 @@ class _Placed:
             layout = layout.narrowed(~gone)
             advantages, returns = layout.masked(advantages), self.layout.masked(returns)
         if whiten:
-            given = layout.give(advantages), layout.give(layout.mask)
-            advantages = layout.whole("advantages", whiten_rows(*given, std=std, eps=eps, ranks=ranks))
+            tokens = layout.give(advantages), layout.give(layout.mask)
+            advantages = layout.tensor(
+                "advantages", whiten_rows(*tokens, std=std, eps=eps, process_group=process_group)
+            )
         metrics = dict(self.metrics)
         if clip is not None:
             check_float("clip", clip, 1e-30, what="a positive number, or None")
@@ -97,19 +110,19 @@ class _Placed:
         return Advantages(layout.give(advantages), layout.give(returns), None, mask, report)
 
 
-def _placed(
+def _place(
     layout: Layout,
     token_rewards: PerToken | None,
     rewards: PerRow | None,
     response: PerToken | None = None,
     observations: str = "skip",
     off_action_rewards: str = "drop",
-) -> _Placed:
-    """Token rewards with what is broken or lies elsewhere taken care of, and row rewards on each row's last action."""
+) -> _PlacedRewards:
+    """Check rewards, and move or drop token rewards that are on no token that takes part."""
     check_choice("off_action_rewards", off_action_rewards, OFF_ACTION)
     lengths, mask = layout.lengths, layout.mask
-    whole = None if response is None else as_mask("response", layout.whole("response", response))
-    part = taking_part(mask, lengths, observations, whole)
+    slots = None if response is None else as_mask("response", layout.tensor("response", response))
+    part = mask if observations == "skip" else taking_part(mask, lengths, observations, slots)
     taken = part if observations == "through" else mask
     reasons: dict[str, Flags] = {}
     lost = 0.0
@@ -122,11 +135,11 @@ def _placed(
         metrics = {"off_action_reward_sum": 0.0}
         reasons |= {"missing reward": left_out, "infinite reward": left_out}
     else:
-        tokens = layout.whole("token_rewards", token_rewards).detach()
+        tokens = layout.tensor("token_rewards", token_rewards).detach()
         tokens = tokens.to(_kind(tokens) if _kind(rewards) == torch.float32 else torch.float64)
-        found = survey(tokens, taken, lengths)
-        actions = found.counts if taken is mask else layout.counts.cpu().numpy()
-        left_out, off = found.broken > 0, found.off > 0
+        counts = survey(tokens, taken, lengths)
+        actions = counts.counts if taken is mask else layout.counts.cpu().numpy()
+        left_out, off = counts.broken > 0, counts.off > 0
         missing = left_out
         if left_out.any():
             narrowed = Layout(layout.shape, lengths, taken)
@@ -135,27 +148,29 @@ def _placed(
         reasons |= {"missing reward": missing, "infinite reward": left_out & ~missing}
         tokens, total, lost = _carried(tokens, taken, layout, off_action_rewards, bool(off.any()))
         metrics = {"off_action_reward_sum": total}
+    row_rewards = None
     if rewards is not None:
-        given = as_rewards("rewards", rewards)
-        if len(given) != layout.rows:
-            raise ValueError(f"rewards: got {len(given)}, expected {layout.rows}, one for each row")
-        finite, absent = np.isfinite(given), np.isnan(given)
+        numbers = as_rewards("rewards", rewards)
+        if len(numbers) != layout.rows:
+            raise ValueError(f"rewards: got {len(numbers)}, expected {layout.rows}, one for each row")
+        finite, absent = np.isfinite(numbers), np.isnan(numbers)
         reasons["missing reward"] = reasons["missing reward"] | absent
         reasons["infinite reward"] = reasons["infinite reward"] | (~finite & ~absent)
         left_out = left_out | ~finite
-        rows, _, last = Places(mask, lengths).ends()
-        usable = np.where(finite, given, 0.0)
-        tokens = tokens.clone(memory_format=torch.contiguous_format)
-        tokens.view(-1)[last] += torch.from_numpy(usable).to(tokens)[rows]
+        usable = np.where(finite, numbers, 0.0)
+        row_rewards = torch.from_numpy(usable).to(tokens)
         lost += float(usable[actions == 0].sum())
     reasons |= {"no actions": actions == 0, "reward off actions": off}
     metrics["lost_reward_sum"] = lost
-    named = {reason: rows_where(rows) for reason, rows in reasons.items()}
-    return _Placed(layout, tokens, None if part is mask else part, left_out, named, metrics)
+    named = {}
+    for reason, flags in reasons.items():
+        named[reason] = rows_where(flags)
+    taking = None if part is mask else part
+    return _PlacedRewards(layout, tokens, row_rewards, taking, left_out, named, metrics)
 
 
 def _carried(
-    tokens: torch.Tensor, taken: torch.Tensor, layout: Layout, how: str, any_off: bool
+    tokens: torch.Tensor, taken: torch.Tensor, layout: Layout, rule: str, any_off: bool
 ) -> tuple[torch.Tensor, float, float]:
     """Rewards once those that lie on no token taken are seen to, their sum, and how much of it is lost."""
     if not any_off:
@@ -164,34 +179,44 @@ def _carried(
     slots = (~taken.reshape(-1) & flat.isfinite() & (flat != 0)).nonzero()[:, 0]
     moved = flat[slots].to(torch.float64)
     total = float(moved.sum())
-    if how == "drop":
+    if rule == "drop":
         return tokens, total, total
     place = Places(layout.mask, layout.lengths)
     row = place.row_of(slots)
     acts = (place.end > place.begin)[row]
-    kept = torch.where(taken.reshape(-1), flat, torch.zeros_like(flat)).to(torch.float64)
-    kept.index_add_(0, place.nearest(slots[acts]), moved[acts])
-    return kept.to(tokens.dtype).reshape(tokens.shape), total, float(moved[~acts].sum())
+    carried = torch.where(taken.reshape(-1), flat, torch.zeros_like(flat)).to(torch.float64)
+    carried.index_add_(0, place.nearest(slots[acts]), moved[acts])
+    return carried.to(tokens.dtype).reshape(tokens.shape), total, float(moved[~acts].sum())
 
 
-def _kind(rewards: Any) -> torch.dtype:
+def _kind(rewards: PerRow | None) -> torch.dtype:
     return torch.float64 if isinstance(rewards, torch.Tensor) and rewards.dtype == torch.float64 else torch.float32
 
 
 def place_rewards(
     rewards: PerRow, mask: PerToken | None = None, *, token_rewards: PerToken | None = None
 ) -> tuple[Any, Report]:
-    """Rewards of tokens: each row's reward on its last action, added to what `token_rewards` has there.
+    """Put the reward of each row on its last action, added to the token rewards.
 
-    rewards: (B,), `None` or NaN where there is none; mask, token_rewards: (B, A) or packed, and so the result. A row
-    without actions gets no reward, and a missing one is 0; the report counts both. Tokens that do not count are 0.
+    A row without actions gets no reward, and a missing reward is 0; the report counts both.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        token_rewards: [B, R] or packed: reward of each token.
+
+    Returns:
+        Rewards of tokens, [B, R] or packed as the mask, 0 where it is False; and the report.
+
+    Raises:
+        ValueError: If the number of rows differs.
 
     >>> tokens, report = place_rewards([1.0, 2.0, None], [[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]])
     >>> [row.tolist() for row in tokens], report.which("no actions"), report.which("missing reward")
     ([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], [1], [2])
     """
     layout = Layout.of(mask, token_rewards=token_rewards)
-    placed = _placed(layout, token_rewards, rewards)
+    placed = _place(layout, token_rewards, rewards)
     return layout.give(layout.masked(placed.tokens)), Report(layout.rows, placed.reasons, placed.metrics)
 
 
@@ -210,22 +235,42 @@ def gae(
     whiten: bool = False,
     std: str = "sample",
     eps: float = 1e-8,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
     clip: float | None = None,
 ) -> Advantages:
-    """Generalised advantage estimation: the decayed sum of temporal differences.
+    """Compute GAE advantages: the decayed sum of temporal differences.
 
     delta_i = r_i + gamma V_j - V_i and A_i = delta_i + gamma lam A_j, with j the next token that counts; nothing comes
-    after the last. returns = A + V, never whitened. token_rewards, values, mask, response: (B, A) or packed; rewards:
-    (B,), placed on each row's last action besides the token rewards. A row that lacks a reward has advantages of 0 and
-    its values as returns, so that a critic learns nothing from it. Tool tokens, std, eps, whitening, clip: as the
-    module `temporal` says; no group statistics, so that singleton and constant groups are nothing special.
+    after the last. returns = A + V, never whitened. A row that lacks a reward has advantages of 0 and its values as
+    returns, so that a critic learns nothing from it. There are no group statistics.
 
-    Peers: verl and Trinity (as `ppo`) whiten; LightRFT and OpenRLHF go through tool tokens as if they were states of
+    Other frameworks: verl and Trinity (as `ppo`) whiten; LightRFT and OpenRLHF go through tool tokens as states of
     value 0, SkyRL and slime as states with values.
 
-    >>> found = gae([[0.0, 0.0, 1.0]], [[0.5, 0.9, 0.2]], torch.tensor([[1, 0, 1]]), gamma=0.9, lam=0.5)
-    >>> found.advantages, found.returns
+    Args:
+        token_rewards: [B, R] or packed: reward of each token.
+        values: [B, R] or packed: the critic's values.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        response: [B, R] or packed, bool: which slots are no padding, for tool tokens at the end of a row.
+        rewards: [B] Reward of each row, added on its last action; `None` or NaN where it is missing.
+        gamma: Discount per token, 0 to 1.
+        lam: Lambda of GAE, 0 to 1.
+        observations: How tool tokens take part: `"skip"`, `"through"` or `"zeroed"`; see the module `temporal`.
+        off_action_rewards: Rewards on tokens that take no part: `"drop"` or `"carry"` to the last action before them.
+        whiten: Whether to whiten the advantages over the batch.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the variance in whitening.
+        process_group: Processes over whose rows statistics are computed.
+        clip: Bound of the advantages after whitening; `None`: no bound.
+
+    Returns:
+        Advantages and returns in the layout of the mask, 0 where it is False.
+
+    Raises:
+        ValueError: If values or rewards are missing, or an option is invalid.
+
+    >>> result = gae([[0.0, 0.0, 1.0]], [[0.5, 0.9, 0.2]], torch.tensor([[1, 0, 1]]), gamma=0.9, lam=0.5)
+    >>> result.advantages, result.returns
     (tensor([[0.0400, 0.0000, 0.8000]]), tensor([[0.5400, 0.0000, 1.0000]]))
     """
     if values is None:
@@ -234,12 +279,12 @@ def gae(
             "info_keys={'values': KEY}"
         )
     layout = Layout.of(mask, token_rewards=token_rewards, values=values, response=response)
-    placed = _placed(layout, token_rewards, rewards, response, observations, off_action_rewards)
-    critic = layout.whole("values", values)
-    given = placed.tokens, critic, layout.mask, layout.lengths, gamma, lam, observations, placed.response
-    advantages, returns = gae_scan(*given)
+    placed = _place(layout, token_rewards, rewards, response, observations, off_action_rewards)
+    critic = layout.tensor("values", values)
+    arguments = placed.tokens, critic, layout.mask, layout.lengths, gamma, lam, observations, placed.response
+    advantages, returns = gae_scan(*arguments)
     unknown = critic.detach().to(returns.dtype) if placed.left_out.any() else None
-    options = {"whiten": whiten, "std": std, "eps": eps, "ranks": ranks, "clip": clip}
+    options = {"whiten": whiten, "std": std, "eps": eps, "process_group": process_group, "clip": clip}
     return placed.finish(advantages, returns, mask, unknown=unknown, **options)  # type: ignore[arg-type]
 
 
@@ -260,10 +305,34 @@ def ppo(
     whiten: bool = True,
     std: str = "sample",
     eps: float = 1e-8,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
     clip: float | None = None,
 ) -> Advantages:
-    """`gae`, with advantages whitened over the batch unless told otherwise; returns stay as they are (verl, Trinity).
+    """Compute GAE advantages, whitened over the batch by default (verl, Trinity).
+
+    Returns are not whitened.
+
+    Args:
+        token_rewards: [B, R] or packed: reward of each token.
+        values: [B, R] or packed: the critic's values.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        response: [B, R] or packed, bool: which slots are no padding, for tool tokens at the end of a row.
+        rewards: [B] Reward of each row, added on its last action; `None` or NaN where it is missing.
+        gamma: Discount per token, 0 to 1.
+        lam: Lambda of GAE, 0 to 1.
+        observations: How tool tokens take part: `"skip"`, `"through"` or `"zeroed"`; see the module `temporal`.
+        off_action_rewards: Rewards on tokens that take no part: `"drop"` or `"carry"` to the last action before them.
+        whiten: Whether to whiten the advantages over the batch.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the variance in whitening.
+        process_group: Processes over whose rows statistics are computed.
+        clip: Bound of the advantages after whitening; `None`: no bound.
+
+    Returns:
+        Advantages and returns in the layout of the mask, 0 where it is False.
+
+    Raises:
+        ValueError: If values or rewards are missing, or an option is invalid.
 
     >>> ppo([[0.0, 1.0], [0.0, 3.0]], [[0.5, 0.5], [1.0, 1.0]], gamma=0.9, lam=0.8).returns
     [tensor([0.8100, 1.0000]), tensor([2.3400, 3.0000])]
@@ -281,7 +350,7 @@ def ppo(
         whiten=whiten,
         std=std,
         eps=eps,
-        ranks=ranks,
+        process_group=process_group,
         clip=clip,
     )
 
@@ -304,13 +373,18 @@ def _to_go(
         layout = Layout.of(torch.ones(count, 1, dtype=torch.bool, device=device))
     else:
         layout = Layout.of(mask, token_rewards=token_rewards, response=response)
-    placed = _placed(layout, token_rewards, rewards, response, observations, off_action_rewards)
-    returns = return_scan(placed.tokens, layout.mask, layout.lengths, gamma, observations, placed.response)
-    found = placed.finish(returns, returns.clone(), mask, **finish)
+    placed = _place(layout, token_rewards, rewards, response, observations, off_action_rewards)
+    check_float("gamma", gamma, 0, 1)
+    if token_rewards is None and placed.row_rewards is not None and placed.response is None and gamma == 1:
+        # The return of every action is the reward of its row; adding 0.0 turns -0.0 into 0.0, as a sum would.
+        returns = layout.masked(layout.spread(placed.row_rewards + 0.0))
+    else:
+        returns = return_scan(placed.tokens, layout.mask, layout.lengths, gamma, observations, placed.response)
+    estimate = placed.finish(returns, returns.clone(), mask, **finish)
     if not rows_only:
-        return found
-    scores = found.advantages[:, 0]
-    return Advantages(scores, found.returns[:, 0], scores, None, found.report)
+        return estimate
+    scores = estimate.advantages[:, 0]
+    return Advantages(scores, estimate.returns[:, 0], scores, None, estimate.report)
 
 
 @ESTIMATORS.register("reinforce", source="REINFORCE (Williams, 1992): the return to go")
@@ -319,7 +393,7 @@ def reinforce(
     rewards: PerRow | None = None,
     mask: PerToken | None = None,
     response: PerToken | None = None,
-    groups: Any = None,
+    groups: Ids | None = None,
     *,
     gamma: float = 1.0,
     observations: str = "skip",
@@ -327,15 +401,34 @@ def reinforce(
     whiten: bool = False,
     std: str = "sample",
     eps: float = 1e-8,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
     clip: float | None = None,
 ) -> Advantages:
-    """The return-to-go of each token: the discounted sum of its own and all later rewards.
+    """Compute the return-to-go of each token: the discounted sum of its own and all later rewards.
 
-    R_i = r_i + gamma R_j, with j the next token that counts. token_rewards, mask, response: (B, A) or packed; rewards:
-    (B,), placed on each row's last action, so that with gamma 1 every action has its row's reward (Trinity); without
-    any tokens the result is (B,). `groups` (B,) changes no advantage: the report then has the groups' reward means.
-    Tool tokens, NaN, std, eps, whitening, clip: as the module `temporal` says.
+    R_i = r_i + gamma R_j, with j the next token that counts. With gamma 1 and rewards of rows, every action has the
+    reward of its row (Trinity).
+
+    Args:
+        token_rewards: [B, R] or packed: reward of each token.
+        rewards: [B] Reward of each row, added on its last action; `None` or NaN where it is missing.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        response: [B, R] or packed, bool: which slots are no padding, for tool tokens at the end of a row.
+        groups: [B] Group ids; they change no advantage, but the report then has the reward means of groups.
+        gamma: Discount per token, 0 to 1.
+        observations: How tool tokens take part: `"skip"`, `"through"` or `"zeroed"`; see the module `temporal`.
+        off_action_rewards: Rewards on tokens that take no part: `"drop"` or `"carry"` to the last action before them.
+        whiten: Whether to whiten the advantages over the batch.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the variance in whitening.
+        process_group: Processes over whose rows statistics are computed.
+        clip: Bound of the advantages after whitening; `None`: no bound.
+
+    Returns:
+        Advantages and returns in the layout of the mask, 0 where it is False. Without any tokens [B].
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> reinforce(torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 5.0]]), mask=[[1, 1, 1], [1, 1, 0]], gamma=0.5).advantages
     tensor([[0.2500, 0.5000, 1.0000],
@@ -343,11 +436,13 @@ def reinforce(
     >>> reinforce(rewards=[3.0, None], mask=[[1, 0, 1], [1, 1]]).advantages
     [tensor([3., 0., 3.]), tensor([0., 0.])]
     """
-    finish = {"whiten": whiten, "std": std, "eps": eps, "ranks": ranks, "clip": clip}
-    found = _to_go(token_rewards, rewards, mask, response, gamma, observations, off_action_rewards, finish)
+    finish = {"whiten": whiten, "std": std, "eps": eps, "process_group": process_group, "clip": clip}
+    estimate = _to_go(token_rewards, rewards, mask, response, gamma, observations, off_action_rewards, finish)
     if groups is None or rewards is None:
-        return found
-    return found.with_report(found.report.plus(metrics=Grouped(rewards, groups, ranks=ranks).report().metrics))
+        return estimate
+    return estimate.with_report(
+        estimate.report.plus(metrics=Grouped(rewards, groups, process_group=process_group).report().metrics)
+    )
 
 
 @ESTIMATORS.register(
@@ -368,18 +463,39 @@ def reinforce_plus_plus(
     whiten: bool = True,
     std: str = "sample",
     eps: float = 1e-8,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
     clip: float | None = None,
 ) -> Advantages:
-    """Returns-to-go, whitened once over all tokens that count of the global batch; `returns` are not whitened.
+    """Compute returns-to-go, whitened once over all tokens of the global batch (REINFORCE++).
 
-    The paper's token rewards are minus the KL penalty, with the row's reward on the last action. Everything else as
-    `reinforce`. Whitening over less than the global batch is another estimator: give `ranks` where there are several.
+    The token rewards of the paper are minus the KL penalty, with the reward of the row on the last action. Returns are
+    not whitened. Whitening over less than the global batch is another estimator: pass `process_group` in a distributed
+    run.
+
+    Args:
+        token_rewards: [B, R] or packed: reward of each token.
+        rewards: [B] Reward of each row, added on its last action; `None` or NaN where it is missing.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        response: [B, R] or packed, bool: which slots are no padding, for tool tokens at the end of a row.
+        gamma: Discount per token, 0 to 1.
+        observations: How tool tokens take part: `"skip"`, `"through"` or `"zeroed"`; see the module `temporal`.
+        off_action_rewards: Rewards on tokens that take no part: `"drop"` or `"carry"` to the last action before them.
+        whiten: Whether to whiten the advantages over the batch.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the variance in whitening.
+        process_group: Processes over whose rows statistics are computed.
+        clip: Bound of the advantages after whitening; `None`: no bound.
+
+    Returns:
+        Advantages and returns in the layout of the mask, 0 where it is False. Without any tokens [B].
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> reinforce_plus_plus([[0.0, 1.0], [0.0, 3.0], [0.0, 5.0]]).advantages
     [tensor([-1.1180, -1.1180]), tensor([0., 0.]), tensor([1.1180, 1.1180])]
     """
-    finish = {"whiten": whiten, "std": std, "eps": eps, "ranks": ranks, "clip": clip}
+    finish = {"whiten": whiten, "std": std, "eps": eps, "process_group": process_group, "clip": clip}
     return _to_go(token_rewards, rewards, mask, response, gamma, observations, off_action_rewards, finish)
 
 
@@ -393,10 +509,10 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     token_rewards: PerToken | None = None,
     rewards: PerRow | None = None,
-    groups: Any = None,
+    groups: Ids | None = None,
     mask: PerToken | None = None,
     response: PerToken | None = None,
-    runs: Any = None,
+    runs: Ids | None = None,
     *,
     gamma: float = 1.0,
     observations: str = "skip",
@@ -405,24 +521,45 @@ def reinforce_plus_plus_baseline(
     whiten: bool = True,
     std: str = "sample",
     eps: float = 1e-8,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
     clip: float | None = None,
 ) -> Advantages:
-    """Reward minus the group's mean on every token, plus the token rewards still to come, whitened over the batch.
+    """Subtract the mean reward of the group on every token, add the token rewards still to come, and whiten.
 
-    rewards, groups, runs: (B,); rows of one run count once in their group's mean. token_rewards (a KL penalty, say),
-    mask, response: (B, A) or packed; without any tokens the result is (B,). Token rewards alone, without groups, are
-    taken as centred already. gamma is 1 by definition, as in LightRFT: another one is taken as 1, with a warning. A
-    lone row's centred reward is 0 (`singleton="raw"`: its reward), equal rewards' exactly 0. `whiten=False` is
-    LightRFT's, before what it does to all estimators. `returns` are not whitened.
+    gamma is 1 by definition, as in LightRFT: another value is taken as 1, with a warning. Token rewards alone, without
+    groups, are taken as centered. `whiten=False` is the form of LightRFT before its common normalization. Returns are
+    not whitened.
 
-    >>> found = reinforce_plus_plus_baseline(rewards=[1.0, 0.0, 3.0], groups=["a", "a", "b"], whiten=False)
-    >>> found.advantages, found.report.which("singleton group")
+    Args:
+        token_rewards: [B, R] or packed: reward of each token, such as a KL penalty.
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        response: [B, R] or packed, bool: which slots are no padding, for tool tokens at the end of a row.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        gamma: Discount per token, 0 to 1.
+        observations: How tool tokens take part: `"skip"`, `"through"` or `"zeroed"`; see the module `temporal`.
+        off_action_rewards: Rewards on tokens that take no part: `"drop"` or `"carry"` to the last action before them.
+        singleton: Score of a row that is alone in its group: `"zero"`, or its `"raw"` reward.
+        whiten: Whether to whiten the advantages over the batch.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the variance in whitening.
+        process_group: Processes over whose rows statistics are computed.
+        clip: Bound of the advantages after whitening; `None`: no bound.
+
+    Returns:
+        Advantages and returns in the layout of the mask, 0 where it is False. Without any tokens [B].
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
+
+    >>> result = reinforce_plus_plus_baseline(rewards=[1.0, 0.0, 3.0], groups=["a", "a", "b"], whiten=False)
+    >>> result.advantages, result.report.which("singleton group")
     (tensor([ 0.5000, -0.5000,  0.0000]), [2])
     """
     if check_float("gamma", gamma, 0, 1) != 1:
         warnings.warn(f"reinforce_plus_plus_baseline: gamma {gamma} is taken as 1, its only value", stacklevel=2)
-    finish = {"whiten": whiten, "std": std, "eps": eps, "ranks": ranks, "clip": clip}
+    finish = {"whiten": whiten, "std": std, "eps": eps, "process_group": process_group, "clip": clip}
     shared = (1.0, observations, off_action_rewards, finish)
     if rewards is None and groups is not None:
         raise ValueError("rewards: got None, expected a reward for each row, to take its group's mean from")
@@ -430,16 +567,21 @@ def reinforce_plus_plus_baseline(
         return _to_go(token_rewards, None, mask, response, *shared)
     if groups is None:
         raise ValueError("groups: got None, expected an id for each row, to take its group's mean from its reward")
-    grouped = Grouped(rewards, groups, runs, ranks)
-    scores = torch.from_numpy(grouped.alone(grouped.centred(), singleton)[grouped.own])
-    known = torch.from_numpy(grouped.valid[grouped.own])
-    centred = torch.where(known, scores, torch.nan).to(grouped.device, grouped.dtype)  # still missing where it was
-    found = _to_go(token_rewards, centred, mask, response, *shared)
-    own = grouped.report()
-    reasons = {reason: sorted({*rows, *own.reasons.get(reason, ())}) for reason, rows in found.report.reasons.items()}
-    infinite = set(own.reasons["infinite reward"])
+    grouped = Grouped(rewards, groups, runs, process_group)
+    scores = torch.from_numpy(grouped.alone(grouped.centered(), singleton)[grouped.own])
+    has_reward = torch.from_numpy(grouped.valid[grouped.own])
+    centered = torch.where(has_reward, scores, torch.nan).to(
+        grouped.device, grouped.dtype
+    )  # still missing where it was
+    estimate = _to_go(token_rewards, centered, mask, response, *shared)
+    grouped_report = grouped.report()
+    reasons = {
+        reason: sorted({*rows, *grouped_report.reasons.get(reason, ())})
+        for reason, rows in estimate.report.reasons.items()
+    }
+    infinite = set(grouped_report.reasons["infinite reward"])
     reasons["missing reward"] = [row for row in reasons["missing reward"] if row not in infinite]
-    return found.with_report(own.plus(reasons, found.report.metrics))
+    return estimate.with_report(grouped_report.plus(reasons, estimate.report.metrics))
 
 
 @ESTIMATORS.register(
@@ -459,13 +601,32 @@ def remax(
     whiten: bool = False,
     std: str = "sample",
     eps: float = 1e-8,
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
     clip: float | None = None,
 ) -> Advantages:
-    """The return-to-go minus the reward of the greedy response to the same prompt; `returns` are without baseline.
+    """Subtract the reward of the greedy response to the same prompt from the return-to-go (ReMax).
 
-    token_rewards, mask, response: (B, A) or packed; rewards, baselines: (B,). A row that lacks its reward or its
-    baseline has advantages of 0, and is counted. Tool tokens, std, eps, whitening, clip: as the module `temporal` says.
+    Returns are without the baseline. A row that lacks its reward or its baseline has advantages of 0, and is counted.
+
+    Args:
+        token_rewards: [B, R] or packed: reward of each token.
+        baselines: [B] Reward of the greedy response.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        response: [B, R] or packed, bool: which slots are no padding, for tool tokens at the end of a row.
+        rewards: [B] Reward of each row, added on its last action; `None` or NaN where it is missing.
+        observations: How tool tokens take part: `"skip"`, `"through"` or `"zeroed"`; see the module `temporal`.
+        off_action_rewards: Rewards on tokens that take no part: `"drop"` or `"carry"` to the last action before them.
+        whiten: Whether to whiten the advantages over the batch.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the variance in whitening.
+        process_group: Processes over whose rows statistics are computed.
+        clip: Bound of the advantages after whitening; `None`: no bound.
+
+    Returns:
+        Advantages and returns in the layout of the mask, 0 where it is False.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> remax([[0.0, 1.0], [0.0, 3.0]], [1.0, 0.5]).advantages
     [tensor([0., 0.]), tensor([2.5000, 2.5000])]
@@ -473,7 +634,7 @@ def remax(
     if baselines is None:
         raise ValueError("baselines: got None, expected the greedy response's reward for each row")
     layout = Layout.of(mask, token_rewards=token_rewards, response=response)
-    placed = _placed(layout, token_rewards, rewards, response, observations, off_action_rewards)
+    placed = _place(layout, token_rewards, rewards, response, observations, off_action_rewards)
     base = as_rewards("baselines", baselines)
     if len(base) != layout.rows:
         raise ValueError(f"baselines: got {len(base)}, expected {layout.rows}, one for each row")
@@ -483,14 +644,27 @@ def remax(
     returns = return_scan(placed.tokens, layout.mask, layout.lengths, 1.0, observations, placed.response)
     offset = torch.from_numpy(np.where(absent, 0.0, base)).to(returns)
     advantages = layout.masked(returns - layout.spread(offset))
-    return placed.finish(advantages, returns, mask, whiten=whiten, std=std, eps=eps, ranks=ranks, clip=clip)
+    return placed.finish(
+        advantages, returns, mask, whiten=whiten, std=std, eps=eps, process_group=process_group, clip=clip
+    )
 
 
 def cumulative_returns(token_rewards: PerToken, mask: PerToken | None = None, *, gamma: float = 1.0) -> Any:
-    """Discounted returns-to-go over the tokens that count; 0 elsewhere. (B, A) or packed, and so the result.
+    """Compute discounted returns-to-go over the tokens that count.
 
-    LightRFT's `get_cumulative_returns`, whose tool tokens carry the running return and cost a discount; here they are 0
-    and cost none.
+    `get_cumulative_returns` of LightRFT, whose tool tokens carry the running return and cost a discount; here they are
+    0 and cost none.
+
+    Args:
+        token_rewards: [B, R] or packed: reward of each token.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        gamma: Discount per token, 0 to 1.
+
+    Returns:
+        Returns, [B, R] or packed as the arguments, 0 where the mask is False.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> cumulative_returns([[0.0, 9.0, 1.0]], [[1, 0, 1]], gamma=0.5)
     [tensor([0.5000, 0.0000, 1.0000])]

@@ -1,20 +1,19 @@
-"""Estimators that look at single tokens: distillation from a teacher, and group scores that spare some tokens.
+"""Estimators per token: distillation from a teacher, and group scores that mask some tokens.
 
-Invariant: a distillation advantage is positive exactly where the teacher finds the token likelier than the student
-did; an estimator that leaves tokens out returns a mask narrower than the one it was given, and never trains on more.
+Invariant: a distillation advantage is positive exactly where the teacher finds the token likelier than the student. An
+estimator that masks tokens returns a mask that is never wider than the given one.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from typing import Any
 
 import torch
 
 from rollbook.algorithms.advantages.grouped import grpo
 from rollbook.algorithms.groups import moments
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_floats
+from rollbook.algorithms.layout import Ids, Layout, PerRow, PerToken, as_floats
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float
@@ -27,10 +26,21 @@ from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 def on_policy_distill(
     old_logprobs: PerToken, teacher_logprobs: PerToken, mask: PerToken | None = None, *, coef: float = 1.0
 ) -> Advantages:
-    """How much likelier the teacher finds each token: `coef` * (teacher - student), in log-probs.
+    """Compute `coef` * (teacher - student) in log-probs for each token (on-policy distillation).
 
-    old_logprobs (of the policy that sampled), teacher_logprobs, mask: (B, A) or packed. In expectation over the
-    policy's own samples its gradient is that of -coef * KL(student || teacher). Tool tokens are left out by the mask.
+    In expectation over samples of the policy, its gradient is that of -coef * KL(student || teacher).
+
+    Args:
+        old_logprobs: [B, R] or packed: log-probs of the policy that sampled.
+        teacher_logprobs: [B, R] or packed: log-probs of the teacher.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        coef: Coefficient.
+
+    Returns:
+        Advantages and returns in the layout of the mask, 0 where it is False.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> on_policy_distill(torch.tensor([[-0.5, -1.0]]), torch.tensor([[-0.25, -3.0]])).advantages
     tensor([[ 0.2500, -2.0000]])
@@ -43,7 +53,7 @@ def on_policy_distill(
 
 
 @ESTIMATORS.register(
-    "jsd", source="generalised Jensen-Shannon divergence (arXiv 2306.13649); its slope by the student's p"
+    "jsd", source="generalized Jensen-Shannon divergence (arXiv 2306.13649); its slope by the student's p"
 )
 def jsd(
     old_logprobs: PerToken,
@@ -52,18 +62,32 @@ def jsd(
     *,
     beta: float = 0.5,
     coef: float = 1.0,
-    normalise: bool = True,
+    normalize: bool = True,
 ) -> Advantages:
-    """The policy gradient of the generalised Jensen-Shannon divergence between teacher and student, token by token.
+    """Compute the policy gradient of the generalized Jensen-Shannon divergence between teacher and student.
 
-    With q the teacher, p the student and m = beta q + (1 - beta) p the divergence is D = beta KL(q || m) +
-    (1 - beta) KL(p || m), and dD/dp(token) = (1 - beta) log(p / m). The advantage is minus that, `coef` times; with
-    `normalise` divided by beta (1 - beta), which gives coef * log(1 + beta (q / p - 1)) / beta: on-policy distillation
-    at beta = 1, and the forward KL's q / p - 1 at beta = 0. Positive exactly where the teacher is above the student.
-    The report's `divergence` is the mean over tokens of an estimate of D that is never below 0, since f(q / p) with
-    f(x) = beta x log x - (beta x + 1 - beta) log(beta x + 1 - beta) is not. Arguments as of `on_policy_distill`.
+    With q the teacher, p the student and m = beta q + (1 - beta) p, the divergence is D = beta KL(q || m) + (1 - beta)
+    KL(p || m), and dD/dp(token) = (1 - beta) log(p / m). The advantage is minus that, times `coef`; with `normalize`
+    divided by beta (1 - beta), which gives coef * log(1 + beta (q / p - 1)) / beta: on-policy distillation at beta = 1,
+    and q / p - 1 of the forward KL at beta = 0. It is positive exactly where the teacher is above the student.
+    `divergence` in the report is the mean over tokens of an estimate of D that is never negative, since f(q / p) with
+    f(x) = beta x log x - (beta x + 1 - beta) log(beta x + 1 - beta) is not.
 
-    Trinity's quantity is at most 0 by Jensen's inequality, and rewards every mismatch whatever its direction.
+    The quantity of Trinity is at most 0 by Jensen's inequality, and rewards every mismatch in either direction.
+
+    Args:
+        old_logprobs: [B, R] or packed: log-probs of the policy that sampled.
+        teacher_logprobs: [B, R] or packed: log-probs of the teacher.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        beta: Weight of the teacher in the mixture, 0 to 1.
+        coef: Coefficient.
+        normalize: Whether to divide by beta (1 - beta).
+
+    Returns:
+        Advantages and returns in the layout of the mask, 0 where it is False.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
 
     >>> import math
     >>> teacher, student = torch.tensor([[math.log(0.25), math.log(0.5)]]), torch.tensor([[math.log(0.5)] * 2])
@@ -72,7 +96,7 @@ def jsd(
     >>> jsd(student, teacher, beta=1.0).advantages
     tensor([[-0.6931,  0.0000]])
     """
-    check_bool("normalise", normalise)
+    check_bool("normalize", normalize)
     check_float("beta", beta, 0, 1)
     check_float("coef", coef)
     layout = Layout.of(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
@@ -85,23 +109,25 @@ def jsd(
         score = gap
     else:
         score = torch.where(gap < 700, torch.log1p(beta * torch.expm1(gap)), gap + math.log(beta)) / beta
-    scale = 1.0 if normalise else beta * (1 - beta)
+    scale = 1.0 if normalize else beta * (1 - beta)
     ratio = torch.exp(gap.clamp(max=700))  # beyond that the divergence is as good as its largest
     mixture = beta * ratio + 1 - beta
     divergence = beta * torch.where(ratio > 0, ratio * gap.clamp(-700, 700), 0.0)
     divergence = divergence - torch.where(mixture > 0, mixture * torch.log(mixture), 0.0)
-    given = (layout.whole("old_logprobs", old_logprobs), layout.whole("teacher_logprobs", teacher_logprobs))
-    wide = torch.promote_types(*(as_floats(one).dtype for one in given))
+    both = (layout.tensor("old_logprobs", old_logprobs), layout.tensor("teacher_logprobs", teacher_logprobs))
+    wide = torch.promote_types(*(as_floats(tensor).dtype for tensor in both))
     return _tokens(layout, (coef * scale * score).to(wide), mask, {"divergence": divergence.clamp(min=0)})
 
 
-def _tokens(layout: Layout, tokens: torch.Tensor, mask: Any, metrics: dict[str, torch.Tensor]) -> Advantages:
+def _tokens(
+    layout: Layout, tokens: torch.Tensor, mask: PerToken | None, metrics: dict[str, torch.Tensor]
+) -> Advantages:
     count = max(int(layout.mask.sum()), 1)
-    kept = layout.masked(tokens) + 0.0
-    found = {name: float(layout.masked(value).sum() / count) for name, value in metrics.items()}
+    masked = layout.masked(tokens) + 0.0
+    means = {name: float(layout.masked(value).sum() / count) for name, value in metrics.items()}
     empty = rows_where(layout.counts == 0)
-    report = Report(layout.rows, {"no actions": empty}, {**found, "advantage_mean": float(kept.sum() / count)})
-    return Advantages(layout.give(kept), None, None, mask, report)
+    report = Report(layout.rows, {"no actions": empty}, {**means, "advantage_mean": float(masked.sum() / count)})
+    return Advantages(layout.give(masked), None, None, mask, report)
 
 
 @ESTIMATORS.register(
@@ -112,47 +138,67 @@ def _tokens(layout: Layout, tokens: torch.Tensor, mask: Any, metrics: dict[str, 
 )
 def clip_b(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     mask: PerToken,
     old_logprobs: PerToken,
     entropy: PerToken,
-    runs: Any = None,
+    runs: Ids | None = None,
     *,
     mu: float = 2.5,
     std: str = "sample",
     eps: float = 1e-6,
     singleton: str = "zero",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """GRPO that spares tokens with a negative advantage whose push would cost the most entropy.
+    """Compute GRPO advantages, and mask tokens with A < 0 whose update would cost the most entropy (Clip-B).
 
-    With S = p (H + log p) for each token, a token with A < 0 is left out where S lies more than `mu` population
-    deviations below the mean of S over all tokens that count. old_logprobs, entropy, mask: (B, A) or packed; the rest
-    as of `grpo`. The result's `mask` is the one to train with; its advantages are those of `grpo`, untouched.
+    With S = p (H + log p) for each token, a token with A < 0 is masked where S is more than `mu` population deviations
+    below the mean of S over all tokens that count. The advantages are those of `grpo`; train with the `mask` of the
+    result.
 
-    >>> found = clip_b([0.0, 1.0], ["a", "a"], torch.ones(2, 3), torch.full((2, 3), -0.5),
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        entropy: [B, R] or packed: entropy of the policy per token.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        mu: Threshold in population deviations.
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the denominator.
+        singleton: Score of a row that is alone in its group: `"zero"`, or its `"raw"` reward.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
+        lone rows and constant groups.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
+
+    >>> result = clip_b([0.0, 1.0], ["a", "a"], torch.ones(2, 3), torch.full((2, 3), -0.5),
     ...                torch.tensor([[0.1, 0.6, 0.6], [0.6, 0.6, 0.6]]), mu=1.0)
-    >>> found.mask
+    >>> result.mask
     tensor([[False,  True,  True],
             [ True,  True,  True]])
     """
     check_float("mu", mu, 0)
     if mask is None:
         raise ValueError("mask: got None, expected the tokens that count, since some are to be left out of it")
-    found = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton, ranks=ranks)
-    layout, advantages, surprise = _surprise(found, mask, old_logprobs, entropy)
-    stats = moments(surprise, layout.mask, ranks)
+    estimate = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton, process_group=process_group)
+    layout, advantages, surprise = _surprise(estimate, mask, old_logprobs, entropy)
+    stats = moments(surprise, layout.mask, process_group)
     out = layout.mask & (advantages < 0) & (surprise - stats.mean < -mu * stats.std("population"))
-    return _narrowed(found, layout, out, advantages, {"std_s": stats.std("population")})
+    return _narrowed(estimate, layout, out, advantages, {"std_s": stats.std("population")})
 
 
 def _surprise(
-    found: Advantages, mask: PerToken, old_logprobs: PerToken, entropy: PerToken
+    estimate: Advantages, mask: PerToken, old_logprobs: PerToken, entropy: PerToken
 ) -> tuple[Layout, torch.Tensor, torch.Tensor]:
     layout = Layout.of(mask, old_logprobs=old_logprobs, entropy=entropy)
     chosen = layout.take("old_logprobs", old_logprobs).detach().to(torch.float64)
     spread = layout.take("entropy", entropy).detach().to(torch.float64)
-    return layout, layout.take("advantages", found.advantages), layout.masked(chosen.exp() * (spread + chosen))
+    return layout, layout.take("advantages", estimate.advantages), layout.masked(chosen.exp() * (spread + chosen))
 
 
 @ESTIMATORS.register(
@@ -163,70 +209,93 @@ def _surprise(
 )
 def clip_v(
     rewards: PerRow,
-    groups: Any,
+    groups: Ids,
     mask: PerToken,
     old_logprobs: PerToken,
     entropy: PerToken,
     necs: PerToken,
-    runs: Any = None,
+    runs: Ids | None = None,
     *,
     mu: float = 8.5,
     max_frac: float = 1e-4,
-    centred: bool = True,
+    centered: bool = True,
     zero_advantage: str = "keep",
     std: str = "sample",
     eps: float = 1e-6,
     singleton: str = "zero",
-    ranks: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """GRPO that spares at most a share of tokens with a negative advantage: those farthest above what is expected.
+    """Compute GRPO advantages, and mask a bounded share of tokens with A < 0 (Clip-V).
 
-    With S = p (H + log p) and D = necs - S for each token, a token with A < 0 is left out where D lies more than `mu`
+    With S = p (H + log p) and D = necs - S for each token, a token with A < 0 is masked where D is more than `mu`
     population deviations above its mean over tokens that count; of those at most `max_frac` of all tokens, or one if
     that is none, the largest first (of several equal ones at that limit none, so that order plays no part).
-    old_logprobs, entropy, necs, mask: (B, A) or packed; the rest as of `clip_b`.
 
-    Trinity compares D itself (`centred=False`), and also leaves out tokens with A = 0, without a limit
-    (`zero_advantage="uncapped"`): in a batch of equal rewards that is every one.
+    Trinity compares D itself (`centered=False`), and also masks tokens with A = 0, without a limit
+    (`zero_advantage="uncapped"`): in a batch of equal rewards that is every token.
 
-    >>> found = clip_v([0.0, 1.0], ["a", "a"], torch.ones(2, 2), torch.full((2, 2), -0.5), torch.full((2, 2), 0.5),
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        entropy: [B, R] or packed: entropy of the policy per token.
+        necs: [B, R] or packed: expected entropy change of each token.
+        runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
+        mu: Threshold in population deviations.
+        max_frac: Largest share of tokens that are masked.
+        centered: Whether D is compared with its mean.
+        zero_advantage: `"keep"` tokens with A = 0, or mask them without a limit (`"uncapped"`).
+        std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
+        eps: Added to the denominator.
+        singleton: Score of a row that is alone in its group: `"zero"`, or its `"raw"` reward.
+        process_group: Processes over whose rows statistics are computed.
+
+    Returns:
+        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
+        lone rows and constant groups.
+
+    Raises:
+        ValueError: If an option is invalid, or the number of rows differs.
+
+    >>> result = clip_v([0.0, 1.0], ["a", "a"], torch.ones(2, 2), torch.full((2, 2), -0.5), torch.full((2, 2), 0.5),
     ...                torch.tensor([[0.9, 0.1], [0.1, 0.1]]), mu=1.0)
-    >>> found.mask
+    >>> result.mask
     tensor([[False,  True],
             [ True,  True]])
     """
-    check_bool("centred", centred)
+    check_bool("centered", centered)
     check_float("mu", mu, 0)
     check_float("max_frac", max_frac, 0, 1)
     check_choice("zero_advantage", zero_advantage, ("keep", "uncapped"))
     if mask is None:
         raise ValueError("mask: got None, expected the tokens that count, since some are to be left out of it")
-    found = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton, ranks=ranks)
-    layout, advantages, surprise = _surprise(found, mask, old_logprobs, entropy)
+    estimate = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton, process_group=process_group)
+    layout, advantages, surprise = _surprise(estimate, mask, old_logprobs, entropy)
     gap = layout.masked(layout.take("necs", necs).to(torch.float64) - surprise)
-    stats = moments(gap, layout.mask, ranks)
-    high = layout.mask & (gap - (stats.mean if centred else 0.0) > mu * stats.std("population"))
+    stats = moments(gap, layout.mask, process_group)
+    high = layout.mask & (gap - (stats.mean if centered else 0.0) > mu * stats.std("population"))
     limit = max(int(max_frac * stats.count), 1) if max_frac > 0 else 0
-    out = _largest(gap, high & (advantages < 0), limit, ranks)
+    out = _largest(gap, high & (advantages < 0), limit, process_group)
     if zero_advantage == "uncapped":
         out = out | (high & (advantages == 0))
-    return _narrowed(found, layout, out, advantages, {"std_d": stats.std("population")})
+    return _narrowed(estimate, layout, out, advantages, {"std_d": stats.std("population")})
 
 
-def _largest(values: torch.Tensor, among: torch.Tensor, limit: int, ranks: ProcessGroup) -> torch.Tensor:
-    """Which candidates are the `limit` largest of all ranks; of several equal ones at the edge none, so that the order
-    of rows plays no part."""
-    own = values[among].flatten().tolist()
-    everyone = sorted((value for part in ranks.gather(own) for value in part), reverse=True)
+def _largest(values: torch.Tensor, among: torch.Tensor, limit: int, process_group: ProcessGroup) -> torch.Tensor:
+    """Mark the `limit` largest candidates of all processes; of several equal ones at the limit none, so that the order
+    of rows has no effect."""
+    local = values[among].flatten().tolist()
+    everyone = sorted((value for part in process_group.gather(local) for value in part), reverse=True)
     if len(everyone) <= limit:
         return among
     return among & torch.gt(values, everyone[limit])
 
 
 def _narrowed(
-    found: Advantages, layout: Layout, out: torch.Tensor, advantages: torch.Tensor, metrics: dict[str, float]
+    estimate: Advantages, layout: Layout, out: torch.Tensor, advantages: torch.Tensor, metrics: dict[str, float]
 ) -> Advantages:
-    kept = layout.mask & ~out
+    left = layout.mask & ~out
     count = max(int(layout.mask.sum()), 1)
     touched = rows_where(layout.narrowed(out).counts > 0)
     more = {
@@ -235,5 +304,5 @@ def _narrowed(
         "frac_clipped_neg": float((out & (advantages <= 0)).sum()) / count,
         **metrics,
     }
-    report = found.report.plus({"tokens left out": touched}, more)
-    return Advantages(found.advantages, None, found.scores, layout.give(kept), report)
+    report = estimate.report.plus({"tokens left out": touched}, more)
+    return Advantages(estimate.advantages, None, estimate.scores, layout.give(left), report)

@@ -418,7 +418,7 @@ def product_sums(
     parts = torch.empty(3 if spread else 2, tiles, tokens, dtype=torch.float32, device=hidden.device)
     out = torch.empty(4, tokens, dtype=torch.float32, device=hidden.device)
     top, mass, spreads, chosen = out.unbind()
-    given = labels if scales is None else scales
+    scale_pointer = labels if scales is None else scales
     flags = {"SCALED": scales is not None, "SPREAD": spread}
     shape = {"BIASED": bias is not None, "CAPPED": cap is not None}
     limit = 1.0 if cap is None else cap
@@ -428,7 +428,7 @@ def product_sums(
             TensorDescriptor.from_tensor(hidden, [_TILE_T, _TILE_D]),
             TensorDescriptor.from_tensor(weight, [_TILE_V, _TILE_D]),
             labels if bias is None else bias,
-            given,
+            scale_pointer,
             *(parts[0], parts[1], parts[-1]),
             *(tokens, vocabulary, width, limit),
             **flags,
@@ -443,7 +443,7 @@ def product_sums(
         )
         _merge_kernel[(triton.cdiv(tokens, 16),)](
             *(parts[0], parts[1], parts[-1]),
-            given,
+            scale_pointer,
             *(top, mass, spreads),
             *(tokens, tiles),
             **flags,

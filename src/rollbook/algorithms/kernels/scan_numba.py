@@ -59,12 +59,12 @@ def spans(taken, offsets):
     first, last, count = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64)
     for row in range(rows):
         mask = taken[offsets[row] : offsets[row + 1]]
-        found, low, high = np.int32(0), 0, len(mask)
+        total, low, high = np.int32(0), 0, len(mask)
         for t in range(len(mask)):
-            found += np.int32(mask[t])
-        if found == 0:
+            total += np.int32(mask[t])
+        if total == 0:
             high = 0
-        elif found < high:
+        elif total < high:
             while not _any(mask[low : low + STEP]):
                 low += STEP
             while not mask[low]:
@@ -73,7 +73,7 @@ def spans(taken, offsets):
                 high -= STEP
             while not mask[high - 1]:
                 high -= 1
-        first[row], last[row], count[row] = offsets[row] + low, offsets[row] + high, found
+        first[row], last[row], count[row] = offsets[row] + low, offsets[row] + high, total
     return first, last, count
 
 
@@ -84,14 +84,14 @@ def survey(rewards, taken, offsets):
     counts, broken, off = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64)
     for row in range(rows):
         reward, mask = rewards[offsets[row] : offsets[row + 1]], taken[offsets[row] : offsets[row + 1]]
-        found, odd, outside = np.int32(0), np.int32(0), np.int32(0)
+        count, odd, outside = np.int32(0), np.int32(0), np.int32(0)
         for t in range(len(reward)):
-            one = reward[t]
-            hit, finite = np.int32(mask[t]), np.int32(one - one == 0)
-            found += hit
+            entry = reward[t]
+            hit, finite = np.int32(mask[t]), np.int32(entry - entry == 0)
+            count += hit
             odd += hit & (1 - finite)
-            outside += (1 - hit) & finite & np.int32(one != 0)
-        counts[row], broken[row], off[row] = found, odd, outside
+            outside += (1 - hit) & finite & np.int32(entry != 0)
+        counts[row], broken[row], off[row] = count, odd, outside
     return counts, broken, off
 
 

@@ -1,9 +1,9 @@
-"""Passes over a vocabulary, whole or in parts: what they leave of each token, the slopes of that, the largest logits.
+"""Sums over the vocabulary that log-probs and entropies are made of, their gradients, and the largest logits.
 
-Invariant: sums over parts of a vocabulary, put together in any order, are the sums over the whole, up to rounding; and
-beside logits (O, I, V) nothing is made that is larger than a few pieces of them. They are taken as float32 at least.
+Invariant: sums over parts of a vocabulary, combined in any order, equal the sums over all of it, up to rounding. Beside
+logits [O, I, V], only a few chunks of them are allocated. Logits are computed with in float32, or float64 if they are.
 
-The sums are those that the docstring of `tokens` explains.
+The formulas are in the docstring of `rollbook.models.logprobs`.
 """
 
 from __future__ import annotations
@@ -11,55 +11,86 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from rollbook.core.checks import check_float
 
-# Entries of a piece of logits. On a CPU pieces are to stay in the cache, and each thread is to have its share.
+# Entries of a chunk of logits. On a CPU chunks should stay in the cache, and each thread should get its share.
 _PIECE_CPU = 1 << 18
 _PIECE_CUDA = 1 << 23
-# A power this far down is 0 in every type: nothing changes where a difference is held above it, and 0 * inf is avoided.
+# exp of this is 0 in every type: clamping a difference here changes no result, and avoids 0 * inf.
 _FLOOR = -1e4
 
 
-class Sums(NamedTuple):
-    """What a pass over a vocabulary, or over a part of it, leaves of N tokens; all (N,), float32 or float64."""
+class SoftmaxSums(NamedTuple):
+    """Sums over a vocabulary, or over a part of it, for N tokens; all [N], float32 or float64."""
 
     top: torch.Tensor
     """The largest logit."""
     mass: torch.Tensor
     """The sum of e^((x - top) / T)."""
     spread: torch.Tensor
-    """The sum of ((top - x) / T) e^((x - top) / T); any number where no entropy was asked for."""
+    """The sum of ((top - x) / T) e^((x - top) / T); undefined unless entropies are computed."""
     chosen: torch.Tensor
-    """The label's logit; 0 if it lies in another part."""
+    """The label's logit; 0 if it is in another part."""
+
+    @staticmethod
+    def zeros(count: int, dtype: torch.dtype, device: torch.device) -> SoftmaxSums:
+        """Return the sums over no part of a vocabulary."""
+        zeros = torch.zeros(count, dtype=dtype, device=device)
+        return SoftmaxSums(torch.full_like(zeros, -torch.inf), zeros, zeros.clone(), zeros.clone())
+
+    def add(self, rows: slice, part: SoftmaxSums, scales: torch.Tensor | None) -> None:
+        """Add, in place, the sums over another part of the vocabulary to those of some tokens.
+
+        Args:
+            rows: Which tokens.
+            part: Their sums over the other part.
+            scales: [N] 1 / temperature of all tokens; `None` if all are 1.
+        """
+        before = SoftmaxSums(self.top[rows], self.mass[rows], self.spread[rows], self.chosen[rows])
+        top = torch.maximum(before.top, part.top)
+        reference = top.masked_fill(top == -torch.inf, 0)
+        mass, spread = torch.zeros_like(top), torch.zeros_like(top)
+        for sums in (before, part):
+            rise = reference - sums.top
+            if scales is not None:
+                rise *= scales[rows]
+            factor = rise.neg().exp_()
+            spread += factor * (sums.spread + rise.clamp_(max=-_FLOOR) * sums.mass)
+            mass += factor * sums.mass
+        before.chosen.add_(part.chosen)
+        before.top.copy_(top)
+        before.mass.copy_(mass)
+        before.spread.copy_(spread)
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Labels and temperatures of N tokens, checked."""
+class Targets:
+    """Checked labels and temperatures of N tokens."""
 
     count: int
     labels: torch.Tensor
-    """(N,) int64; what is to be ignored is -1."""
+    """[N] int64; -1 for ignored labels."""
     ignored: torch.Tensor
-    """(N,) bool."""
+    """[N] bool."""
     wrong: torch.Tensor | None
-    """(N,) bool: outside the vocabulary; `None` where that was checked."""
+    """[N] bool: labels outside the vocabulary; `None` if there are none."""
     scales: torch.Tensor | None
-    """(N,) 1 / temperature; `None` if all are 1."""
+    """[N] 1 / temperature; `None` if all are 1."""
 
-    def cut(self, rows: slice) -> Tokens:
-        """Those of some tokens."""
+    def take(self, rows: slice) -> Targets:
+        """Return those of some tokens."""
         scales = None if self.scales is None else self.scales[rows]
         wrong = None if self.wrong is None else self.wrong[rows]
         labels, ignored = self.labels[rows], self.ignored[rows]
-        return Tokens(len(labels), labels, ignored, wrong, scales)
+        return Targets(len(labels), labels, ignored, wrong, scales)
 
-    def finish(self, sums: Sums) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log-probs, entropies and log s, (N,)."""
+    def finish(self, sums: SoftmaxSums) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute log-probs, entropies and the logarithms of the masses, [N] each."""
         log_mass = sums.mass.log()
         logprobs = sums.chosen - sums.top
         if self.scales is not None:
@@ -70,42 +101,33 @@ class Tokens:
         return logprobs.masked_fill_(self.ignored, 0), log_mass + sums.spread / sums.mass, log_mass
 
 
-def kind_of(given: torch.Tensor) -> torch.dtype:
-    """What is computed in."""
-    return torch.float64 if given.dtype == torch.float64 else torch.float32
+# --- arguments --------------------------------------------------------------------------------------------------------
 
 
-# --- arguments ------------------------------------------------------------------------------------------------------
+def check_floats(name: str, tensor: object) -> None:
+    """Raise `ValueError` unless the argument is a floating point tensor of at least 16 bits."""
+    if not isinstance(tensor, torch.Tensor):
+        # A list would be copied, and to the CPU.
+        raise ValueError(f"{name}: got {type(tensor).__name__}, expected a tensor")
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+        raise ValueError(f"{name}: got {tensor.dtype}, expected float16, bfloat16, float32 or float64")
 
 
-def check_tensor(name: str, given: Any) -> None:
-    """Refuse what is no tensor: a list of logits would be copied in silence, to a device that is anyone's guess."""
-    if not isinstance(given, torch.Tensor):
-        raise ValueError(f"{name}: got {type(given).__name__}, expected a tensor")
+def check_positive(name: str, number: float, dtype: torch.dtype) -> float:
+    """Return a positive number that, with its inverse, is representable in a type; raise `ValueError` otherwise."""
+    limit = torch.finfo(dtype).max
+    expected = f"a positive number that {str(dtype).removeprefix('torch.')} holds, and its inverse too"
+    checked = check_float(name, number, 0, limit, expected)
+    if checked == 0 or 1 / checked > limit:
+        raise ValueError(f"{name}: got {number!r}, expected {expected}")
+    return checked
 
 
-def check_floats(name: str, given: Any) -> None:
-    """Refuse what is no tensor of floating point numbers, of 16 bits at least."""
-    check_tensor(name, given)
-    if not given.dtype.is_floating_point or given.dtype.itemsize < 2:
-        raise ValueError(f"{name}: got {given.dtype}, expected float16, bfloat16, float32 or float64")
+# --- chunks -----------------------------------------------------------------------------------------------------------
 
 
-def positive(name: str, value: Any, kind: torch.dtype) -> float:
-    """A number above 0 that can be divided by: its type holds it and its inverse."""
-    limit = torch.finfo(kind).max
-    expected = f"a positive number that {str(kind).removeprefix('torch.')} holds, and its inverse too"
-    found = check_float(name, value, 0, limit, expected)
-    if found == 0 or 1 / found > limit:
-        raise ValueError(f"{name}: got {value!r}, expected {expected}")
-    return found
-
-
-# --- pieces ---------------------------------------------------------------------------------------------------------
-
-
-def pieces_of(logits: torch.Tensor) -> torch.Tensor:
-    """(O, I, V) The logits with all dimensions but two in front put together; a view, if strides allow one."""
+def flatten_logits(logits: torch.Tensor) -> torch.Tensor:
+    """[O, I, V] Merge all dimensions but the last into two; a view, if strides allow one."""
     *lead, vocabulary = logits.shape
     for shape in ((1, prod(lead)), (prod(lead[:-1]), prod(lead[-1:]))):
         try:
@@ -115,205 +137,204 @@ def pieces_of(logits: torch.Tensor) -> torch.Tensor:
     return logits.reshape(1, prod(lead), vocabulary)
 
 
-def pieces(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Some rows of (O, I, V) at a time, (rows, V), and where they lie among all."""
+def row_chunks(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Iterate over [O, I, V] in chunks of rows [rows, V], each with its place among all rows."""
     outer, inner, vocabulary = logits.shape
-    # Two scratch pieces are to stay small beside the logits, if many threads ask for large ones.
+    # The two scratch chunks must stay small beside the logits, also if many threads would want large ones.
     entries = _PIECE_CUDA if logits.is_cuda else min(_PIECE_CPU * torch.get_num_threads(), logits.numel() // 64)
     step = max(entries, _PIECE_CPU) // vocabulary or 1
     for o in range(outer):
         for start in range(0, inner, step):
-            piece = logits[o, start : start + step]
-            yield slice(o * inner + start, o * inner + start + len(piece)), piece
+            chunk = logits[o, start : start + step]
+            yield slice(o * inner + start, o * inner + start + len(chunk)), chunk
 
 
-def kernels_for(given: torch.Tensor) -> Any:
-    """The module of kernels, which is not to be loaded before a device needs it; `None` where they do not apply."""
-    if not given.is_cuda or given.dtype == torch.float64:
+def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
+    """Import the Triton kernels; `None` for tensors that they do not support."""
+    if not tensor.is_cuda or tensor.dtype == torch.float64:
         return None
     from rollbook.algorithms.kernels import logits_triton
 
     return logits_triton if logits_triton.READY else None
 
 
-# --- sums -----------------------------------------------------------------------------------------------------------
+# --- sums -------------------------------------------------------------------------------------------------------------
 
 
-def sums(logits: torch.Tensor, tokens: Tokens, start: int, entropy: bool) -> Sums:
-    """Of logits (O, I, V), whose first entry stands for token `start` of the vocabulary."""
-    kernels = kernels_for(logits)
+def softmax_sums(logits: torch.Tensor, targets: Targets, start: int, entropy: bool) -> SoftmaxSums:
+    """Compute the sums over a part of the vocabulary.
+
+    Args:
+        logits: [O, I, V] Logits of tokens `start` to `start + V` of the vocabulary.
+        targets: Labels and temperatures of the O * I tokens.
+        start: Where the part begins in the vocabulary.
+        entropy: Whether to compute `spread`.
+    """
+    kernels = kernels_for(logits) if logits.is_cuda else None
     if kernels is not None:
-        return Sums(*kernels.sums(logits, tokens.labels, start, tokens.scales, entropy))
-    found = nothing(tokens.count, logits)
-    scratch: list[torch.Tensor] = []
-    for rows, piece in pieces(logits):
-        # The first piece is the largest.
-        scratch = scratch or [torch.empty(piece.shape, dtype=found.top.dtype, device=piece.device) for _ in range(2)]
-        distance, power = (one[: len(piece)] for one in scratch)
-        top = piece.amax(-1, keepdim=True).to(distance.dtype)
-        found.top[rows] = top[:, 0]
-        _differ(piece, top.masked_fill_(top == -torch.inf, 0), distance)
-        if tokens.scales is not None:
-            distance *= tokens.scales[rows, None]
+        return SoftmaxSums(*kernels.sums(logits, targets.labels, start, targets.scales, entropy))
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    sums = SoftmaxSums.zeros(targets.count, dtype, logits.device)
+    scratch: torch.Tensor | None = None
+    for rows, chunk in row_chunks(logits):
+        if scratch is None:  # the first chunk is the largest
+            scratch = torch.empty((2, *chunk.shape), dtype=dtype, device=chunk.device)
+        distance, power = scratch[0, : len(chunk)], scratch[1, : len(chunk)]
+        top = chunk.amax(-1, keepdim=True).to(dtype)
+        sums.top[rows] = top[:, 0]
+        _subtract(chunk, top.masked_fill_(top == -torch.inf, 0), distance)
+        if targets.scales is not None:
+            distance *= targets.scales[rows, None]
         torch.exp(distance, out=power)
-        torch.sum(power, -1, out=found.mass[rows])
+        torch.sum(power, -1, out=sums.mass[rows])
         if entropy:
-            torch.sum(distance.clamp_(min=_FLOOR).mul_(power), -1, out=found.spread[rows])
-        labels = tokens.labels[rows, None] - start
-        inside = (labels >= 0) & (labels < piece.shape[1])
-        chosen = piece.gather(1, labels.clamp(0, piece.shape[1] - 1)).to(distance.dtype)
-        found.chosen[rows] = torch.where(inside, chosen, 0)[:, 0]
-    found.spread.neg_()
-    return found
+            torch.sum(distance.clamp_(min=_FLOOR).mul_(power), -1, out=sums.spread[rows])
+        labels = targets.labels[rows, None] - start
+        inside = (labels >= 0) & (labels < chunk.shape[1])
+        chosen = chunk.gather(1, labels.clamp(0, chunk.shape[1] - 1)).to(dtype)
+        sums.chosen[rows] = torch.where(inside, chosen, 0)[:, 0]
+    sums.spread.neg_()
+    return sums
 
 
-def _differ(piece: torch.Tensor, reference: torch.Tensor, out: torch.Tensor) -> None:
-    if piece.dtype == out.dtype:
-        torch.sub(piece, reference, out=out)
+def _subtract(chunk: torch.Tensor, reference: torch.Tensor, out: torch.Tensor) -> None:
+    if chunk.dtype == out.dtype:
+        torch.sub(chunk, reference, out=out)
     else:
-        out.copy_(piece).sub_(reference)
+        out.copy_(chunk).sub_(reference)
 
 
-def nothing(count: int, like: torch.Tensor) -> Sums:
-    """The sums over no part of a vocabulary."""
-    made = [torch.zeros(count, dtype=kind_of(like), device=like.device) for _ in range(4)]
-    return Sums(made[0].fill_(-torch.inf), *made[1:])
-
-
-def add(whole: Sums, rows: slice, part: Sums, scales: torch.Tensor | None) -> None:
-    """Sums over another part of the vocabulary, added to those of some rows."""
-    mine = Sums(*(one[rows] for one in whole))
-    top = torch.maximum(mine.top, part.top)
-    reference = top.masked_fill(top == -torch.inf, 0)
-    mass, spread = torch.zeros_like(top), torch.zeros_like(top)
-    for one in (mine, part):
-        rise = reference - one.top
-        if scales is not None:
-            rise *= scales[rows]
-        keep = rise.neg().exp_()
-        spread += keep * (one.spread + rise.clamp_(max=-_FLOOR) * one.mass)
-        mass += keep * one.mass
-    for target, value in zip(mine, (top, mass, spread, mine.chosen + part.chosen), strict=True):
-        target.copy_(value)
-
-
-# --- slopes ---------------------------------------------------------------------------------------------------------
+# --- gradients --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Left:
-    """What the forward pass leaves for the slopes, and the gradients of its two results; all (N,)."""
+class BackwardState:
+    """Results of the forward pass that the gradient needs, and the incoming gradients; all [N]."""
 
     top: torch.Tensor
     log_mass: torch.Tensor
     entropy: torch.Tensor
-    of_log_prob: torch.Tensor
-    of_entropy: torch.Tensor | None
+    grad_logprobs: torch.Tensor
+    grad_entropy: torch.Tensor | None
+    no_grad: torch.Tensor
+    """bool: tokens without an incoming gradient, such as ignored ones. Their logits get a gradient of 0 even if they
+    are NaN, which multiplying by the incoming gradient would not give: 0 * NaN is NaN."""
 
     @staticmethod
     def of(
         saved: tuple[torch.Tensor, ...], ignored: torch.Tensor, grads: tuple[torch.Tensor | None, torch.Tensor | None]
-    ) -> Left:
-        """From saved tensors and the gradients that came."""
+    ) -> BackwardState:
+        """Build the state from saved tensors (`top`, `log_mass`, `entropy`) and incoming gradients."""
         top, log_mass, entropy = saved
-        log_prob = torch.zeros_like(top) if grads[0] is None else grads[0].masked_fill(ignored, 0)
-        return Left(top, log_mass, entropy, log_prob, None if grads[1] is None else grads[1].contiguous())
+        grad_logprobs = torch.zeros_like(top) if grads[0] is None else grads[0].masked_fill(ignored, 0)
+        no_grad = grad_logprobs == 0
+        if grads[1] is None:
+            return BackwardState(top, log_mass, entropy, grad_logprobs, None, no_grad)
+        return BackwardState(top, log_mass, entropy, grad_logprobs, grads[1].contiguous(), no_grad & (grads[1] == 0))
 
-    @property
-    def silent(self) -> torch.Tensor:
-        """(N,) bool: tokens to which no gradient came, as none comes to a log-prob that is ignored.
-
-        Their slopes are 0 whatever their logits are. To multiply by the gradient does not do: 0 * NaN is NaN.
-        """
-        still = self.of_log_prob == 0
-        return still if self.of_entropy is None else still & (self.of_entropy == 0)
-
-    def cut(self, rows: slice) -> Left:
-        """Those of some tokens."""
-        of_entropy = None if self.of_entropy is None else self.of_entropy[rows]
-        return Left(self.top[rows], self.log_mass[rows], self.entropy[rows], self.of_log_prob[rows], of_entropy)
+    def take(self, rows: slice) -> BackwardState:
+        """Return those of some tokens."""
+        grad_entropy = None if self.grad_entropy is None else self.grad_entropy[rows]
+        return BackwardState(
+            self.top[rows],
+            self.log_mass[rows],
+            self.entropy[rows],
+            self.grad_logprobs[rows],
+            grad_entropy,
+            self.no_grad[rows],
+        )
 
 
-def slopes(
-    logits: torch.Tensor, out: torch.Tensor, tokens: Tokens, start: int, left: Left, cap: float | None = None
+def logits_gradient(
+    logits: torch.Tensor,
+    out: torch.Tensor,
+    targets: Targets,
+    start: int,
+    state: BackwardState,
+    cap: float | None = None,
 ) -> None:
-    """The gradient by logits (O, I, V) into `out`, contiguous; by those before the cap, if there is one."""
-    kernels = kernels_for(logits)
+    """Write the gradient by the logits [O, I, V] into `out`, contiguous; with a `cap`, by those before the cap."""
+    kernels = kernels_for(logits) if logits.is_cuda else None
     if kernels is not None:
-        kept = (left.top, left.log_mass, left.entropy)
-        kernels.slopes(logits, out, tokens.labels, start, tokens.scales, kept, left.of_log_prob, left.of_entropy, cap)
+        saved = (state.top, state.log_mass, state.entropy)
+        kernels.slopes(
+            logits, out, targets.labels, start, targets.scales, saved, state.grad_logprobs, state.grad_entropy, cap
+        )
         return
-    target, silent = out.view(-1, out.shape[-1]), left.silent
-    scratch: list[torch.Tensor] = []
-    for rows, piece in pieces(logits):
-        scratch = scratch or [torch.empty(piece.shape, dtype=left.top.dtype, device=piece.device) for _ in range(2)]
-        log_prob, slope = (one[: len(piece)] for one in scratch)
-        here, weight = left.cut(rows), left.of_log_prob[rows, None]
-        _differ(piece, here.top[:, None], log_prob)
-        if tokens.scales is not None:
-            log_prob *= tokens.scales[rows, None]
-        log_prob -= here.log_mass[:, None]
-        torch.exp(log_prob, out=slope)
-        if here.of_entropy is not None:
-            factor = log_prob.clamp_(min=_FLOOR).add_(here.entropy[:, None])
-            slope *= factor.mul_(here.of_entropy[:, None]).add_(weight)
+    rows_out = out.view(-1, out.shape[-1])
+    scratch: torch.Tensor | None = None
+    for rows, chunk in row_chunks(logits):
+        if scratch is None:  # the first chunk is the largest
+            scratch = torch.empty((2, *chunk.shape), dtype=state.top.dtype, device=chunk.device)
+        logprobs, gradient = scratch[0, : len(chunk)], scratch[1, : len(chunk)]
+        here = state.take(rows)
+        weight = here.grad_logprobs[:, None]
+        _subtract(chunk, here.top[:, None], logprobs)
+        if targets.scales is not None:
+            logprobs *= targets.scales[rows, None]
+        logprobs -= here.log_mass[:, None]
+        torch.exp(logprobs, out=gradient)
+        if here.grad_entropy is not None:
+            factor = logprobs.clamp_(min=_FLOOR).add_(here.entropy[:, None])
+            gradient *= factor.mul_(here.grad_entropy[:, None]).add_(weight)
         else:
-            slope *= weight
-        slope.neg_()
-        labels = tokens.labels[rows, None] - start
-        near = labels.clamp(0, piece.shape[1] - 1)
-        gains = (labels == near) & (piece.gather(1, near) != -torch.inf)
-        slope.scatter_add_(1, near, torch.where(gains, weight, 0))
-        if tokens.scales is not None:
-            slope *= tokens.scales[rows, None]
+            gradient *= weight
+        gradient.neg_()
+        labels = targets.labels[rows, None] - start
+        near = labels.clamp(0, chunk.shape[1] - 1)
+        gains = (labels == near) & (chunk.gather(1, near) != -torch.inf)
+        gradient.scatter_add_(1, near, torch.where(gains, weight, 0))
+        if targets.scales is not None:
+            gradient *= targets.scales[rows, None]
         if cap is not None:
-            slope *= torch.div(piece, cap, out=log_prob).square_().neg_().add_(1)
-        if slope.is_cuda:  # to look for the rows would wait for the device
-            slope.masked_fill_(silent[rows, None], 0)
+            gradient *= torch.div(chunk, cap, out=logprobs).square_().neg_().add_(1)
+        if gradient.is_cuda:  # `nonzero` would wait for the device
+            gradient.masked_fill_(here.no_grad[:, None], 0)
         else:
-            slope.index_fill_(0, silent[rows].nonzero()[:, 0], 0)
-        target[rows] = slope
+            gradient.index_fill_(0, here.no_grad.nonzero()[:, 0], 0)
+        rows_out[rows] = gradient
 
 
-# --- likeliest tokens -----------------------------------------------------------------------------------------------
+# --- largest logits ---------------------------------------------------------------------------------------------------
 
 
-class Best:
-    """The `k` largest logits of each row so far, whatever order parts of the vocabulary come in.
+class TopLogits:
+    """The `k` largest logits of each row so far; parts of the vocabulary may come in any order.
 
-    Up to 32 bits a logit and its id make one integer that orders by both, so that no two are equal. Of float64, which
-    leaves no room for ids, parts come in ascending order and sorting is stable.
+    Up to 32 bits, a logit and its id make one integer that orders by both, so that no two are equal. In float64, which
+    leaves no room for ids, parts must come in ascending order, and sorting is stable.
     """
 
     def __init__(self, count: int, k: int, vocabulary: int, like: torch.Tensor) -> None:
         self.k, self.vocabulary, self.exact = k, vocabulary, like.dtype == torch.float64
-        kind = torch.float64 if self.exact else torch.int64
-        lowest = -torch.inf if self.exact else torch.iinfo(kind).min
-        self.keys = torch.full((count, k), lowest, dtype=kind, device=like.device)
+        dtype = torch.float64 if self.exact else torch.int64
+        lowest = -torch.inf if self.exact else torch.iinfo(dtype).min
+        self.keys = torch.full((count, k), lowest, dtype=dtype, device=like.device)
         self.ids = torch.full((count, k if self.exact else 0), vocabulary, device=like.device)
 
-    def take(self, rows: slice, piece: torch.Tensor, start: int) -> None:
-        """Logits (rows, part) of the part of the vocabulary that begins at `start`."""
-        ids = torch.arange(start, start + piece.shape[1], device=piece.device)
+    def update(self, rows: slice, chunk: torch.Tensor, start: int) -> None:
+        """Take in logits [rows, part] of the part of the vocabulary that begins at `start`."""
+        ids = torch.arange(start, start + chunk.shape[1], device=chunk.device)
         if self.exact:
-            # What there is comes first: its ids are lower. Places that are still free hold ids beyond the vocabulary.
+            # Earlier entries come first: their ids are lower. Free places have an id beyond the vocabulary.
             free = self.ids[rows] == self.vocabulary
-            keys = torch.cat([self.keys[rows], piece], 1)
-            every = torch.cat([self.ids[rows], ids.expand(piece.shape)], 1)
-            front = torch.cat([free, torch.zeros_like(piece, dtype=torch.bool)], 1)
+            keys = torch.cat([self.keys[rows], chunk], 1)
+            all_ids = torch.cat([self.ids[rows], ids.expand(chunk.shape)], 1)
+            front = torch.cat([free, torch.zeros_like(chunk, dtype=torch.bool)], 1)
             order = front.sort(dim=1, stable=True).indices
-            keys, every = keys.gather(1, order), every.gather(1, order)
-            self.keys[rows], order = (one[:, : self.k] for one in keys.sort(dim=1, descending=True, stable=True))
-            self.ids[rows] = every.gather(1, order)
+            keys, all_ids = keys.gather(1, order), all_ids.gather(1, order)
+            keys, order = keys.sort(dim=1, descending=True, stable=True)
+            self.keys[rows] = keys[:, : self.k]
+            self.ids[rows] = all_ids.gather(1, order[:, : self.k])
             return
-        bits = (piece.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0: they are equal, but their bits differ
+        bits = (chunk.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0: they are equal, but their bits differ
         ordered = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits).long()
         keys = (ordered << 32).bitwise_or_(self.vocabulary - 1 - ids)
-        found = keys.topk(min(self.k, keys.shape[1]), 1).values
-        self.keys[rows] = torch.cat([self.keys[rows], found], 1).topk(self.k, 1).values
+        largest = keys.topk(min(self.k, keys.shape[1]), 1).values
+        self.keys[rows] = torch.cat([self.keys[rows], largest], 1).topk(self.k, 1).values
 
-    def give(self, sums: Sums, tokens: Tokens, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and log-probs (*shape, k), given the sums over the whole vocabulary."""
+    def finish(self, sums: SoftmaxSums, targets: Targets, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and log-probs [*shape, k], given the sums over the whole vocabulary."""
         if self.exact:
             ids, logits = self.ids, self.keys
         else:
@@ -321,7 +342,7 @@ class Best:
             ordered = (self.keys >> 32).int()
             logits = torch.where(ordered < 0, ordered ^ 0x7FFF_FFFF, ordered).view(torch.float32)
         logprobs = logits - sums.top[:, None]
-        if tokens.scales is not None:
-            logprobs *= tokens.scales[:, None]
+        if targets.scales is not None:
+            logprobs *= targets.scales[:, None]
         logprobs -= sums.mass.log()[:, None]
         return ids.reshape(*shape, self.k), logprobs.reshape(*shape, self.k)

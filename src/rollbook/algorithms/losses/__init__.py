@@ -1,14 +1,14 @@
-"""Losses as pure functions of log-probs: policy, supervised, preference, critic, mixed; all in one registry.
+"""Losses as pure functions of log-probs, in one registry: policy, supervised, preference, critic and mixed.
 
-Invariant: padded or packed, in one batch or in micro-batches with `whole`, a loss has one value and one gradient; a row
-without a token that counts changes neither.
+Invariant: a loss has one value and one gradient, padded or packed, in one batch or in micro-batches with
+`denominators`. A row without a token that counts changes neither.
 
-Every policy loss is `f(new_logprobs, old_logprobs, advantages, mask=None, *, ...) -> Loss` and shares these options:
-`mode` and `norm` (see `aggregate`), `whole` (the denominators of the global batch), and `weights`, (B, A), packed or
-(B,), which multiply the losses of tokens, leave denominators alone and carry no gradient. `mask` may be narrower than
-the responses, say the tokens of high entropy: denominators then count only those (LightRFT's way); to keep the
-denominators of all tokens give `weights` of 0 and 1 instead. `old_logprobs` and `advantages` are constants, so that
-`ppo(x, x, a)` has the gradient of the policy and not 0. Advantages are (B, A), packed, or (B,) for one per row.
+Every policy loss is `f(new_logprobs, old_logprobs, advantages, mask=None, *, ...) -> Loss` and has these options:
+`mode` and `norm` (see `aggregate`), `denominators` (of the global batch), and `weights`, [B, R], packed or [B], which
+multiply the losses of tokens, leave denominators as they are and carry no gradient. `mask` may be narrower than the
+responses, for example the tokens of high entropy: denominators then count only those, as in LightRFT; to keep the
+denominators of all tokens, pass `weights` of 0 and 1 instead. `old_logprobs` and `advantages` are constants, so that
+`ppo(x, x, a)` has the gradient of the policy and not 0. Advantages are [B, R], packed, or [B] for one per row.
 
 >>> from rollbook.algorithms.losses import LOSSES, ppo
 >>> data = {"new_logprobs": [[-1.0, -2.0]], "old_logprobs": [[-1.2, -1.5]], "advantages": [1.0]}
@@ -18,7 +18,7 @@ tensor(-0.9140)
 Traceback (most recent call last):
     ...
 ValueError: ppo: unknown option 'clip_hihg'; did you mean 'clip_high'? (clip_low, clip_high, dual_clip,
-log_ratio_clamp, sequence_delta, policy_gradient, mode, norm, whole, weights)
+log_ratio_clamp, sequence_delta, policy_gradient, mode, norm, denominators, weights)
 """
 
 from rollbook.algorithms.kl import kl_loss

@@ -1,6 +1,6 @@
-"""The critic's loss, and the entropy bonus.
+"""The loss of the critic, and the entropy bonus.
 
-Invariant: returns and old values are constants; a bonus has the sign of a loss, so that losses are only ever added.
+Invariant: returns and old values are constants. A bonus has the sign of a loss, so that losses are only added.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from rollbook.algorithms.aggregate import Terms, reduce, token_share
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, constant, on_tokens, optional_number
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, on_tokens, optional_number
 from rollbook.algorithms.registry import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
@@ -27,13 +27,29 @@ def value_loss(
     clip: float | None = 0.2,
     mode: str = "seq-mean-token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """Half the squared error, the larger of that of V and that of V held within ±`clip` of the old value.
+    """Compute the clipped value loss: half the larger squared error of V and of V clipped around the old value.
 
-    values, returns, old_values: (B, A) or packed. `clip=None` needs no old values. The aggregation by default is
-    LightRFT's; Trinity and verl take `token-mean`. Metrics: `value_loss`, `vf_clipfrac`.
+    The default aggregation is that of LightRFT; Trinity and verl use `token-mean`.
+
+    Args:
+        values: [B, R] or packed: values of the critic being trained, with gradient.
+        returns: [B, R] or packed: the targets, taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        old_values: [B, R] or packed: values before the update; not needed with `clip=None`.
+        clip: Range around the old value; `None`: no clip.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `value_loss`, `vf_clipfrac`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> value_loss([[1.0, 2.0]], [[0.0, 3.0]], old_values=[[0.5, 1.9]]).value
     tensor(0.5000)
@@ -47,10 +63,10 @@ def value_loss(
         if old_values is None:
             raise ValueError(f"old_values: got None, expected those that clip={clip:g} is about, or clip=None")
         old = layout.take("old_values", old_values).detach()
-        held = (old + (ours - old).clamp(-clip, clip) - target).square()
-        hit = (held > error).to(error.dtype)
-        error = torch.maximum(error, held)
-    return Terms(error / 2, {"vf_clipfrac": hit}).loss("value_loss", layout, mode, norm, whole, weights)
+        clipped_error = (old + (ours - old).clamp(-clip, clip) - target).square()
+        hit = (clipped_error > error).to(error.dtype)
+        error = torch.maximum(error, clipped_error)
+    return Terms(error / 2, {"vf_clipfrac": hit}).loss("value_loss", layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register("entropy", source="entropy bonus (Williams and Peng, 1991): -coef * H", role="regularizer")
@@ -61,13 +77,28 @@ def entropy_loss(
     coef: float = 0.0,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """-coef times the aggregate of entropies: add it to the policy loss, and more entropy is less loss.
+    """Compute -coef times the aggregated entropy, to be added to the policy loss.
 
-    Trinity and verl give the bonus with the other sign and subtract it. Mixed with expert rows, give a mask without
-    them. Metrics: `entropy_loss`, the aggregate before `coef` and with its own sign, and `entropy_coef`.
+    Trinity and verl give the bonus with the other sign and subtract it. With expert rows in the batch, pass a mask
+    without them.
+
+    Args:
+        entropy: [B, R] or packed: entropy of the policy per token.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        coef: Coefficient.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `entropy_loss`, the aggregate before `coef` and with its own sign, and `entropy_coef`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> loss, metrics = entropy_loss([[1.0, 3.0]], coef=0.1)
     >>> loss, metrics["entropy_loss"]
@@ -78,6 +109,6 @@ def entropy_loss(
     tokens = layout.take("entropy", entropy)
     if weights is not None:
         tokens = tokens * on_tokens(layout, "weights", weights).detach()
-    total = reduce(layout, tokens, mode, norm, whole)
-    share = token_share(layout, constant(layout, coef), whole)
+    total = reduce(layout, tokens, mode, norm, denominators)
+    share = token_share(layout, torch.full(layout.shape, float(coef), device=layout.mask.device), denominators)
     return Loss(-coef * total, {"entropy_loss": total.detach(), "entropy_coef": share})

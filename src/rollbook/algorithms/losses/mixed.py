@@ -1,6 +1,6 @@
-"""Learning from own rollouts and from an expert's at once: two losses over two kinds of rows, weighed by mu.
+"""Losses on own rollouts and expert records in one batch: two losses over two kinds of rows, weighted by mu.
 
-Invariant: a row is either usual or the expert's, and each part has denominators of its own, so that micro-batches with
+Invariant: a row is either usual or of the expert, and each part has its own denominators, so that micro-batches with
 any mixture of the two add up to the batch.
 """
 
@@ -27,9 +27,19 @@ Parts = tuple[Denominators, Denominators]
 
 
 def mix_denominators(mask: PerToken, expert_mask: PerRow) -> Parts:
-    """What a mixed batch is divided by: of its usual rows, and of its expert rows.
+    """Count the denominators of the usual rows and of the expert rows of a batch.
 
-    mask: (B, A) or packed; expert_mask: (B,). Give the result as `whole` to the micro-batches of this batch.
+    Pass the result as `denominators` to the micro-batches of the batch.
+
+    Args:
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        expert_mask: [B] Whether a row is of the expert.
+
+    Returns:
+        Denominators of the usual rows, and of the expert rows.
+
+    Raises:
+        ValueError: If the number of rows differs.
 
     >>> usual, expert = mix_denominators([[1, 1], [1, 0], [0, 0]], [False, True, False])
     >>> usual
@@ -51,7 +61,20 @@ def _denominators(train_rows: Any, rows: Sequence[int]) -> Parts:
 
 
 def chord_mu(step: int, warmup: int, decay: int, peak: float, valley: float) -> float:
-    """The weight of the expert at a step: linear from 0 to `peak`, then half a cosine down to `valley`, then constant.
+    """Compute the weight of the expert at a step: linear from 0 to `peak`, a half cosine to `valley`, then constant.
+
+    Args:
+        step: Training step.
+        warmup: Steps of the linear rise.
+        decay: Steps of the cosine decay.
+        peak: Weight after the warmup.
+        valley: Final weight.
+
+    Returns:
+        The weight, 0 to 1.
+
+    Raises:
+        ValueError: If an argument is out of range.
 
     >>> [round(chord_mu(step, 10, 20, 0.9, 0.05), 4) for step in (0, 5, 10, 20, 30, 100)]
     [0.0, 0.45, 0.9, 0.475, 0.05, 0.05]
@@ -89,17 +112,36 @@ def mix(
     expert_scale: float = 1.0,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Parts | None = None,
+    denominators: Parts | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """(1 - mu) * PPO over usual rows + mu * maximum likelihood over expert rows.
+    """Compute (1 - mu) * PPO over usual rows + mu * maximum likelihood over expert rows.
 
-    expert_mask: (B,) bool. Of expert rows neither old log-probs nor advantages are read. `whole` is a pair, of usual
-    rows and of expert rows (`mix_denominators`): with it micro-batches add up exactly. Trinity instead multiplies each
-    part's own mean by rows over a configured size; `usual_scale` and `expert_scale` are such factors, on value and
-    metrics of a part.
+    With `denominators`, micro-batches add up exactly. Trinity instead multiplies the mean of each part by its rows over
+    a configured size; `usual_scale` and `expert_scale` are such factors. A part without rows reports 0.
 
-    Metrics: those of `ppo` under `usual/`, `expert/sft_loss`, `loss`. A part without rows reports 0.
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        expert_mask: [B] Whether a row is of the expert; neither old log-probs nor advantages of such rows are read.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        mu: Weight of the expert part, 0 to 1.
+        clip_low: Lower clip range of the ratio: 1 - `clip_low`.
+        clip_high: Upper clip range of the ratio: 1 + `clip_high`.
+        dual_clip: Bound of the loss where A < 0: -A * `dual_clip`. `None`: no bound.
+        usual_scale: Factor of value and metrics of the usual part.
+        expert_scale: Factor of value and metrics of the expert part.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: A pair, of usual rows and of expert rows, as `mix_denominators` returns it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: those of `ppo` under `usual/`, `expert/sft_loss`, `loss`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> mix([[-1.0], [-2.0]], [[-1.0], [0.0]], [1.0, 0.0], [False, True], mu=0.25).value
     tensor(-0.2500)
@@ -107,7 +149,7 @@ def mix(
     options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
     scales = (usual_scale, expert_scale)
     data = (new_logprobs, old_logprobs, advantages, expert_mask, mask)
-    return _mixed(data, mu, options, "sft_loss", scales, mode, norm, whole, weights)
+    return _mixed(data, mu, options, "sft_loss", scales, mode, norm, denominators, weights)
 
 
 @LOSSES.register(
@@ -138,13 +180,39 @@ def mix_chord(
     expert_scale: float = 1.0,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Parts | None = None,
+    denominators: Parts | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """`mix` with mu by `chord_mu` at `step`, and for the expert `sft_phi` (`phi=False`: maximum likelihood).
+    """Compute `mix` with mu from the schedule `chord_mu`, and `sft_phi` for the expert (CHORD).
 
-    step: one whole number, or (B,) all alike, as batches carry it (none for a micro-batch without rows). Metrics: those
-    of `mix`, with `expert/sft_phi_loss`; and `mu`.
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        expert_mask: [B] Whether a row is of the expert; neither old log-probs nor advantages of such rows are read.
+        step: Training step: an integer, or [B] with the same in every row.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        warmup: Steps of the linear rise.
+        decay: Steps of the cosine decay.
+        peak: Weight after the warmup.
+        valley: Final weight.
+        phi: Whether the expert part is `sft_phi`; else maximum likelihood.
+        cutoff: As of `sft_phi`.
+        clip_low: Lower clip range of the ratio: 1 - `clip_low`.
+        clip_high: Upper clip range of the ratio: 1 + `clip_high`.
+        dual_clip: Bound of the loss where A < 0: -A * `dual_clip`. `None`: no bound.
+        usual_scale: Factor of value and metrics of the usual part.
+        expert_scale: Factor of value and metrics of the expert part.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: A pair, of usual rows and of expert rows, as `mix_denominators` returns it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: those of `mix`, with `expert/sft_phi_loss`; and `mu`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> loss, metrics = mix_chord([[-1.0]], [[0.0]], [0.0], [True], step=5, warmup=10, peak=0.9)
     >>> round(metrics["mu"].item(), 4)
@@ -155,8 +223,8 @@ def mix_chord(
     options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
     data, scales = (new_logprobs, old_logprobs, advantages, expert_mask, mask), (usual_scale, expert_scale)
     name = "sft_phi_loss" if check_bool("phi", phi) else "sft_loss"
-    loss = _mixed(data, mu, options, name, scales, mode, norm, whole, weights, cutoff)
-    parts = None if whole is None else Denominators(0, whole[0].sequences + whole[1].sequences, 0)
+    loss = _mixed(data, mu, options, name, scales, mode, norm, denominators, weights, cutoff)
+    parts = None if denominators is None else Denominators(0, denominators[0].sequences + denominators[1].sequences, 0)
     share = row_share(layout, torch.full((layout.rows,), mu, device=layout.mask.device), parts)
     return Loss(loss.value, {**loss.metrics, "mu": share})
 
@@ -169,13 +237,13 @@ def _mixed(
     scales: tuple[float, float],
     mode: str,
     norm: float | None,
-    whole: Parts | None,
+    denominators: Parts | None,
     weights: PerToken | PerRow | None,
     cutoff: float = 1.0,
 ) -> Loss:
     check_float("mu", mu, 0, 1)
     scale_u, scale_e = (check_float(f"{name}_scale", s, 0) for name, s in zip(("usual", "expert"), scales, strict=True))
-    of_usual, of_expert = _parts(whole)
+    of_usual, of_expert = _parts(denominators)
     new_logprobs, old_logprobs, advantages, expert_mask, mask = data
     layout = layout_of(new_logprobs, old_logprobs, advantages, mask)
     flags = row_flags(layout, "expert_mask", expert_mask)
@@ -184,31 +252,35 @@ def _mixed(
     layout = layout.narrowed(layout.spread(flags))
     ours = layout.take("new_logprobs", new_logprobs)
     terms = phi_terms(ours, cutoff) if expert == "sft_phi_loss" else Terms(-ours)
-    given = terms.loss(expert, layout, mode, norm, of_expert, weights)
-    value = (1 - mu) * scale_u * usual.value + mu * scale_e * given.value
-    metrics = {f"usual/{name}": scale_u * found for name, found in usual.metrics.items()}
-    metrics |= {f"expert/{name}": scale_e * found for name, found in given.metrics.items()}
+    expert_loss = terms.loss(expert, layout, mode, norm, of_expert, weights)
+    value = (1 - mu) * scale_u * usual.value + mu * scale_e * expert_loss.value
+    metrics = {f"usual/{name}": scale_u * metric for name, metric in usual.metrics.items()}
+    metrics |= {f"expert/{name}": scale_e * metric for name, metric in expert_loss.metrics.items()}
     return Loss(value, {**metrics, "loss": value.detach()})
 
 
-def _parts(whole: Any) -> tuple[Denominators | None, Denominators | None]:
-    if whole is None:
+def _parts(denominators: Parts | None) -> tuple[Denominators | None, Denominators | None]:
+    if denominators is None:
         return None, None
-    if not isinstance(whole, Sequence) or len(whole) != 2 or not all(isinstance(w, Denominators) for w in whole):
+    if (
+        not isinstance(denominators, Sequence)
+        or len(denominators) != 2
+        or not all(isinstance(w, Denominators) for w in denominators)
+    ):
         raise ValueError(
-            f"whole: got {type(whole).__name__}, expected a pair of Denominators, of usual rows and of expert rows, as "
-            "mix_denominators makes it"
+            f"denominators: got {type(denominators).__name__}, expected a pair of Denominators, of usual rows and of "
+            "expert rows, as mix_denominators makes it"
         )
-    return whole[0], whole[1]
+    return denominators[0], denominators[1]
 
 
-def _step(step: Any, rows: int) -> int:
-    found = as_tensor("step", step).flatten()
-    if not len(found) and not rows:
+def _step(step: int | PerRow, rows: int) -> int:
+    steps = as_tensor("step", step).flatten()
+    if not len(steps) and not rows:
         return 0  # mu weighs nothing
-    if not len(found) or bool((found != found[0]).any()):
-        raise ValueError(f"step: got {sorted(set(found.tolist()))}, expected one step, the same in every row")
-    one = found[0].item()
-    if found.dtype == torch.bool or not float(one).is_integer():
-        raise ValueError(f"step: got {one}, expected a whole number")
-    return int(one)
+    if not len(steps) or bool((steps != steps[0]).any()):
+        raise ValueError(f"step: got {sorted(set(steps.tolist()))}, expected one step, the same in every row")
+    first = steps[0].item()
+    if steps.dtype == torch.bool or not float(first).is_integer():
+        raise ValueError(f"step: got {first}, expected a whole number")
+    return int(first)

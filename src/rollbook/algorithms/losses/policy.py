@@ -1,6 +1,10 @@
-"""Policy losses whose gradient flows through a ratio of probabilities: PPO, GSPO, GMPO, SAPO, CPG.
+"""Policy losses: PPO and its variants, and REINFORCE with constant weights.
 
-Invariant: at new_logprobs = old_logprobs the gradient of each is the policy gradient, -A per token before aggregation.
+The gradient of PPO, GSPO, GMPO, SAPO, CPG and importance sampling flows through the ratio of probabilities. CISPO,
+TOPR, OPMD, sPPO and REC multiply the gradient of log p by constant weights.
+
+Invariant: at new_logprobs = old_logprobs the gradient of each ratio loss is the policy gradient, -A per token before
+aggregation. Weights of the REINFORCE losses are constants.
 """
 
 from __future__ import annotations
@@ -15,6 +19,10 @@ from rollbook.algorithms.registry import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_choice, check_float
+
+CLIP_MODES = ("none", "one-side", "two-side", "ring", "gspo-one-side")
+WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
+REGULARIZERS = ("none", "k2", "forward-kl")
 
 
 @LOSSES.register(
@@ -36,18 +44,37 @@ def ppo(
     policy_gradient: bool = False,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """Clipped policy optimisation: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = p / old.
+    """Compute the clipped PPO loss: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = p / old.
 
-    Where A < 0 the loss is at most -A * `dual_clip` (verl, Trinity; `None`, as in LightRFT and TRL: no such bound).
-    log r is held within ±`log_ratio_clamp`. `sequence_delta`: tokens with A < 0 in rows whose mean of -log r is above
-    it have loss 0 and still count in denominators. `policy_gradient`: r is 1 with the gradient of log p, so nothing is
-    clipped and both clip fractions are 0. LightRFT's loss is `mode="seq-mean-token-mean", dual_clip=None`.
+    `ppo_kl`, here and in every loss, is the mean of -log r, before it is clamped or set to 1. The loss of LightRFT is
+    `mode="seq-mean-token-mean", dual_clip=None`.
 
-    Metrics: `pg_loss`, `pg_clipfrac`, `pg_clipfrac_lower` (the dual clip's), `ppo_kl`, here and in every loss the mean
-    of -log r as it is, before it is held or put to 1.
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        clip_low: Lower clip range of the ratio: 1 - `clip_low`.
+        clip_high: Upper clip range of the ratio: 1 + `clip_high`.
+        dual_clip: Where A < 0, the loss is at most -A * `dual_clip` (verl, Trinity). `None`: no such bound (LightRFT,
+            TRL).
+        log_ratio_clamp: Bound of the absolute log-ratio, so that its exponential stays finite.
+        sequence_delta: Tokens with A < 0 in rows whose mean of -log r is above it have loss 0, and still count in
+            denominators.
+        policy_gradient: Whether r is 1 with the gradient of log p, so that nothing is clipped.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `pg_loss`, `pg_clipfrac`, `pg_clipfrac_lower` (of the dual clip), `ppo_kl`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> loss, metrics = ppo([[-1.0, -2.0]], [[-1.2, -1.5]], [[1.0, 1.0]])
     >>> loss, metrics["pg_clipfrac"]
@@ -55,7 +82,7 @@ def ppo(
     """
     batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
     terms = ppo_terms(batch, clip_low, clip_high, dual_clip, log_ratio_clamp, sequence_delta, policy_gradient)
-    return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
+    return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
 
 def ppo_terms(
@@ -110,16 +137,32 @@ def gspo(
     log_ratio_clamp: float = 20.0,
     mode: str = "seq-mean-token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """PPO's clip on the ratio of whole rows: s = exp(mean of log r), on every token with the gradient of its log p.
+    """Clip the ratio of whole rows as PPO does: s = exp(mean of log r), on every token with the gradient of its log p.
 
-    With one advantage per row and the default `mode` this is the gradient of the row's objective, split over its
-    tokens; advantages that differ within a row, and other modes, are GSPO-token. log s is held within
-    ±`log_ratio_clamp` (verl holds it below 10), which the gradient does not notice.
+    With one advantage per row and the default `mode`, this is the gradient of the objective of the row, split over its
+    tokens; advantages that differ within a row, and other modes, are GSPO-token.
 
-    Metrics: `pg_loss`, `pg_clipfrac`, `ppo_kl`, and `ppo_kl_seq`, the mean over rows of -log s.
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        clip_low: Lower clip range of the ratio: 1 - `clip_low`.
+        clip_high: Upper clip range of the ratio: 1 + `clip_high`.
+        log_ratio_clamp: Bound of the absolute log s (verl bounds it above by 10); the gradient is not affected.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `pg_loss`, `pg_clipfrac`, `ppo_kl`, and `ppo_kl_seq`, the mean over rows of -log s.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> gspo([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0], clip_low=0.2, clip_high=0.2).value
     tensor(-0.8607)
@@ -132,7 +175,7 @@ def gspo(
     tokens, hit = clipped(batch.advantages, ratio, 1 - clip_low, 1 + clip_high)
     rows = -batch.layout.row_means(batch.log_ratio)
     terms = Terms(tokens, {"pg_clipfrac": hit, "ppo_kl": -batch.log_ratio}, {"ppo_kl_seq": rows})
-    return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
+    return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register(
@@ -149,14 +192,32 @@ def gmpo(
     log_ratio_clamp: float = 20.0,
     mode: str = "seq-mean-token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """-A times the geometric mean over a row of its clipped ratios; in logarithms, so that nothing underflows.
+    """Multiply -A by the geometric mean of the clipped ratios of a row (GMPO).
 
-    Bounds are of log r: each ratio is held below exp(clip_high) where A > 0, above exp(-clip_low) where A < 0. A row's
-    advantage is the mean over its tokens. The row's loss stands on each of its tokens, so that the default `mode` is
-    the mean over rows. Metrics: `pg_loss`, `pg_clipfrac`, `ppo_kl`.
+    Computed in logarithms, so that nothing underflows. The advantage of a row is the mean over its tokens. The loss of
+    the row is on each of its tokens, so that the default `mode` is the mean over rows.
+
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        clip_low: Where A < 0, log r is at least -`clip_low`.
+        clip_high: Where A > 0, log r is at most `clip_high`.
+        log_ratio_clamp: Bound of the absolute log-ratio, so that its exponential stays finite.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `pg_loss`, `pg_clipfrac`, `ppo_kl`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> gmpo([[-1.0, -2.0]], [[-1.8, -1.5]], [1.0]).value
     tensor(-0.9512)
@@ -167,10 +228,10 @@ def gmpo(
     layout, log_ratio = batch.layout, batch.clamped(log_ratio_clamp)
     of_row = layout.row_means(batch.advantages)
     rising = layout.spread(of_row > 0)
-    held = torch.where(rising, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    tokens = layout.spread(-of_row * layout.row_means(held).exp())
-    terms = Terms(tokens, {"pg_clipfrac": (held != log_ratio), "ppo_kl": -batch.log_ratio})
-    return terms.loss("pg_loss", layout, mode, norm, whole, weights)
+    bounded = torch.where(rising, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    tokens = layout.spread(-of_row * layout.row_means(bounded).exp())
+    terms = Terms(tokens, {"pg_clipfrac": (bounded != log_ratio), "ppo_kl": -batch.log_ratio})
+    return terms.loss("pg_loss", layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register("sapo", source="SAPO (Gao et al., 2025, arXiv 2511.20347): 4 / tau * sigmoid(tau * (r - 1))")
@@ -186,14 +247,33 @@ def sapo(
     detach_gate: bool = False,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """A soft gate in place of a clip: -A g, g = 4 / tau * sigmoid(tau * (r - 1)), tau by the sign of A.
+    """Replace the clip by a soft gate: -A g, g = 4 / tau * sigmoid(tau * (r - 1)), tau by the sign of A (SAPO).
 
-    The gradient flows through the gate, as the paper has it: 1 at r = 1, fading on both sides. Trinity multiplies a
-    detached gate with log p, whose gradient is twice that at r = 1 and grows with r; `detach_gate=True` is that form.
-    Metrics: `sapo_loss`, `ppo_kl`, `avg_soft_gate`, `avg_ratio`, `pos_adv_frac`.
+    The gradient flows through the gate, as in the paper: 1 at r = 1, fading on both sides. Trinity multiplies a
+    detached gate with log p, whose gradient is twice that at r = 1 and grows with r.
+
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        tau_pos: tau where A > 0.
+        tau_neg: tau elsewhere.
+        log_ratio_clamp: Bound of the absolute log-ratio, so that its exponential stays finite.
+        detach_gate: Whether to use the form of Trinity.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `sapo_loss`, `ppo_kl`, `avg_soft_gate`, `avg_ratio`, `pos_adv_frac`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> x = torch.tensor([[0.0]], requires_grad=True)
     >>> sapo(x, [[0.0]], [[1.0]]).backward()
@@ -207,8 +287,8 @@ def sapo(
     tau = torch.where(positive, ratio.new_full((), tau_pos), ratio.new_full((), tau_neg))
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     tokens = -batch.advantages * (gate.detach() * batch.new_logprobs if detach_gate else gate)
-    found = {"ppo_kl": -batch.log_ratio, "avg_soft_gate": gate, "avg_ratio": ratio, "pos_adv_frac": positive}
-    return Terms(tokens, found).loss("sapo_loss", batch.layout, mode, norm, whole, weights)
+    metrics = {"ppo_kl": -batch.log_ratio, "avg_soft_gate": gate, "avg_ratio": ratio, "pos_adv_frac": positive}
+    return Terms(tokens, metrics).loss("sapo_loss", batch.layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register(
@@ -224,13 +304,31 @@ def cpg(
     clip_high: float = 0.2,
     mode: str = "seq-mean-token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """Clipped policy gradient on log p, without a ratio: -A min(log p, log old + log(1 + clip_high)) for A > 0.
+    """Clip log p instead of a ratio: -A min(log p, log old + log(1 + clip_high)) for A > 0 (CPG).
 
-    For A < 0 it is -A max(log p, log old + log(1 - clip_low)); beyond the bound the gradient is 0. LightRFT's has one
-    bound for both sides. Metrics: `pg_loss`, `pg_clipfrac`, `ppo_kl`.
+    For A < 0 it is -A max(log p, log old + log(1 - clip_low)); beyond the bound the gradient is 0. LightRFT has one
+    bound for both sides.
+
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        clip_low: Lower clip range of the ratio: 1 - `clip_low`.
+        clip_high: Upper clip range of the ratio: 1 + `clip_high`.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `pg_loss`, `pg_clipfrac`, `ppo_kl`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> cpg([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0]).value
     tensor(1.5088)
@@ -243,15 +341,10 @@ def cpg(
     old = ours.detach() - batch.log_ratio.detach()
     above, below = (old.new_full((), math.log1p(change)) for change in (clip_high, -clip_low))
     bound = old + torch.where(positive, above, below)
-    held = torch.where(positive, torch.minimum(ours, bound), torch.maximum(ours, bound))
-    beyond = (batch.advantages != 0) & (held != ours)
-    terms = Terms(-batch.advantages * held, {"pg_clipfrac": beyond, "ppo_kl": -batch.log_ratio})
-    return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
-
-
-CLIP_MODES = ("none", "one-side", "two-side", "ring", "gspo-one-side")
-WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
-REGULARIZERS = ("none", "k2", "forward-kl")
+    bounded = torch.where(positive, torch.minimum(ours, bound), torch.maximum(ours, bound))
+    beyond = (batch.advantages != 0) & (bounded != ours)
+    terms = Terms(-batch.advantages * bounded, {"pg_clipfrac": beyond, "ppo_kl": -batch.log_ratio})
+    return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register("importance_sampling", "is", source="importance-sampled policy gradient (Degris et al., 2012): -A * r")
@@ -264,12 +357,29 @@ def importance_sampling(
     log_ratio_clamp: float = 20.0,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """-A r, nothing clipped but log r within ±`log_ratio_clamp`. Metrics: `pg_loss`, `ratio/mean`, `approx_kl`.
+    """Compute -A r without a clip.
 
     `approx_kl` is what other losses call `ppo_kl`.
+
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        log_ratio_clamp: Bound of the absolute log-ratio, so that its exponential stays finite.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `pg_loss`, `ratio/mean`, `approx_kl`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> importance_sampling([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0]).value
     tensor(-0.9140)
@@ -277,7 +387,7 @@ def importance_sampling(
     batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
     ratio = batch.clamped(log_ratio_clamp).exp()
     terms = Terms(-batch.advantages * ratio, {"ratio/mean": ratio, "approx_kl": -batch.log_ratio})
-    return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
+    return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register("cispo", source="CISPO (MiniMax-M1, 2025, arXiv 2506.13585): -A * clip(r) * log p, clip(r) a constant")
@@ -295,14 +405,35 @@ def cispo(
     log_ratio_clamp: float = 20.0,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """-A c log p with c = clip(r, 1 - clip_low, 1 + clip_high) a constant: a clipped token keeps its gradient.
+    """Compute -A c log p with the constant c = clip(r, 1 - clip_low, 1 + clip_high) (CISPO).
 
-    `mask_clip` leaves out, as PPO would, tokens with r above 1 + `mask_clip_high` where A > 0, or below
-    1 - `mask_clip_low` where A < 0; they still count in denominators. Metrics: `cispo_loss`, `ppo_kl`,
-    `unmasked_frac`.
+    A clipped token keeps its gradient.
+
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        clip_low: Lower clip range of the ratio: 1 - `clip_low`.
+        clip_high: Upper clip range of the ratio: 1 + `clip_high`.
+        mask_clip: Whether to mask, as PPO would, tokens with r above 1 + `mask_clip_high` where A > 0, or below 1 -
+            `mask_clip_low` where A < 0; they still count in denominators.
+        mask_clip_low: Lower range of `mask_clip`.
+        mask_clip_high: Upper range of `mask_clip`.
+        log_ratio_clamp: Bound of the absolute log-ratio, so that its exponential stays finite.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `cispo_loss`, `ppo_kl`, `unmasked_frac`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> cispo([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0]).value
     tensor(1.2172)
@@ -312,14 +443,14 @@ def cispo(
     for name, value in (("mask_clip_low", mask_clip_low), ("mask_clip_high", mask_clip_high)):
         check_float(name, value, 0)
     batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
-    ratio, given = batch.clamped(log_ratio_clamp).detach().exp(), batch.advantages
-    kept = torch.ones_like(ratio)
+    ratio, gains = batch.clamped(log_ratio_clamp).detach().exp(), batch.advantages
+    inside = torch.ones_like(ratio)
     if check_bool("mask_clip", mask_clip):
-        out = (given > 0) & (ratio > 1 + mask_clip_high) | (given < 0) & (ratio < 1 - mask_clip_low)
-        kept = (~out).to(ratio.dtype)
-    tokens = -given * ratio.clamp(1 - clip_low, 1 + clip_high) * kept * batch.new_logprobs
-    terms = Terms(tokens, {"ppo_kl": -batch.log_ratio, "unmasked_frac": kept})
-    return terms.loss("cispo_loss", batch.layout, mode, norm, whole, weights)
+        out = (gains > 0) & (ratio > 1 + mask_clip_high) | (gains < 0) & (ratio < 1 - mask_clip_low)
+        inside = (~out).to(ratio.dtype)
+    tokens = -gains * ratio.clamp(1 - clip_low, 1 + clip_high) * inside * batch.new_logprobs
+    terms = Terms(tokens, {"ppo_kl": -batch.log_ratio, "unmasked_frac": inside})
+    return terms.loss("cispo_loss", batch.layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register(
@@ -336,13 +467,29 @@ def topr(
     log_ratio_clamp: float = 20.0,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """-a A log p: a is 1 where A is above `threshold`, else the ratio within [0, 1].
+    """Compute -a A log p: a is 1 where A is above `threshold`, else the ratio clipped to [0, 1] (TOPR).
 
-    `level`: the ratio of each token (Trinity), or of the whole row, `"sequence"`, as the paper has it. Metrics:
-    `topr_loss`, `avg_alpha`, `avg_ratio`.
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        threshold: Advantage above which a is 1.
+        level: Ratio of each `"token"` (Trinity), or of the row, `"sequence"`, as in the paper.
+        log_ratio_clamp: Bound of the absolute log-ratio, so that its exponential stays finite.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `topr_loss`, `avg_alpha`, `avg_ratio`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> topr([[-1.0, -2.0]], [[-1.2, -1.5]], [-1.0]).value
     tensor(-1.1065)
@@ -357,7 +504,7 @@ def topr(
     ratio = log_ratio.exp()
     alpha = torch.where(batch.advantages > threshold, torch.ones_like(ratio), ratio.clamp(0, 1))
     terms = Terms(-alpha * batch.advantages * batch.new_logprobs, {"avg_alpha": alpha, "avg_ratio": ratio})
-    return terms.loss("topr_loss", batch.layout, mode, norm, whole, weights)
+    return terms.loss("topr_loss", batch.layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register(
@@ -371,18 +518,34 @@ def opmd(
     tau: float = 1.0,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """-A log p / (1 + tau): REINFORCE with the step of mirror descent; `tau` weighs the distance. Metric: `opmd_loss`.
+    """Compute -A log p / (1 + tau): REINFORCE with the step of mirror descent (OPMD).
+
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        tau: Weight of the distance to the old policy.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `opmd_loss`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> opmd([[-1.0, -2.0]], [1.0]).value
     tensor(0.7500)
     """
     check_float("tau", tau, 0)
     layout = Layout.of(mask, new_logprobs=new_logprobs)
-    ours, given = layout.take("new_logprobs", new_logprobs), on_tokens(layout, "advantages", advantages).detach()
-    return Terms(-given * ours / (1 + tau)).loss("opmd_loss", layout, mode, norm, whole, weights)
+    ours, gains = layout.take("new_logprobs", new_logprobs), on_tokens(layout, "advantages", advantages).detach()
+    return Terms(-gains * ours / (1 + tau)).loss("opmd_loss", layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register("sppo", source="softmax PPO (Vaswani et al., 2022, arXiv 2108.05828): -A * log r within a range")
@@ -395,12 +558,29 @@ def sppo(
     epsilon: float = 0.3,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """-A log r where 1 / (1 + epsilon) <= r <= 1 + epsilon, else 0 (not the self-play method of the same name).
+    """Compute -A log r where 1 / (1 + epsilon) <= r <= 1 + epsilon, else 0.
 
-    Metrics: `pg_loss`, `pg_clipfrac`, the share of tokens out of range.
+    This is not the self-play method of the same name.
+
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        epsilon: Range of the ratio.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `pg_loss`, and `pg_clipfrac`, the share of tokens out of range.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> sppo([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0]).value
     tensor(-0.1000)
@@ -410,7 +590,7 @@ def sppo(
     ratio = batch.log_ratio.detach().exp()
     inside = ((ratio >= 1 / (1 + epsilon)) & (ratio <= 1 + epsilon)).to(ratio.dtype)
     terms = Terms(-batch.advantages * batch.log_ratio * inside, {"pg_clipfrac": 1 - inside})
-    return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
+    return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register(
@@ -434,19 +614,42 @@ def rec(
     log_ratio_clamp: float = 20.0,
     mode: str | None = None,
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """-w A log p on tokens within range, plus a regularizer on all: REINFORCE with what PPO adds taken apart.
+    """Compute -w A log p on tokens within range, plus a regularizer on all tokens (REC).
 
-    - `clip_mode`, r in range: `two-side` both bounds, 1 - clip_low and 1 + clip_high; `one-side` the upper where
-      A >= 0, the lower where A <= 0, as PPO; `gspo-one-side` the same of the row's ratio; `ring` as `two-side`, and
+    - `clip_mode` (r in range): `two-side` both bounds, 1 - clip_low and 1 + clip_high; `one-side` the upper where A >=
+      0, the lower where A <= 0, as PPO; `gspo-one-side` the same for the ratio of the row; `ring` as `two-side`, and
       also below 1 - ring_low where A >= 0 and above 1 + ring_high where A <= 0; `none`: all.
-    - `weight`, w: the token's ratio, the row's, exp(A / temperature), or 1. Any goes with any `clip_mode`.
+    - `weight` (w): the ratio of the token, that of the row, exp(A / temperature), or 1. Any goes with any `clip_mode`.
     - `regularizer`, times its coefficient: `k2` is (log r)^2 without the usual half, `forward-kl` is -log p.
 
-    `mode` by default: `token-mean`, but `seq-mean-token-mean` for `gspo-one-side`. Metrics: `pg_loss` (with the
-    regularizer), `pg_clipfrac`.
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
+        advantages: [B, R] or packed, or [B] for one per row; taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        clip_low: Lower clip range of the ratio: 1 - `clip_low`.
+        clip_high: Upper clip range of the ratio: 1 + `clip_high`.
+        ring_low: Lower range of the mode `ring`.
+        ring_high: Upper range of the mode `ring`.
+        clip_mode: Which tokens are in range; see above.
+        weight: Factor of each token; see above.
+        regularizer: `"none"`, `"k2"` or `"forward-kl"`.
+        regularizer_coef: Coefficient of the regularizer.
+        temperature: Temperature of the weight `"advantage"`.
+        log_ratio_clamp: Bound of the absolute log-ratio, so that its exponential stays finite.
+        mode: Aggregation; by default `token-mean`, but `seq-mean-token-mean` for `gspo-one-side`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `pg_loss` (with the regularizer), `pg_clipfrac`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> rec([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0], clip_mode="one-side", weight="importance_sampling").value
     tensor(0.6065)
@@ -460,18 +663,18 @@ def rec(
     for name, value in bounds.items():
         check_float(name, value, 0)
     batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
-    given, ours = batch.advantages, batch.new_logprobs
+    gains, ours = batch.advantages, batch.new_logprobs
     ratio = batch.clamped(log_ratio_clamp).detach().exp()
     of_row = batch.row_log_ratio(log_ratio_clamp).exp()
-    inside = _in_range(of_row if clip_mode == "gspo-one-side" else ratio, given, clip_mode, bounds).to(ratio.dtype)
+    inside = _in_range(of_row if clip_mode == "gspo-one-side" else ratio, gains, clip_mode, bounds).to(ratio.dtype)
     factor = torch.ones_like(ratio)
     if weight == "importance_sampling":
         factor = ratio
     elif weight == "gspo_importance_sampling":
         factor = of_row
     elif weight == "advantage":
-        factor = (given / temperature).exp()
-    tokens = -factor * given * inside * ours
+        factor = (gains / temperature).exp()
+    tokens = -factor * gains * inside * ours
     if regularizer == "k2":
         tokens = tokens + regularizer_coef * batch.log_ratio.square()
     elif regularizer == "forward-kl":
@@ -479,7 +682,7 @@ def rec(
     if mode is None:
         mode = "seq-mean-token-mean" if clip_mode == "gspo-one-side" else "token-mean"
     terms = Terms(tokens, {"pg_clipfrac": 1 - inside})
-    return terms.loss("pg_loss", batch.layout, mode, norm, whole, weights)
+    return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
 
 def _in_range(ratio: torch.Tensor, advantages: torch.Tensor, clip_mode: str, bounds: dict[str, float]) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Losses on given text: the plain likelihood, and two that weigh each token by how likely it is already.
+"""Losses on given answers: likelihood (`sft`, `sft_is`, `sft_phi`) and preferences (`dpo`, `dpo_sums`).
 
-Invariant: weights made of probabilities are constants; the gradient is that weight times the gradient of -log p.
+Invariant: weights computed from probabilities are constants, so that the gradient is the weight times that of -log p.
+A pair has one logit, whatever the order of rows.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from torch.nn.functional import logsigmoid
 
 from rollbook.algorithms.aggregate import Terms
 from rollbook.algorithms.groups import as_ids, numbered
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, alike, row_flags
+from rollbook.algorithms.layout import Ids, Layout, PerRow, PerToken, row_flags, same_shape
 from rollbook.algorithms.registry import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_choice, check_float
+
+VARIANTS = ("sigmoid", "ipo", "hinge")
 
 
 @LOSSES.register("sft", "nll", source="maximum likelihood: -log p", data="answers")
@@ -28,17 +31,31 @@ def sft(
     *,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """-log p. Metric: `sft_loss`.
+    """Compute the negative log-likelihood, -log p.
+
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `sft_loss`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> sft([[-1.0, -2.0]]).value
     tensor(1.5000)
     """
     layout = Layout.of(mask, new_logprobs=new_logprobs)
     terms = Terms(-layout.take("new_logprobs", new_logprobs))
-    return terms.loss("sft_loss", layout, mode, norm, whole, weights)
+    return terms.loss("sft_loss", layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register(
@@ -53,17 +70,31 @@ def sft_is(
     *,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """-p log p with p a constant: tokens that the model finds unlikely hardly pull. Metric: `sft_is_loss`.
+    """Compute -p log p with the constant p, so that unlikely tokens have little weight (DFT).
+
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `sft_is_loss`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> sft_is([[-1.0, -2.0]]).value
     tensor(0.3193)
     """
     layout = Layout.of(mask, new_logprobs=new_logprobs)
     ours = layout.take("new_logprobs", new_logprobs)
-    return Terms(-ours.detach().exp() * ours).loss("sft_is_loss", layout, mode, norm, whole, weights)
+    return Terms(-ours.detach().exp() * ours).loss("sft_is_loss", layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register(
@@ -78,19 +109,34 @@ def sft_phi(
     cutoff: float = 1.0,
     mode: str = "token-mean",
     norm: float | None = None,
-    whole: Denominators | None = None,
+    denominators: Denominators | None = None,
     weights: PerToken | PerRow | None = None,
 ) -> Loss:
-    """-p (1 - p) min(log p, log cutoff) with the weight a constant: neither sure nor hopeless tokens pull.
+    """Compute -p (1 - p) min(log p, log cutoff) with a constant weight p (1 - p) (CHORD).
 
-    Tokens likelier than `cutoff` have no gradient. Metric: `sft_phi_loss`.
+    Neither certain nor very unlikely tokens have much weight.
+
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        cutoff: Probability above which tokens have no gradient.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+        weights: [B, R] or packed, or [B]: factors of the token losses, which leave the denominators as they are.
+
+    Returns:
+        The loss and its metrics: `sft_phi_loss`.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> sft_phi([[-1.0, -2.0]]).value
     tensor(0.2333)
     """
     layout = Layout.of(mask, new_logprobs=new_logprobs)
     terms = phi_terms(layout.take("new_logprobs", new_logprobs), cutoff)
-    return terms.loss("sft_phi_loss", layout, mode, norm, whole, weights)
+    return terms.loss("sft_phi_loss", layout, mode, norm, denominators, weights)
 
 
 def phi_terms(ours: torch.Tensor, cutoff: float = 1.0) -> Terms:
@@ -101,11 +147,17 @@ def phi_terms(ours: torch.Tensor, cutoff: float = 1.0) -> Terms:
     return Terms(-weight * ours.clamp(max=math.log(cutoff)))
 
 
-VARIANTS = ("sigmoid", "ipo", "hinge")
-
-
 def interleaved(rows: int) -> tuple[list[int], list[bool]]:
-    """Ids and roles for a batch that is known to be laid out chosen, rejected, chosen, rejected (Trinity's way).
+    """Return pair ids and roles of a batch laid out chosen, rejected, chosen, rejected, as Trinity does.
+
+    Args:
+        rows: Number of rows.
+
+    Returns:
+        [rows] pair ids, and [rows] whether a row is the chosen one.
+
+    Raises:
+        ValueError: If the number of rows is odd.
 
     >>> interleaved(4)
     ([0, 0, 1, 1], [True, False, True, False])
@@ -138,23 +190,36 @@ def dpo(
     label_smoothing: float = 0.0,
     variant: str = "sigmoid",
     reference_free: bool = False,
-    whole: Denominators | int | None = None,
+    denominators: Denominators | int | None = None,
 ) -> Loss:
-    """The mean over pairs of -log sigmoid(beta z), z = (log p - log ref of the chosen row) - (of the rejected row).
+    """Compute the DPO loss: the mean over pairs of -log sigmoid(beta z).
 
-    new_logprobs, ref_logprobs, mask: (B, A) or packed, summed over each row's tokens. pairs: (B,) what the two rows of
-    a pair share; chosen: (B,) which of them was preferred. Rows may stand in any order; a pair needs one of each, and
-    both in the same micro-batch. A pair of which a row has no tokens is left out, as if that row were not there.
-
-    `variant`: `ipo` is (z - 1 / (2 beta))^2 with z of sums, as in the paper (TRL takes means over tokens); `hinge` is
-    max(0, 1 - beta z). `label_smoothing` is the chance that a label is wrong (`sigmoid` only). `reference_free` takes
-    a reference that likes both alike, and no other beside it. In micro-batches `whole` is how many pairs the batch
-    has, or its denominators, half of whose sequences that is if no row is empty.
+    z = (log p - log ref of the chosen row) - (log p - log ref of the rejected row), summed over tokens. Rows may be in
+    any order; a pair needs one chosen and one rejected row, both in the same micro-batch. A pair with an empty row is
+    left out. The variant `ipo` is (z - 1 / (2 beta))^2 with z of sums, as in the paper (TRL takes means over tokens);
+    `hinge` is max(0, 1 - beta z).
 
     Trinity adds up all pairs of a call into one logit, so that its loss is right for one pair at a time only.
 
-    Metrics: `dpo_loss`, `accuracy_mean` (z > 0), `chosen_reward` and `rejected_reward` (beta times the log-ratio),
-    `reward_margin`; means over pairs.
+    Args:
+        new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
+        pairs: [B] Id of the pair of each row.
+        chosen: [B] Whether a row is the preferred one of its pair.
+        ref_logprobs: [B, R] or packed: log-probs of the reference, taken as constants.
+        mask: [B, R] or packed: which tokens count. `None`: all.
+        beta: Inverse temperature of the implicit reward.
+        label_smoothing: Probability that a label is wrong (`sigmoid` only).
+        variant: `"sigmoid"`, `"ipo"` or `"hinge"`.
+        reference_free: Whether to compute without a reference, as if it liked both answers equally.
+        denominators: In micro-batches, the number of pairs of the batch, or its denominators, whose sequences are twice
+            that if no row is empty.
+
+    Returns:
+        The loss and its metrics: `dpo_loss`, `accuracy_mean` (z > 0), `chosen_reward` and `rejected_reward` (beta times
+        the log-ratio), `reward_margin`; means over pairs.
+
+    Raises:
+        ValueError: If a pair is incomplete, the reference is missing, or an option is invalid.
 
     >>> pairs, chosen = ["a", "b", "b", "a"], [True, True, False, False]
     >>> loss, metrics = dpo([[40.0], [0.0], [20.0], [0.0]], pairs, chosen, reference_free=True)
@@ -172,7 +237,7 @@ def dpo(
         tokens = tokens - layout.take("ref_logprobs", ref_logprobs).detach()
     logits = layout.row_sums(tokens)
     winners, losers = _pairs(pairs, roles.tolist(), (layout.counts > 0).tolist(), layout.rows)
-    return _loss(logits[winners], logits[losers], ours.dtype, beta, label_smoothing, variant, whole)
+    return _loss(logits[winners], logits[losers], ours.dtype, beta, label_smoothing, variant, denominators)
 
 
 @LOSSES.register("dpo_sums", source="DPO (Rafailov et al., 2023, arXiv 2305.18290), equation 7, of sums", data="pairs")
@@ -186,26 +251,44 @@ def dpo_sums(
     label_smoothing: float = 0.0,
     variant: str = "sigmoid",
     reference_free: bool = False,
-    whole: Denominators | int | None = None,
+    denominators: Denominators | int | None = None,
 ) -> Loss:
-    """`dpo` of log-probs that are summed already: entry i of each argument, (P,), belongs to pair i.
+    """Compute the DPO loss of log-probs that are summed already.
+
+    Args:
+        chosen_logprobs: [P] Summed log-prob of each chosen answer.
+        rejected_logprobs: [P] Of each rejected answer.
+        ref_chosen_logprobs: [P] Of each chosen answer under the reference.
+        ref_rejected_logprobs: [P] Of each rejected answer under the reference.
+        beta: Inverse temperature of the implicit reward.
+        label_smoothing: Probability that a label is wrong (`sigmoid` only).
+        variant: `"sigmoid"`, `"ipo"` or `"hinge"`.
+        reference_free: Whether to compute without a reference, as if it liked both answers equally.
+        denominators: In micro-batches, the number of pairs of the batch, or its denominators, whose sequences are twice
+            that if no row is empty.
+
+    Returns:
+        The loss and its metrics: as of `dpo`.
+
+    Raises:
+        ValueError: If shapes differ, the reference is missing, or an option is invalid.
 
     >>> dpo_sums([40.0, 0.0], [0.0, 20.0], [0.0, 0.0], [0.0, 0.0]).value
     tensor(1.0725)
     """
-    given = {"chosen_logprobs": chosen_logprobs, "rejected_logprobs": rejected_logprobs}
+    sums = {"chosen_logprobs": chosen_logprobs, "rejected_logprobs": rejected_logprobs}
     refs = {"ref_chosen_logprobs": ref_chosen_logprobs, "ref_rejected_logprobs": ref_rejected_logprobs}
     for name, value in refs.items():
         if check_bool("reference_free", reference_free) == (value is not None):
             raise ValueError(_reference(name, reference_free))
-    ours, theirs, *others = alike(**given, **({} if reference_free else refs))
+    ours, theirs, *others = same_shape(**sums, **({} if reference_free else refs))  # type: ignore[arg-type]
     if ours.dim() != 1:
         raise ValueError(f"chosen_logprobs: got shape {list(ours.shape)}, expected one number for each pair")
     better, worse = ours.to(torch.float64), theirs.to(torch.float64)
     if others:
         better, worse = better - others[0].detach(), worse - others[1].detach()
     dtype = torch.promote_types(ours.dtype, theirs.dtype)
-    return _loss(better, worse, dtype, beta, label_smoothing, variant, whole)
+    return _loss(better, worse, dtype, beta, label_smoothing, variant, denominators)
 
 
 def _reference(name: str, free: bool) -> str:
@@ -215,7 +298,7 @@ def _reference(name: str, free: bool) -> str:
     return f"{name}: got None, expected the reference's log-probs, or reference_free=True"
 
 
-def _pairs(pairs: Any, roles: list[bool], filled: list[bool], rows: int) -> tuple[list[int], list[int]]:
+def _pairs(pairs: Ids, roles: list[bool], filled: list[bool], rows: int) -> tuple[list[int], list[int]]:
     """The rows of the chosen and of the rejected answers, pair by pair in order of first sight."""
     numbers, names = numbered("pairs", as_ids("pairs", pairs, rows))
     by_number: list[dict[bool, int]] = [{} for _ in names]
@@ -229,8 +312,8 @@ def _pairs(pairs: Any, roles: list[bool], filled: list[bool], rows: int) -> tupl
         if len(pair) != 2:
             has, lacks = ("chosen", "rejected") if True in pair else ("rejected", "chosen")
             raise ValueError(f"pairs: {name!r} has a {has} row and no {lacks} one, expected one of each")
-    whole = [pair for pair in by_number if filled[pair[True]] and filled[pair[False]]]
-    return [pair[True] for pair in whole], [pair[False] for pair in whole]
+    complete = [pair for pair in by_number if filled[pair[True]] and filled[pair[False]]]
+    return [pair[True] for pair in complete], [pair[False] for pair in complete]
 
 
 def _loss(
@@ -240,7 +323,7 @@ def _loss(
     beta: float,
     label_smoothing: float,
     variant: str,
-    whole: Denominators | int | None,
+    denominators: Denominators | int | None,
 ) -> Loss:
     """The mean over pairs; `better` and `worse`, (P,), in float64, the result of type `dtype`."""
     check_float("beta", beta, 1e-30, what="a positive number")
@@ -256,14 +339,20 @@ def _loss(
     else:
         sure, wrong = logsigmoid(beta * logits), logsigmoid(-beta * logits)
         losses = -(1 - label_smoothing) * sure - label_smoothing * wrong
-    count = whole.sequences / 2 if isinstance(whole, Denominators) else len(losses) if whole is None else whole
-    count = max(check_float("whole", count, 0, what="how many pairs the whole batch has"), 0.5)
+    count = (
+        denominators.sequences / 2
+        if isinstance(denominators, Denominators)
+        else len(losses)
+        if denominators is None
+        else denominators
+    )
+    count = max(check_float("denominators", count, 0, what="how many pairs the whole batch has"), 0.5)
     value = (losses.sum() / count).to(dtype)
-    found = {
+    columns = {
         "accuracy_mean": (logits > 0).to(dtype),
         "chosen_reward": beta * better,
         "rejected_reward": beta * worse,
         "reward_margin": beta * logits,
     }
-    metrics = {name: (each.detach().sum() / count).to(dtype) for name, each in found.items()}
+    metrics = {name: (column.detach().sum() / count).to(dtype) for name, column in columns.items()}
     return Loss(value, {**metrics, "dpo_loss": value.detach()})

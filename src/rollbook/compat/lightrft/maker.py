@@ -45,7 +45,7 @@ from rollbook.algorithms.advantages.temporal import place_rewards
 from rollbook.algorithms.filters import clip_filter_like_weight_func, zero_variance
 from rollbook.algorithms.groups import block_means, sums_of_blocks, whiten
 from rollbook.algorithms.inputs import INFO_KEYS
-from rollbook.algorithms.kl import KL, k1, penalise, token_kl
+from rollbook.algorithms.kl import KL, k1, penalize, token_kl
 from rollbook.algorithms.layout import Layout
 from rollbook.algorithms.registry import Estimator
 from rollbook.algorithms.results import Advantages, Report, as_advantages
@@ -71,7 +71,7 @@ from rollbook.core.checks import check_bool, check_float, check_int, suggest
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.metrics import Progress, StepMetrics, advise
-from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_process_group
 from rollbook.core.rows import NUMPY, Rows, empty, memory
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 from rollbook.models.actor import Actor
@@ -130,10 +130,10 @@ class MakerConfig:
     True
     >>> MakerConfig.of({"advantage_estimator": "gae", "learning_rate": 1e-6}).advantage_estimator  # others are ignored
     'gae'
-    >>> MakerConfig(advantage_estimator="dr_grpo", estimator_options={"single": "raw"})
+    >>> MakerConfig(advantage_estimator="dr_grpo", estimator_options={"single": "raw"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ValueError: estimator_options: 'single' is no option of dr_grpo; did you mean 'singleton'? (singleton, ranks)
+    ValueError: ...'single' is no option of dr_grpo; did you mean 'singleton'? (singleton, process_group)
     """
 
     advantage_estimator: str = "group_norm"
@@ -235,7 +235,9 @@ class MakerConfig:
         return AlgorithmConfig(
             name="lightrft",
             estimator=self.advantage_estimator,
-            estimator_options={name: value for name, value in self.estimator_options.items() if name != "ranks"},
+            estimator_options={
+                name: option for name, option in self.estimator_options.items() if name != "process_group"
+            },
             kl_estimator=self.kl_estimator,
             kl_coef=max(self.kl_coef or 0.0, 0.0),
             kl_in="loss" if self.use_kl_loss else "reward",
@@ -321,8 +323,8 @@ def score_rewards(
     max_new_tokens: int | None = None,
 ) -> RowScores:
     """Shape the rewards of a rollout, and score them within their groups if the estimator scores rows."""
-    ranks = current_ranks()
-    if ranks is SINGLE_PROCESS and norm is None and not config.overlong_buffer:
+    process_group = current_process_group()
+    if process_group is SINGLE_PROCESS and norm is None and not config.overlong_buffer:
         scores = _block_scores(batches, config)
         if scores is not None:
             return scores
@@ -337,12 +339,12 @@ def score_rewards(
         overlong_penalty=config.overlong_buffer_penalty_factor,
         max_tokens=max_new_tokens,
         norm=norm,
-        ranks=ranks,
+        process_group=process_group,
     )
     entry = ESTIMATORS[config.advantage_estimator]
     if not scores_rows(entry):
         return RowScores(rewards, shaping)
-    estimate = _row_estimate(rollout, rewards, config, ranks)
+    estimate = _row_estimate(rollout, rewards, config, process_group)
     row_scores = estimate.advantages if estimate.scores is None else estimate.scores
     row_scores = torch.as_tensor(row_scores, dtype=torch.float32)
     missing = rewards.isnan()
@@ -351,18 +353,18 @@ def score_rewards(
 
 
 def _row_estimate(
-    rollout: RolloutBatches, rewards: torch.Tensor, config: MakerConfig, ranks: ProcessGroup
+    rollout: RolloutBatches, rewards: torch.Tensor, config: MakerConfig, process_group: ProcessGroup
 ) -> Advantages:
     entry = ESTIMATORS[config.advantage_estimator]
     if entry.function is reinforce_plus_plus_baseline:
         entry = ESTIMATORS["dr_grpo"]  # the same baseline; its returns and whitening come later
     options = {name: value for name, value in config.estimator_options.items() if name in entry.options}
-    if "ranks" in entry.options:
-        options.setdefault("ranks", ranks)
+    if "process_group" in entry.options:
+        options.setdefault("process_group", process_group)
     ids = rollout.ids()
-    groups = rollout.groups(config.n_samples_per_prompt, ranks)
+    groups = rollout.groups(config.n_samples_per_prompt, process_group)
     is_alone = config.n_samples_per_prompt == 1 if ids is None else len(set(groups)) == len(groups)
-    if ranks is SINGLE_PROCESS and is_alone and len(groups) > 1:
+    if process_group is SINGLE_PROCESS and is_alone and len(groups) > 1:
         advise(
             f"{entry.name}: every group has one sample, and nothing to compare it with; n_samples_per_prompt is "
             f"{config.n_samples_per_prompt}"
@@ -732,8 +734,10 @@ class NaiveExperienceMaker:
 
     def _batch_id(self) -> int | str:
         """The rollout's number; with several processes also this one's, since each has prompts of its own."""
-        ranks, name = current_ranks(), self.config.batch_name
-        number: int | str = self.rollouts_made if ranks is SINGLE_PROCESS else f"{self.rollouts_made}.{ranks.rank}"
+        process_group, name = current_process_group(), self.config.batch_name
+        number: int | str = (
+            self.rollouts_made if process_group is SINGLE_PROCESS else f"{self.rollouts_made}.{process_group.rank}"
+        )
         return number if name is None else f"{name}-{number}"
 
     def _sampling(self, options: Mapping[str, Any], n: int) -> Sampling:
@@ -1113,7 +1117,7 @@ class NaiveExperienceMaker:
         Returns:
             Metrics.
         """
-        config, ranks = self.config, current_ranks()
+        config, process_group = self.config, current_process_group()
         entry = ESTIMATORS[config.advantage_estimator]
         mask = rollout.rows("action_mask")
         if mask is None:
@@ -1123,14 +1127,14 @@ class NaiveExperienceMaker:
         rewards, clip_metrics = clip_scores(row_rewards, bounds)
         has_reward = ~rewards.isnan() if entry.takes_rewards else torch.ones(len(rollout), dtype=torch.bool)
         if config.dynamic_sampling:
-            groups = rollout.groups(config.n_samples_per_prompt, ranks)
-            selection = zero_variance(rollout.numbers("reward"), groups, rollout.runs(), ranks=ranks)
+            groups = rollout.groups(config.n_samples_per_prompt, process_group)
+            selection = zero_variance(rollout.numbers("reward"), groups, rollout.runs(), process_group=process_group)
             mask = _mask_rows(mask, selection.keep.cpu())
             rollout.put_numbers("filtered", ~selection.keep.cpu())
             metrics |= selection.report.to_metrics("dynamic_sampling")
         token_rewards, reward_metrics = self._token_rewards(rollout, rewards, mask, entry)
         metrics |= reward_metrics | {"reward/missing_reward": float((~has_reward).sum())} | clip_metrics
-        options = self._estimator_options(entry, gamma, lambd, ranks)
+        options = self._estimator_options(entry, gamma, lambd, process_group)
         if scores_rows(entry):
             counted = _mask_rows(mask, has_reward)
             estimate = self._score_advantages(rollout, token_rewards, counted, entry, options, gamma)
@@ -1140,7 +1144,9 @@ class NaiveExperienceMaker:
             metrics |= estimate.report.to_metrics(entry.name)
         is_whitened = bool(options.get("whiten", entry.options.get("whiten", False)))
         normalize = None if is_whitened or entry.normalized else self.algorithm.normalize_advantages
-        advantages, _ = normalize_advantages(estimate.advantages, mask, has_reward, normalize=normalize, ranks=ranks)
+        advantages, _ = normalize_advantages(
+            estimate.advantages, mask, has_reward, normalize=normalize, process_group=process_group
+        )
         if config.advantage_clip > 0:
             clipped = clip_advantages(advantages, mask, config.advantage_clip)
             advantages = clipped.advantages
@@ -1170,14 +1176,16 @@ class NaiveExperienceMaker:
         if token_level is not None:
             rewards = torch.where(token_level[1], rewards - scale * rollout.numbers("reward"), rewards)
         # A list: a tensor with as many rows as tokens is ambiguous.
-        token_rewards, report = penalise(rewards.tolist(), rollout.rows("kl") if coef > 0 else None, mask, coef=coef)
+        token_rewards, report = penalize(rewards.tolist(), rollout.rows("kl") if coef > 0 else None, mask, coef=coef)
         if token_level is not None:
             token_rewards = Rows(token_rewards.values + scale * token_level[0].values, mask.lengths)
         return token_rewards, report.to_metrics("reward")
 
-    def _estimator_options(self, entry: Estimator, gamma: float, lambd: float, ranks: ProcessGroup) -> dict[str, Any]:
+    def _estimator_options(
+        self, entry: Estimator, gamma: float, lambd: float, process_group: ProcessGroup
+    ) -> dict[str, Any]:
         """The estimator's options: those of the settings, and the maker's where it takes them."""
-        options: dict[str, Any] = {"gamma": gamma, "lam": lambd, "ranks": ranks}
+        options: dict[str, Any] = {"gamma": gamma, "lam": lambd, "process_group": process_group}
         if scores_rows(entry):
             options["whiten"] = False
         elif self.algorithm.normalize_advantages == "mean_std":
@@ -1256,7 +1264,7 @@ class NaiveExperienceMaker:
             if self.kl_coef > 0:
                 advise(f"{entry.name} takes no rewards of tokens: the KL penalty is left out")
         if "groups" in entry.inputs:
-            inputs["groups"] = rollout.groups(self.config.n_samples_per_prompt, current_ranks())
+            inputs["groups"] = rollout.groups(self.config.n_samples_per_prompt, current_process_group())
         inputs["runs"] = rollout.runs()
         inputs["steps"] = [eid.step for eid in rollout.ids() or ()] or None
         inputs = {name: column for name, column in inputs.items() if name in entry.inputs and column is not None}
@@ -1389,7 +1397,7 @@ def _mask_rows(mask: Rows, keep: torch.Tensor) -> Rows:
 def _whitened(advantages: Rows, mask: Rows, options: Mapping[str, Any]) -> Rows:
     """Advantages whitened and clipped by an estimator's options."""
     if options.get("whiten"):
-        advantages = whiten(advantages, mask, **{name: options[name] for name in ("std", "eps", "ranks")})
+        advantages = whiten(advantages, mask, **{name: options[name] for name in ("std", "eps", "process_group")})
     if options.get("clip") is not None:
         advantages = clip_advantages(advantages, mask, options["clip"]).advantages
     return advantages

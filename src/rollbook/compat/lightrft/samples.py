@@ -541,7 +541,7 @@ class RolloutBatches:
         ids = [eid for batch in self.batches for eid in batch.ids or ()]
         return None if any(eid is None for eid in ids) else ids  # type: ignore[return-value]
 
-    def groups(self, per_group: int, ranks: ProcessGroup = SINGLE_PROCESS) -> Sequence[Any] | NDArray[np.int64]:
+    def groups(self, per_group: int, process_group: ProcessGroup = SINGLE_PROCESS) -> Sequence[Any] | NDArray[np.int64]:
         """[N] Which task each row is of: by id; rows without ids by place, `per_group` after one another, in each
         process apart."""
         ids = self.ids()
@@ -553,7 +553,11 @@ class RolloutBatches:
                 f"({per_group}), to group them by place"
             )
         places = np.arange(len(self) // per_group).repeat(per_group)
-        return places if ranks is SINGLE_PROCESS else [f"process {ranks.rank}, group {place}" for place in places]
+        return (
+            places
+            if process_group is SINGLE_PROCESS
+            else [f"process {process_group.rank}, group {place}" for place in places]
+        )
 
     def runs(self) -> list[Any] | None:
         """[N] Which run each row is of; `None` without ids, where each row is one."""

@@ -34,7 +34,7 @@ from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.core.metrics import advise
-from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_ranks
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_process_group
 from rollbook.core.sampling import Sample
 from rollbook.io.trajectories import (
     DEFAULT_PREFIX,
@@ -402,7 +402,7 @@ class TrajectorySaver:
         keep: How to select samples if there are more than `num_samples`: `"groups"`, `"first"`, `"random"`, a
             function, or `"auto"`: groups if samples have ids, else the first (see `rollbook.io.trajectories.select`).
         background: Write in a thread. A save that finds two others waiting is dropped and counted.
-        ranks: The processes that call together: by default those of `torch.distributed`, once it is initialized;
+        process_group: The processes that call together: by default those of `torch.distributed`, once initialized;
             `rollbook.core.process_group.SINGLE_PROCESS` for a saver that only this process calls.
         wait_seconds: How long a save waits for all of them. After that, the first process saves its own samples, and
             the next save of that prefix does not wait: code that calls the saver on rank 0 only works.
@@ -446,7 +446,7 @@ class TrajectorySaver:
         *,
         keep: str | Callable[[list[Candidate], int], Sequence[Any]] = "auto",
         background: bool = False,
-        ranks: ProcessGroup | None = None,
+        process_group: ProcessGroup | None = None,
         wait_seconds: float = 10.0,
     ) -> None:
         self.save_dir = Path(save_dir)
@@ -460,7 +460,7 @@ class TrajectorySaver:
         self.keep = keep
         if not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer: got {type(tokenizer).__name__}, expected an object with decode(ids)")
-        self._fixed_ranks = None if ranks is None else check_ranks(ranks)
+        self._fixed_process_group = None if process_group is None else check_process_group(process_group)
         self._rendezvous = Rendezvous(str(self.save_dir), check_float("wait_seconds", wait_seconds, 0))
         self._worker = BackgroundWriter(_MAX_WAITING) if check_bool("background", background) else None
         self._image_encoder = ImageEncoder(self.max_image_size)
@@ -471,12 +471,12 @@ class TrajectorySaver:
         self._unreported = 0
         self._last_stats: Stats | None = None
         self._advised = False
-        if self._ranks.rank == 0:
+        if self._process_group.rank == 0:
             _ = self._files  # created now: a folder that cannot be created is an error of the constructor
 
     @property
-    def _ranks(self) -> ProcessGroup:
-        return current_process_group() if self._fixed_ranks is None else self._fixed_ranks
+    def _process_group(self) -> ProcessGroup:
+        return current_process_group() if self._fixed_process_group is None else self._fixed_process_group
 
     @cached_property
     def _files(self) -> TrajectoryFiles:
@@ -538,28 +538,28 @@ class TrajectorySaver:
         self, experiences: Any, step: int, count: int, prefix: str, compute_stats: bool | Literal["all"]
     ) -> tuple[str | None, Stats | None]:
         """Gather a few numbers of every sample in the first process, which selects; then the selected samples."""
-        ranks = self._ranks
+        process_group = self._process_group
         problems: list[str] = []
-        if ranks is not SINGLE_PROCESS and not self._meet(ranks, prefix, step, problems):
-            if ranks.rank:
+        if process_group is not SINGLE_PROCESS and not self._meet(process_group, prefix, step, problems):
+            if process_group.rank:
                 return None, None
-            ranks = SINGLE_PROCESS
-        samples = attempt(problems, _read_samples, experiences, step, ranks.rank)
+            process_group = SINGLE_PROCESS
+        samples = attempt(problems, _read_samples, experiences, step, process_group.rank)
         if samples is not None:
             problems += samples.problems
-        gathered = gather_to_first(ranks, None if samples is None else samples.candidates, problems)
+        gathered = gather_to_first(process_group, None if samples is None else samples.candidates, problems)
         plan: _Plan | None = None
         if gathered is not None:
             problems = [problem for _, faults in gathered for problem in faults]
             plan = attempt(problems, self._plan, gathered, count, f"{prefix} {step}")
-        plan = broadcast_from_first(ranks, plan)
+        plan = broadcast_from_first(process_group, plan)
         if plan is None:  # in every process: nothing to save, or the selection failed
             return (None, None) if gathered is None else (None, self._report(None, problems))
         faults: list[str] = []
-        selected, counted = plan.get(ranks.rank, ([], []))
+        selected, counted = plan.get(process_group.rank, ([], []))
         trajectories = [] if samples is None else self._take(samples, selected, faults)
         measured = self._measure(samples, counted, faults) if samples is not None and compute_stats == "all" else []
-        gathered = gather_to_first(ranks, (trajectories, measured), faults)
+        gathered = gather_to_first(process_group, (trajectories, measured), faults)
         if gathered is None:
             return None, None
         problems += [problem for _, faults in gathered for problem in faults]
@@ -577,9 +577,9 @@ class TrajectorySaver:
         done, stats = write()
         return str(self._files.path(prefix, step)) if done else None, self._report(stats, problems)
 
-    def _meet(self, ranks: ProcessGroup, prefix: str, step: int, problems: list[str]) -> bool:
+    def _meet(self, process_group: ProcessGroup, prefix: str, step: int, problems: list[str]) -> bool:
         """Whether every process takes part. If only some others do, their samples are missing: a problem."""
-        together, present = self._rendezvous.meet(ranks, prefix, step)
+        together, present = self._rendezvous.meet(process_group, prefix, step)
         if not together and len(present) > 1:
             problems.append(
                 f"ranks {present} called save_trajectories within {self._rendezvous.seconds:g} s, and others did not: "
@@ -778,33 +778,33 @@ class Rendezvous:
         self._alone: dict[str, str] = {}
         """By prefix, the key of its last save, if that was without the others."""
 
-    def meet(self, ranks: ProcessGroup, prefix: str, step: int) -> tuple[bool, list[int]]:
+    def meet(self, process_group: ProcessGroup, prefix: str, step: int) -> tuple[bool, list[int]]:
         """Return whether all processes save together, and which ones came. The answer is the same in all of them."""
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC2701, RUF100
 
-        store, group = _get_default_store(), dist.get_process_group_ranks(ranks.group)
+        store, group = _get_default_store(), dist.get_process_group_ranks(process_group.group)
         number = self._calls[prefix, step] = self._calls.get((prefix, step), -1) + 1
         identity = repr((self.folder, prefix, step, number, group)).encode()
         key = f"rollbook/save/{hashlib.blake2b(identity, digest_size=16).hexdigest()}"
         places = range(len(group))
 
         def present(key: str) -> list[int]:
-            return [rank for rank in places if rank == ranks.rank or store.check([f"{key}/{rank}"])]
+            return [rank for rank in places if rank == process_group.rank or store.check([f"{key}/{rank}"])]
 
-        store.set(f"{key}/{ranks.rank}", "here")
+        store.set(f"{key}/{process_group.rank}", "here")
         last = self._alone.get(prefix)
         waits = last is None or len(present(last)) > 1  # another process came after the last save was over
         # The first may come as late as it then waits for others.
-        limit = (self.seconds if ranks.rank == 0 else 2 * self.seconds) if waits else 0.0
+        limit = (self.seconds if process_group.rank == 0 else 2 * self.seconds) if waits else 0.0
         deadline, pause = time.monotonic() + limit, 0.001
-        arrived = present(key) if ranks.rank == 0 else []
+        arrived = present(key) if process_group.rank == 0 else []
         while time.monotonic() < deadline:
-            if len(arrived) == len(group) or (ranks.rank and store.check([f"{key}/decision"])):
+            if len(arrived) == len(group) or (process_group.rank and store.check([f"{key}/decision"])):
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-            arrived = present(key) if ranks.rank == 0 else []
+            arrived = present(key) if process_group.rank == 0 else []
         decision = "together" if len(arrived) == len(group) else "apart"
         # The first decision in the store counts for all.
         together = store.compare_set(f"{key}/decision", "", decision) == b"together"
@@ -829,29 +829,31 @@ def attempt(problems: list[str], function: Callable[..., T], *arguments: Any) ->
         return None
 
 
-def gather_to_first(ranks: ProcessGroup, payload: Any, problems: list[str]) -> list[tuple[Any, list[str]]] | None:
+def gather_to_first(
+    process_group: ProcessGroup, payload: Any, problems: list[str]
+) -> list[tuple[Any, list[str]]] | None:
     """Gather every process's payload and problems in the first process, by rank; `None` elsewhere.
 
     A payload that cannot be pickled is sent as `None`, with a problem.
     """
-    if ranks is SINGLE_PROCESS:
+    if process_group is SINGLE_PROCESS:
         return [(payload, problems)]
     import torch.distributed as dist
 
     pickled = attempt(problems, pickle.dumps, payload) or pickle.dumps(None)
-    parts: list[Any] | None = [None] * dist.get_world_size(ranks.group) if ranks.rank == 0 else None
-    dist.gather_object((pickled, problems), parts, group=ranks.group, group_dst=0)
+    parts: list[Any] | None = [None] * dist.get_world_size(process_group.group) if process_group.rank == 0 else None
+    dist.gather_object((pickled, problems), parts, group=process_group.group, group_dst=0)
     return None if parts is None else [(pickle.loads(pickled), faults) for pickled, faults in parts]
 
 
-def broadcast_from_first(ranks: ProcessGroup, payload: Any) -> Any:
+def broadcast_from_first(process_group: ProcessGroup, payload: Any) -> Any:
     """Return the first process's payload in every process."""
-    if ranks is SINGLE_PROCESS:
+    if process_group is SINGLE_PROCESS:
         return payload
     import torch.distributed as dist
 
     box = [payload]
-    dist.broadcast_object_list(box, group=ranks.group, group_src=0)
+    dist.broadcast_object_list(box, group=process_group.group, group_src=0)
     return box[0]
 
 
