@@ -208,7 +208,7 @@ def test_images_and_their_places_must_agree(preparer: PromptPreparer, prompt: Pr
 
 def test_a_prompt_with_images_is_never_cut(preparer: PromptPreparer) -> None:
     how = Sampling(max_prompt_tokens=3, prompt_overflow="left")
-    with pytest.raises(ValueError, match="got 5 tokens, expected at most 3 .* one with media is not cut"):
+    with pytest.raises(ValueError, match="got 5 tokens, expected at most 3 .* a prompt with media is not truncated"):
         preparer.prepare(Prompt(text="a<image>", images=[picture()]), how)
 
 

@@ -289,8 +289,8 @@ class BaseEngine(ABC):
         samplings = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(entries)
         if len(samplings) != len(entries):
             raise ValueError(f"sampling: got {len(samplings)} entries, expected {len(entries)}, one for each prompt")
-        fresh = random_batch_id() if batch is None else batch
         requests: list[Request] = []
+        task_of_run: dict[str, int] = {}
         position = 0
         for task, (entry, options_of_entry) in enumerate(zip(entries, samplings, strict=True)):
             if isinstance(entry, Sample):
@@ -298,7 +298,10 @@ class BaseEngine(ABC):
             else:
                 prompt = Prompt.of(entry)
                 settings = Sampling.of(options_of_entry, **options)
-                eid = prompt.eid if prompt.eid is not None else EID(batch=fresh, task=task, suffix="")
+                eid = prompt.eid
+                if eid is None:
+                    batch = random_batch_id() if batch is None else batch
+                    eid = EID(batch=batch, task=task, suffix="")
                 root = settings.seed if settings.seed is not None else int.from_bytes(os.urandom(8), "big")
                 eids, seeds = _run_ids(eid, settings.n, root, settings.seed is not None)
                 request = Request(
@@ -309,9 +312,12 @@ class BaseEngine(ABC):
                     position=position,
                     pause_after=pause_after,
                 )
+            for eid in request.eids:  # two samples with one id would be one sample in every statistic
+                other = task_of_run.setdefault(f"{eid.rid}/{eid.step}", task)
+                if other != task:
+                    raise ValueError(f"prompts: {other} and {task} both give run {eid.rid}, expected different ids")
             requests.append(request)
             position += len(request.eids)
-        _check_distinct_runs(requests)
         return requests
 
     def _run_all(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
@@ -446,15 +452,3 @@ def derive_seed(seed: int, part: object) -> int:
     """
     digest = hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _check_distinct_runs(requests: Sequence[Request]) -> None:
-    """No two samples of a call may be the same run: they would be one in every statistic."""
-    seen: dict[str, int] = {}
-    for i, request in enumerate(requests):
-        for eid in request.eids:
-            other = seen.setdefault(f"{eid.rid}/{eid.step}", i)
-            if other != i:
-                raise ValueError(
-                    f"prompts: {other} and {i} both give run {eid.rid}, expected an id of its own for each"
-                )

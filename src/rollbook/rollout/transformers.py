@@ -22,7 +22,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -87,11 +88,19 @@ class PromptPreparer:
         self.add_special_tokens = add_special_tokens
 
     def prepare(self, prompt: Prompt, sampling: Sampling | None = None) -> PreparedPrompt:
-        """One prompt's ids, media and text; a `ValueError` says what is wrong with it."""
-        options = sampling if sampling is not None else Sampling()
-        ready = _processed_media(prompt)
-        if ready is not None:
-            prepared = self._with_ready(prompt, ready)
+        """Tokenize a prompt and process its media.
+
+        Args:
+            prompt: The prompt.
+            sampling: Its `max_prompt_tokens` and `prompt_overflow` apply.
+
+        Raises:
+            ValueError: The prompt is empty or too long, its media and placeholders do not match, or it needs a
+                tokenizer, a chat template or a processor that is missing.
+        """
+        processed = _processed_media(prompt) if prompt.images or prompt.videos else None
+        if processed is not None:
+            prepared = self._with_processed(prompt, processed)
         elif prompt.messages is not None:
             messages, images, videos = _split_media(prompt)
             prepared = self._tokenized(self._templated(prompt, messages), images, videos, special=False)
@@ -100,9 +109,21 @@ class PromptPreparer:
         else:
             text = prompt.text or ""
             prepared = self._tokenized(text, list(prompt.images), list(prompt.videos), special=self.add_special_tokens)
-        if not prepared.ids:
+        length = len(prepared.ids)
+        if not length:
             raise ValueError("prompt: got no tokens, expected at least one")
-        return self._fitted(prepared, options)
+        most = None if sampling is None else sampling.max_prompt_tokens
+        if sampling is None or most is None or length <= most:
+            return prepared
+        if prepared.media is not None:
+            raise ValueError(
+                f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens); a prompt with media is not "
+                "truncated"
+            )
+        if sampling.prompt_overflow == "error":
+            raise ValueError(f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens)")
+        ids = prepared.ids[-most:] if sampling.prompt_overflow == "left" else prepared.ids[:most]
+        return PreparedPrompt(ids=ids, text=self._decoded(ids), truncated_from=length)
 
     # --- text ---------------------------------------------------------------------------------------------------------
 
@@ -125,20 +146,6 @@ class PromptPreparer:
         features = self._processed(text, images, videos, special)
         ids = tuple(features["input_ids"].reshape(-1).tolist())
         return PreparedPrompt(ids=ids, media=self._media(features, ids, len(images), len(videos)), text=text)
-
-    def _fitted(self, prepared: PreparedPrompt, sampling: Sampling) -> PreparedPrompt:
-        most, length = sampling.max_prompt_tokens, len(prepared.ids)
-        if most is None or length <= most:
-            return prepared
-        if prepared.media is not None:
-            raise ValueError(
-                f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens); one with media is not cut"
-            )
-        if sampling.prompt_overflow == "error":
-            raise ValueError(f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens)")
-        ids = prepared.ids[-most:] if sampling.prompt_overflow == "left" else prepared.ids[:most]
-        text = None if self.tokenizer is None else self.tokenizer.decode(list(ids), skip_special_tokens=False)
-        return PreparedPrompt(ids=ids, text=text, truncated_from=length)
 
     # --- media --------------------------------------------------------------------------------------------------------
 
@@ -197,10 +204,10 @@ class PromptPreparer:
             media[TYPES] = token_types(torch.tensor([list(ids)]), holder)
         return {name: SHARED.keep(value) for name, value in media.items()}
 
-    def _with_ready(self, prompt: Prompt, ready: Mapping[str, Any]) -> PreparedPrompt:
+    def _with_processed(self, prompt: Prompt, processed: Mapping[str, Any]) -> PreparedPrompt:
         if prompt.token_ids is None:
             raise ValueError("prompt.images: got processed media, expected them beside token_ids with placeholders")
-        tensors = {name: torch.as_tensor(value) for name, value in ready.items()}
+        tensors = {name: torch.as_tensor(value) for name, value in processed.items()}
         ids = tuple(prompt.token_ids)
         return PreparedPrompt(ids=ids, media=self._media(tensors, ids), text=self._decoded(ids))
 
@@ -397,38 +404,63 @@ class TransformersEngine(BaseEngine):
     def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
         run_id = self.run.id
         stops: dict[tuple[str, ...], StopTexts] = {}
-        for window in self._windows(requests):
-            rows: list[DecodingRow] = []
-            for request in window:
-                try:
-                    rows += self._rows(request, stops, run_id, ready=not cancel.requested)
-                except Exception as error:  # this prompt's own failure
-                    for k in range(len(request.eids)):
-                        yield request.position + k, request.failed(k, error, run_id)
-            waiting = deque(self._planned(rows))
-            while waiting:
-                yield from self._batch(waiting.popleft(), waiting, cancel)
+        rows: list[DecodingRow] = []
+        for i, request in enumerate(requests, start=1):
+            try:
+                rows += self._rows(request, stops, run_id, prepare=not cancel.requested)
+            except Exception as error:  # fails the samples of this prompt alone
+                for k in range(len(request.eids)):
+                    yield request.position + k, request.failed(k, error, run_id)
+            if i == len(requests) or len(rows) >= _WINDOW * self.max_batch_rows:
+                waiting, rows = deque(self._planned(rows)), []
+                while waiting:
+                    yield from self._decode_batch(waiting.popleft(), waiting, cancel)
 
-    def _batch(
+    def _planned(self, rows: list[DecodingRow]) -> Iterator[list[DecodingRow]]:
+        """Split rows into batches. Rows of a prompt stay together; of several batches the longest come first."""
+        longest = max(map(attrgetter("longest"), rows), default=0)
+        if len(rows) > self.max_batch_rows or len(rows) * longest > self.max_batch_tokens:
+            rows = sorted(rows, key=attrgetter("longest"), reverse=True)
+        batch: list[DecodingRow] = []
+        longest, shape = 0, None
+        for row in rows:
+            longest = max(longest, row.longest)
+            full = len(batch) == self.max_batch_rows or (len(batch) + 1) * longest > self.max_batch_tokens
+            row_shape = _media_shape(row.prepared.media) if row.prepared.media else None
+            if batch and (full or (None not in (shape, row_shape) and row_shape != shape)):
+                yield batch
+                batch, longest, shape = [], row.longest, None
+            batch.append(row)
+            shape = row_shape if shape is None else shape
+        if batch:
+            yield batch
+
+    def _decode_batch(
         self, rows: list[DecodingRow], waiting: deque[list[DecodingRow]], cancel: Cancel
     ) -> Iterator[tuple[int, Sample]]:
-        """Run one batch to its end; if it fails, its halves wait, and a single row is given up."""
-        batch = DecodingBatch(self.runner, rows, lambda: self.version)
+        """Decode a batch. If it fails, its halves are put back in the queue; a single row that fails is an error."""
+        batch = DecodingBatch(self.runner, rows)
         while batch.count:
             if cancel.requested:
-                for row in batch.unfinished:
+                for row in batch.unfinished():
                     yield row.place, self._sample(row, "abort")
                 return
+            finished: list[Finished] = []
             failure: Exception | None = None
             try:
-                finished = self._advance(batch, cancel)
+                # Until rows finish or it is another call's turn, nobody else uses the model.
+                with self._turns, scoring(self.model), _attention(batch):
+                    for _ in range(_TURN):
+                        finished = batch.step(self.version)
+                        if finished or cancel.requested:
+                            break
             except Exception as error:
                 failure = error.with_traceback(None)  # its frames hold the batch's memory
             if failure is None:
                 for row, reason, stop in finished:
                     yield row.place, self._sample(row, reason, stop)
                 continue
-            left = batch.unfinished
+            left = batch.unfinished()
             del batch
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -440,36 +472,16 @@ class TransformersEngine(BaseEngine):
                 waiting.extendleft((left[half:], left[:half]))
             return
 
-    def _advance(self, batch: DecodingBatch, cancel: Cancel) -> list[Finished]:
-        """Sample tokens until rows finish, or others should have a turn. Nobody else uses the model meanwhile."""
-        with self._turns, scoring(self.model), _attention(batch):
-            for _ in range(_TURN):
-                finished = batch.step()
-                if finished or cancel.requested:
-                    return finished
-        return []
-
     # --- its rows -----------------------------------------------------------------------------------------------------
 
-    def _windows(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        window: list[Request] = []
-        rows = 0
-        for request in requests:
-            window.append(request)
-            rows += len(request.eids)
-            if rows >= _WINDOW * self.max_batch_rows:
-                yield window
-                window, rows = [], 0
-        if window:
-            yield window
-
     def _rows(
-        self, request: Request, stops: dict[tuple[str, ...], StopTexts], run_id: str, ready: bool
+        self, request: Request, stops: dict[tuple[str, ...], StopTexts], run_id: str, prepare: bool
     ) -> list[DecodingRow]:
+        """Check the options of a request and return its rows."""
         sampling, before = request.sampling, request.started
-        if ready or before is not None:
+        if prepare or before is not None:
             prepared = self._prepared(request)
-        else:  # cancelled already: they come back as they are, to be made ready when they go on
+        else:  # cancelled: the samples are returned as they are, and prepared when they are continued
             prepared = PreparedPrompt(ids=tuple(request.prompt.token_ids or ()))
         kind: LogprobsKind | None = (
             "raw" if sampling.logprobs is not None and sampling.temperature < MIN_TEMPERATURE else sampling.logprobs
@@ -490,31 +502,41 @@ class TransformersEngine(BaseEngine):
         if sampling.stop:
             if self.tokenizer is None:
                 raise ValueError(f"stop: got {list(sampling.stop)}, expected none: there is no tokenizer")
-            texts = stops.setdefault(tuple(sampling.stop), StopTexts(sampling.stop, self._decode_all))
-        # What is left of the model's positions ends a response as `max_tokens` does.
+            decode = partial(self.tokenizer.decode, skip_special_tokens=False)
+            texts = stops.setdefault(tuple(sampling.stop), StopTexts(sampling.stop, decode))
+        # The end of the model's positions ends a response as `max_tokens` does.
         positions = self.runner.positions
         room = sys.maxsize if positions is None else positions - len(prepared.ids)
         if before is not None and len(before.response_ids) >= room:
             raise ValueError(f"sample {before.eid}: got one that fills the model's {positions} positions")
-        return [
-            DecodingRow(
+        limit = min(request.done + request.budget, room)
+        suppress = tuple(sorted({*sampling.suppress, *self.runner.suppressed}))
+        rows = []
+        for k in range(len(request.eids)):
+            row = DecodingRow(
                 request=request,
                 k=k,
+                place=request.position + k,
                 run_id=run_id,
                 prepared=prepared,
-                ids=list(before.response_ids) if before is not None else [],
-                logprobs=list(before.logprobs or ()) if before is not None else [],
-                versions=list(before.versions or ()) if before is not None else [],
+                ids=[],
+                logprobs=[],
+                versions=[],
                 kind=kind,
-                limit=min(request.done + request.budget, room),
-                room=room,
-                suppress=tuple(sorted({*sampling.suppress, *self.runner.suppressed})),
+                limit=limit,
+                pauses=limit < room and request.pauses,
+                longest=len(prepared.ids) + limit,
+                suppress=suppress,
                 ends=frozenset() if sampling.ignore_eos else self.ends,
                 stop_ids=frozenset(sampling.stop_token_ids),
                 texts=texts,
             )
-            for k in range(len(request.eids))
-        ]
+            if before is not None:
+                row.ids += before.response_ids
+                row.logprobs += before.logprobs or ()
+                row.versions += before.versions or ()
+            rows.append(row)
+        return rows
 
     def _prepared(self, request: Request) -> PreparedPrompt:
         """The prompt's tokens and media: of a sample that goes on exactly those that it has."""
@@ -526,14 +548,13 @@ class TransformersEngine(BaseEngine):
             prepared = self.preparer.prepare(prompt, sampling)
             if before is not None and has_ids and prepared.ids != tuple(before.prompt_ids):
                 raise ValueError(f"prompt: got {len(prepared.ids)} tokens that are not those of sample {before.eid}")
-        wrong = next((i for i, token in enumerate(prepared.ids) if token >= self.runner.vocabulary), None)
-        if wrong is not None:
-            raise ValueError(
-                f"prompt[{wrong}]: got token {prepared.ids[wrong]}, expected one below {self.runner.vocabulary}"
-            )
-        bare = sum(token in self._placeholders for token in prepared.ids) if not prepared.media else 0
-        if bare:
-            raise ValueError(f"prompt: got {bare} placeholders of media, and no media, expected both or neither")
+        vocabulary = self.runner.vocabulary
+        if max(prepared.ids) >= vocabulary:
+            i, token = next((i, token) for i, token in enumerate(prepared.ids) if token >= vocabulary)
+            raise ValueError(f"prompt[{i}]: got token {token}, expected one below {vocabulary}")
+        if not prepared.media and not self._placeholders.isdisjoint(prepared.ids):
+            bare = sum(token in self._placeholders for token in prepared.ids)
+            raise ValueError(f"prompt: got {bare} media placeholders and no media, expected both or neither")
         if self.runner.positions is not None and len(prepared.ids) >= self.runner.positions:
             raise ValueError(
                 f"prompt: got {len(prepared.ids)} tokens, expected fewer than {self.runner.positions}, the model's "
@@ -541,53 +562,27 @@ class TransformersEngine(BaseEngine):
             )
         return prepared
 
-    def _planned(self, rows: list[DecodingRow]) -> Iterator[list[DecodingRow]]:
-        """Rows in batches: those of a prompt together, the longest first where there are several batches."""
-        if len(rows) > self.max_batch_rows or len(rows) * max((row.longest for row in rows), default=0) > (
-            self.max_batch_tokens
-        ):
-            rows = sorted(rows, key=lambda row: row.longest, reverse=True)
-        batch: list[DecodingRow] = []
-        longest, shape = 0, None
-        for row in rows:
-            longest = max(longest, row.longest)
-            full = len(batch) == self.max_batch_rows or (len(batch) + 1) * longest > self.max_batch_tokens
-            if batch and (full or (None not in (shape, row.shape) and row.shape != shape)):
-                yield batch
-                batch, longest, shape = [], row.longest, None
-            batch.append(row)
-            shape = row.shape if shape is None else shape
-        if batch:
-            yield batch
-
     # --- its samples --------------------------------------------------------------------------------------------------
-
-    def _decode_all(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def _text(self, row: DecodingRow, stopped: bool, stop: str | int | None) -> str | None:
-        if self.tokenizer is None:
-            return None
-        text = self._decode(row.ids)
-        if not stopped or row.request.sampling.include_stop:
-            return text
-        if isinstance(stop, str):
-            cut = find_stop_start(stop, row.ids, self._decode)
-            return text if cut < 0 else text[:cut]  # a stop text of special tokens is not in it
-        return self._decode(row.ids[:-1])
 
     def _sample(self, row: DecodingRow, reason: FinishReason, stop: str | int | Exception | None = None) -> Sample:
         request, before, prepared = row.request, row.request.started, row.prepared
+        text = None
+        if self.tokenizer is not None:
+            decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+            text = decode(row.ids)
+            if reason == "stop" and not request.sampling.include_stop:
+                if isinstance(stop, str):
+                    cut = find_stop_start(stop, row.ids, decode)
+                    text = text if cut < 0 else text[:cut]  # a stop text of special tokens is not in it
+                else:
+                    text = decode(row.ids[:-1])
         fields: dict[str, Any] = {
             "prompt_ids": list(prepared.ids),
             "response_ids": row.ids,
             "logprobs": None if row.kind is None else row.logprobs,
             "logprobs_kind": row.kind,
             "versions": row.versions if len(row.versions) == len(row.ids) else None,
-            "text": self._text(row, reason == "stop", None if isinstance(stop, Exception) else stop),
+            "text": text,
             "prompt_text": prepared.text,
             "media": prepared.media,
             "sampling": {**request.options(row.k), "suppress": list(row.suppress)},
@@ -617,6 +612,11 @@ def _has_media(prompt: Prompt) -> bool:
     return bool(prompt.images or prompt.videos) or any(
         isinstance(part, dict) and part.get("type") in kinds for part in parts
     )
+
+
+def _media_shape(media: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return what prompts of one batch must have in common: a batch concatenates their media."""
+    return {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in media.items() if name not in BY_TOKEN}
 
 
 def _attention(batch: DecodingBatch) -> AbstractContextManager[None]:
