@@ -197,7 +197,7 @@ def test_a_failed_sample_that_had_begun_keeps_what_it_had():
 def test_what_cannot_go_on():
     engine = ScriptedEngine([[7, 8, 9]])
     done = engine.generate("a")[0]
-    with pytest.raises(ValueError, match="got one that is finished"):
+    with pytest.raises(ValueError, match="got a finished sample"):
         engine.generate([done])
     part = engine.generate("a", pause_after=2)[0]
     with pytest.raises(ValueError, match="max_tokens: got 2, expected more than the 2 it has"):
@@ -533,5 +533,5 @@ def test_an_engine_that_answers_twice_is_told() -> None:
         yield 0, sample_of(requests[0], 0)
         yield 0, sample_of(requests[0], 0)
 
-    with pytest.raises(ValueError, match="Odd: gave place 0, which is not owed"):
+    with pytest.raises(ValueError, match="Odd: unexpected or repeated place 0"):
         Odd(twice).generate(["a", "b"])

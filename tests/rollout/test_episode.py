@@ -589,7 +589,7 @@ def test_a_branch_that_is_changed_while_an_engine_works_on_it_says_so() -> None:
         episode = chat(tokenizer, "a", "b")
         await asyncio.gather(episode.aact(), episode.aact())
 
-    with pytest.raises(ValueError, match="changed while the engine was at work"):
+    with pytest.raises(ValueError, match="the branch was changed during the call"):
         asyncio.run(play())
 
 
@@ -942,7 +942,7 @@ def test_bad_input_is_refused() -> None:
         Episode(None, tokenizer, messages=[USER], sampling={"n": 2})
     with pytest.raises(ValueError, match="context_limit: got 0"):
         Episode(None, tokenizer, messages=[USER], context_limit=0)
-    with pytest.raises(ValueError, match="engine: got None"):
+    with pytest.raises(ValueError, match="engine: missing"):
         Episode(None, tokenizer, messages=[USER]).act()
     with pytest.raises(ValueError, match="option 'temprature' is not known"):
         chat(tokenizer, "a").act(temprature=1)

@@ -33,7 +33,7 @@ from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models.forward import forward, without_adapters
 from rollbook.rewards.recipes import as_reward
 from rollbook.rewards.types import RewardInput, RewardResult
-from rollbook.rollout.engine import BaseEngine
+from rollbook.rollout.engine import Engine
 from rollbook.rollout.environment import EnvironmentConfig, play_episodes
 from rollbook.train.algorithm import AlgorithmConfig
 
@@ -70,7 +70,7 @@ class Models:
 
 
 def generate(
-    engine: BaseEngine,
+    engine: Engine,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     environment: EnvironmentConfig | None = None,
