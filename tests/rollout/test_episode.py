@@ -947,7 +947,7 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="option 'temprature' is not known"):
         chat(tokenizer, "a").act(temprature=1)
     episode = chat(tokenizer, "a")
-    with pytest.raises(ValueError, match="observation: got 'text', expected a message"):
+    with pytest.raises(ValueError, match="observation: got 'text', expected messages"):
         episode.observe("text")
     with pytest.raises(ValueError, match=r"ids\[1\]: got -1"):
         episode.observe_tokens([1, -1])

@@ -511,5 +511,5 @@ def test_what_a_call_refuses() -> None:
     ):
         with pytest.raises(ValueError, match="reward: got"):
             Reply(**reply)
-    with pytest.raises(ValueError, match="observation: got None"):
+    with pytest.raises(ValueError, match="observation: missing"):
         Reply()

@@ -29,11 +29,11 @@ Message: TypeAlias = "Mapping[str, Any]"
 Ids: TypeAlias = "Sequence[int] | np.ndarray | torch.Tensor"
 PromptLike: TypeAlias = "str | Ids | Message | Sequence[Message] | Prompt | Sample"
 """A prompt as engines take it: text, token ids, messages, a `Prompt`, or an unfinished `Sample` to continue."""
-Prompts: TypeAlias = "PromptLike | Sequence[PromptLike]"
+PromptsLike: TypeAlias = "PromptLike | Sequence[PromptLike]"
 """A prompt or a list of prompts."""
 SamplingLike: TypeAlias = "Sampling | Mapping[str, Any] | None"
 """Sampling options; `None` for the defaults."""
-Samplings: TypeAlias = "SamplingLike | Sequence[SamplingLike]"
+SamplingsLike: TypeAlias = "SamplingLike | Sequence[SamplingLike]"
 """Sampling options of all prompts, or a list with those of each."""
 SamplingOption: TypeAlias = "bool | float | str | Sequence[str] | Sequence[int] | Mapping[str, Any] | None"
 """Value of a field of `Sampling`."""
@@ -181,8 +181,8 @@ class Engine(Protocol):
 
     def generate(
         self,
-        prompts: Prompts,
-        sampling: Samplings = None,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
         *,
         cancel: Cancel | None = None,
         pause_after: int | None = None,
@@ -196,8 +196,8 @@ class Engine(Protocol):
 
     async def agenerate(
         self,
-        prompts: Prompts,
-        sampling: Samplings = None,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
         *,
         cancel: Cancel | None = None,
         pause_after: int | None = None,
@@ -248,8 +248,8 @@ class BaseEngine(ABC):
 
     def generate(
         self,
-        prompts: Prompts,
-        sampling: Samplings = None,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
         *,
         cancel: Cancel | None = None,
         pause_after: int | None = None,
@@ -281,8 +281,8 @@ class BaseEngine(ABC):
 
     def stream(
         self,
-        prompts: Prompts,
-        sampling: Samplings = None,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
         *,
         cancel: Cancel | None = None,
         pause_after: int | None = None,
@@ -302,8 +302,8 @@ class BaseEngine(ABC):
 
     async def agenerate(
         self,
-        prompts: Prompts,
-        sampling: Samplings = None,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
         *,
         cancel: Cancel | None = None,
         pause_after: int | None = None,
@@ -318,8 +318,8 @@ class BaseEngine(ABC):
 
     async def astream(
         self,
-        prompts: Prompts,
-        sampling: Samplings = None,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
         *,
         cancel: Cancel | None = None,
         pause_after: int | None = None,
@@ -336,8 +336,8 @@ class BaseEngine(ABC):
 
     @staticmethod
     def requests(
-        prompts: Prompts,
-        sampling: Samplings = None,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
         pause_after: int | None = None,
         batch: int | str | None = None,
         **options: SamplingOption,
@@ -439,7 +439,7 @@ class BaseEngine(ABC):
                 cancel.request()
 
 
-def _as_list(prompts: Prompts) -> list[Any]:
+def _as_list(prompts: PromptsLike) -> list[Any]:
     """Return a list of prompts; a single prompt becomes a list of one."""
     if isinstance(prompts, (str, Prompt, Sample)) or hasattr(prompts, "tolist"):
         return [prompts]
