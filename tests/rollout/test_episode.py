@@ -287,14 +287,14 @@ def test_a_message_that_a_template_moves_needs_a_fork() -> None:
     keeping = chat(tokenizer, "a", "b")
     keeping.act()
     before = keeping.to_dict()
-    with pytest.raises(ValueError, match="nowhere after the model's turn.*on_fork='fork'"):
+    with pytest.raises(ValueError, match="does not render .* after the model's turn.*on_fork='fork'"):
         keeping.observe(brief)
     assert keeping.to_dict() == before
     episode = chat(tokenizer, "a", "b", on_fork="fork")
     episode.act()
     episode.observe(brief)
     (record,) = episode.experiences()  # no turn came after it
-    assert "nowhere" in record.info["not_rendered"] and record.messages[-1] == brief
+    assert "does not render" in record.info["not_rendered"] and record.messages[-1] == brief
     episode.act()
     first, second = episode.experiences()
     assert text(tokenizer, second.tokens).startswith("<|system|>be brief<|end|><|user|>")

@@ -27,7 +27,7 @@ from rollbook.models.logprobs import from_logits
 from rollbook.rollout.engine import Request
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache
+    from transformers import DynamicCache, PreTrainedModel
 
     from rollbook.rollout.transformers import PreparedPrompt
 
@@ -609,10 +609,12 @@ class ModelRunner:
     (9, 16, ())
     """
 
-    def __init__(self, model: Any, device: torch.device | str | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device | str | None = None) -> None:
         self.model = model
-        self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.config = model.config
+        unwrap: Callable[[], Any] = getattr(model, "get_base_model", lambda: model)
+        self.base = unwrap()
+        """The model without the PEFT wrapper."""
+        self.config: Any = model.config
         self.stats = DecodingStats()
         self._device = torch.device(device) if device is not None else None
         parameters = inspect.signature(self.base.forward).parameters

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +33,7 @@ from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, placeholders, token_typ
 from rollbook.core.checks import check_int
 from rollbook.core.media import SHARED, load_image, source_key
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, RunInfo, Sample, Sampling
-from rollbook.core.vocabulary import template_fingerprint, tokenizer_fingerprint
+from rollbook.core.vocabulary import Tokenizer, template_fingerprint, tokenizer_fingerprint
 from rollbook.models.actor import Actor
 from rollbook.models.head import scoring
 from rollbook.rollout.decoding import (
@@ -48,15 +48,21 @@ from rollbook.rollout.decoding import (
 )
 from rollbook.rollout.engine import BaseEngine, Cancel, Request
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 _TOKENS = ("input_ids", "attention_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedPrompt:
-    """A prompt as a model takes it.
+    """A tokenized prompt.
 
-    `ids`: with placeholders expanded. `media`: the processor's tensors under the model's names, `None` without any.
-    `text`: what was tokenized. `truncated_from`: how many ids there were, if some were cut.
+    Args:
+        ids: Token ids, with expanded placeholders.
+        media: Tensors of the processor under the model's names; `None` without media.
+        text: The text that was tokenized.
+        truncated_from: Number of ids before truncation, if the prompt was truncated.
 
     >>> PreparedPrompt(ids=(5, 6)).media is None
     True
@@ -69,21 +75,30 @@ class PreparedPrompt:
 
 
 class PromptPreparer:
-    """Makes prompts ready with a tokenizer, or a processor that has one; `config` is the model's, if it is known.
+    """Tokenizes prompts and processes their media.
 
-    `add_special_tokens` is for plain text; the text of a chat has its special tokens from the template.
+    Args:
+        tokenizer: Tokenizer, or a processor.
+        processor: Processor of images and videos; it has the tokenizer too.
+        config: Configuration of the model, if known.
+        add_special_tokens: Whether to add special tokens to plain text. The text of a chat has those of the template.
 
     >>> PromptPreparer().prepare(Prompt(token_ids=[5, 6, 7]), Sampling(max_prompt_tokens=2, prompt_overflow="left"))
     PreparedPrompt(ids=(6, 7), media=None, text=None, truncated_from=3)
     """
 
     def __init__(
-        self, tokenizer: Any = None, processor: Any = None, config: Any = None, *, add_special_tokens: bool = False
+        self,
+        tokenizer: Tokenizer | None = None,
+        processor: Tokenizer | None = None,
+        config: PretrainedConfig | None = None,
+        *,
+        add_special_tokens: bool = False,
     ) -> None:
         if processor is None and hasattr(tokenizer, "tokenizer"):
             tokenizer, processor = None, tokenizer
-        self.processor = processor
-        self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
+        self.processor: Any = processor
+        self.tokenizer: Any = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
         self.config = config
         self.add_special_tokens = add_special_tokens
 
@@ -150,7 +165,7 @@ class PromptPreparer:
     # --- media --------------------------------------------------------------------------------------------------------
 
     def _processed(self, text: str, images: list[Any], videos: list[Any], special: bool) -> Any:
-        """What the processor makes of text and media; the text has a placeholder for each of them."""
+        """Run the processor on text and media; the text has a placeholder for each medium."""
         if self.processor is None:
             raise ValueError(f"prompt: got {len(images)} images and {len(videos)} videos, expected none: no processor")
         if videos and getattr(self.processor, "video_processor", None) is None:
@@ -200,19 +215,19 @@ class PromptPreparer:
             and any(grid in media for grid in GRIDS)
             and ("image" in token_ids or "video" in token_ids)
         ):
-            # Models whose positions go by these types ask for them, in training too.
+            # Models with spatial positions need these types, also in training.
             media[TYPES] = token_types(torch.tensor([list(ids)]), holder)
         return {name: SHARED.keep(value) for name, value in media.items()}
 
     def _with_processed(self, prompt: Prompt, processed: Mapping[str, Any]) -> PreparedPrompt:
         if prompt.token_ids is None:
-            raise ValueError("prompt.images: got processed media, expected them beside token_ids with placeholders")
+            raise ValueError("prompt.images: got processed media without token_ids, which must have their placeholders")
         tensors = {name: torch.as_tensor(value) for name, value in processed.items()}
         ids = tuple(prompt.token_ids)
         return PreparedPrompt(ids=ids, media=self._media(tensors, ids), text=self._decoded(ids))
 
     def _with_ids(self, prompt: Prompt) -> PreparedPrompt:
-        """Token ids that hold the expanded placeholders of the images beside them."""
+        """Prepare token ids, which have the expanded placeholders of the images."""
         ids = tuple(prompt.token_ids or ())
         if not prompt.images and not prompt.videos:
             return PreparedPrompt(ids=ids, text=self._decoded(ids))
@@ -226,9 +241,9 @@ class PromptPreparer:
             if alone.count(token) != ids.count(token):
                 raise ValueError(
                     f"prompt.token_ids: got {ids.count(token)} placeholders ({token}), expected {alone.count(token)}, "
-                    "as many as its media give"
+                    "as many as its media have"
                 )
-        # By-token entries are of the placeholders alone, without the text.
+        # Entries per token are those of the placeholders, without the text.
         features = {name: value for name, value in features.items() if name not in BY_TOKEN}
         return PreparedPrompt(ids=ids, media=self._media(features, ids), text=self._decoded(ids))
 
@@ -237,7 +252,7 @@ class PromptPreparer:
 
 
 def _processed_media(prompt: Prompt) -> Mapping[str, Any] | None:
-    """Media that are processed already, of images and of videos, or `None`."""
+    """Return media that are processed already, or `None`."""
     ready = [
         entry
         for entry in (*prompt.images, *prompt.videos)
@@ -246,12 +261,12 @@ def _processed_media(prompt: Prompt) -> Mapping[str, Any] | None:
     if not ready:
         return None
     if len(ready) != len(prompt.images) + len(prompt.videos):
-        raise ValueError("prompt.images: got processed media among others, expected only such, or none")
+        raise ValueError("prompt.images: got processed and unprocessed media, expected one kind")
     return {name: value for entry in ready for name, value in entry.items()}
 
 
 def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
-    """A chat's messages with bare image and video parts, and the images and videos of these parts in their order."""
+    """Move images and videos out of the messages; return the messages, the images and the videos in order."""
     beside = {"image": iter(prompt.images), "video": iter(prompt.videos)}
     inside: dict[str, list[Any]] = {"image": [], "video": []}
     bare = {"image": 0, "video": 0}
@@ -284,17 +299,17 @@ def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[
         left = list(rest)
         if left and inside[medium]:
             raise ValueError(
-                f"prompt.{medium}s: got {bare[medium] + len(left)}, expected {bare[medium]}, one for each part of the "
-                f"messages without {medium} of its own"
+                f"prompt.{medium}s: got {bare[medium] + len(left)}, expected {bare[medium]}, one for each empty "
+                f"{medium} part of the messages"
             )
-        inside[medium] += left  # their places are marked in the messages' text
+        inside[medium] += left  # the text of the messages has their placeholders
     return messages, inside["image"], inside["video"]
 
 
 _TURN = 32
-"""After so many tokens a call lets others have the model."""
+"""Number of tokens after which another call can use the model."""
 _WINDOW = 4
-"""So many batches' prompts are made ready, and sorted by length, before the first of them is run."""
+"""Number of batches whose prompts are prepared and sorted by length before the first is run."""
 
 
 _actor_engines: WeakKeyDictionary[Actor, TransformersEngine] = WeakKeyDictionary()
@@ -318,6 +333,9 @@ class TransformersEngine(BaseEngine):
         device: Device of the inputs; by default that of the model's input embeddings.
         add_special_tokens: Whether the tokenizer adds special tokens to a prompt of plain text.
 
+    Raises:
+        ValueError: The model is an encoder-decoder, keeps its state outside a key-value cache, or is no model.
+
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...     num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=32)
@@ -327,7 +345,7 @@ class TransformersEngine(BaseEngine):
     ([4, 4, 4, 4], [3, 3, 3, 3], 'length')
     """
 
-    def __new__(cls, model: Any, *arguments: Any, **options: Any) -> Self:
+    def __new__(cls, model: Actor | torch.nn.Module, *arguments: Any, **options: Any) -> Self:
         if not isinstance(model, Actor) or arguments or options:
             return super().__new__(cls)
         engine = _actor_engines.get(model)
@@ -337,9 +355,9 @@ class TransformersEngine(BaseEngine):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any = None,
-        processor: Any = None,
+        model: Actor | torch.nn.Module,
+        tokenizer: Tokenizer | None = None,
+        processor: Tokenizer | None = None,
         *,
         max_batch_rows: int = 256,
         max_batch_tokens: int = 262_144,
@@ -348,7 +366,7 @@ class TransformersEngine(BaseEngine):
         add_special_tokens: bool = False,
     ) -> None:
         if hasattr(self, "runner"):
-            return  # the engine that an actor has already
+            return  # the cached engine of an actor
         suppress: tuple[int, ...] = ()
         if isinstance(model, Actor):
             suppress = tuple(model.suppress)
@@ -357,7 +375,7 @@ class TransformersEngine(BaseEngine):
         self.model = _unwrap_model(model)
         self.config = self.model.config
         if getattr(self.config, "is_encoder_decoder", False):
-            raise ValueError(f"model: got {type(self.model).__name__}, expected one that decodes without an encoder")
+            raise ValueError(f"model: got {type(self.model).__name__}, expected a decoder-only model")
         self.max_batch_rows = check_int("max_batch_rows", max_batch_rows, 1)
         self.max_batch_tokens = check_int("max_batch_tokens", max_batch_tokens, 1)
         self.version = check_int("version", version)
@@ -369,17 +387,17 @@ class TransformersEngine(BaseEngine):
         # Tokens that have no probability in training are not sampled; prompts may contain them.
         self.runner.suppressed = tuple(sorted({*self.runner.suppressed, *suppress}))
         self.ends = _end_ids(self.runner.base, self.tokenizer)
-        """The ids that end a response."""
+        """Token ids that end a response."""
         self._turns = threading.Lock()
 
     @property
     def stats(self) -> DecodingStats:
-        """What it has done so far, in numbers."""
+        """Counts of the work so far."""
         return self.runner.stats
 
     @property
     def run(self) -> RunInfo:
-        """What all samples have in common, as of now: adapters and templates can be changed."""
+        """Description of the model and tokenizer, with the current adapters and template."""
         import transformers
 
         named = str(getattr(self.config, "_name_or_path", "") or "")
@@ -397,7 +415,7 @@ class TransformersEngine(BaseEngine):
 
     @cached_property
     def _tokenizer_fingerprint(self) -> str | None:
-        return tokenizer_fingerprint(self.tokenizer)  # of a large vocabulary it takes a while
+        return tokenizer_fingerprint(self.tokenizer)  # slow for a large vocabulary
 
     # --- a call -------------------------------------------------------------------------------------------------------
 
@@ -472,7 +490,7 @@ class TransformersEngine(BaseEngine):
                 waiting.extendleft((left[half:], left[:half]))
             return
 
-    # --- its rows -----------------------------------------------------------------------------------------------------
+    # --- rows ---------------------------------------------------------------------------------------------------------
 
     def _rows(
         self, request: Request, stops: dict[tuple[str, ...], StopTexts], run_id: str, prepare: bool
@@ -508,7 +526,7 @@ class TransformersEngine(BaseEngine):
         positions = self.runner.positions
         room = sys.maxsize if positions is None else positions - len(prepared.ids)
         if before is not None and len(before.response_ids) >= room:
-            raise ValueError(f"sample {before.eid}: got one that fills the model's {positions} positions")
+            raise ValueError(f"sample {before.eid}: fills the {positions} positions of the model")
         limit = min(request.done + request.budget, room)
         suppress = tuple(sorted({*sampling.suppress, *self.runner.suppressed}))
         rows = []
@@ -539,7 +557,7 @@ class TransformersEngine(BaseEngine):
         return rows
 
     def _prepared(self, request: Request) -> PreparedPrompt:
-        """The prompt's tokens and media: of a sample that goes on exactly those that it has."""
+        """Prepare the prompt of a request; a continued sample keeps its tokens and media."""
         prompt, sampling, before = request.prompt, request.sampling, request.started
         has_ids = before is not None and before.prompt_ids
         if before is not None and has_ids and (before.media is not None or not _has_media(prompt)):
@@ -547,7 +565,7 @@ class TransformersEngine(BaseEngine):
         else:
             prepared = self.preparer.prepare(prompt, sampling)
             if before is not None and has_ids and prepared.ids != tuple(before.prompt_ids):
-                raise ValueError(f"prompt: got {len(prepared.ids)} tokens that are not those of sample {before.eid}")
+                raise ValueError(f"prompt: got {len(prepared.ids)} tokens, other than those of sample {before.eid}")
         vocabulary = self.runner.vocabulary
         if max(prepared.ids) >= vocabulary:
             i, token = next((i, token) for i, token in enumerate(prepared.ids) if token >= vocabulary)
@@ -562,7 +580,7 @@ class TransformersEngine(BaseEngine):
             )
         return prepared
 
-    # --- its samples --------------------------------------------------------------------------------------------------
+    # --- samples ------------------------------------------------------------------------------------------------------
 
     def _sample(self, row: DecodingRow, reason: FinishReason, stop: str | int | Exception | None = None) -> Sample:
         request, before, prepared = row.request, row.request.started, row.prepared
@@ -605,7 +623,7 @@ class TransformersEngine(BaseEngine):
 
 
 def _has_media(prompt: Prompt) -> bool:
-    """Whether a prompt has images or videos, in the parts of its messages too."""
+    """Return whether a prompt has images or videos, also in its messages."""
     contents = [message.get("content") for message in prompt.messages or ()]
     parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
     kinds = ("image", "image_url", "video")
@@ -620,8 +638,11 @@ def _media_shape(media: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _attention(batch: DecodingBatch) -> AbstractContextManager[None]:
-    """Attention for sequences that grow by a token. cuDNN plans its kernels for each length, which takes longer than
-    the model's forward pass: not without a mask, where flash attention does as well; with one, lengths are rounded."""
+    """Return a context for attention over sequences that grow by a token.
+
+    cuDNN plans its kernels for each length, which takes longer than the forward pass. It is disabled without a mask,
+    where flash attention is as fast; with a mask, lengths are rounded (`ModelRunner.stride`).
+    """
     if batch.padded or batch.runner.device.type != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -632,15 +653,15 @@ def _attention(batch: DecodingBatch) -> AbstractContextManager[None]:
     return context
 
 
-def _unwrap_model(source: Any) -> Any:
-    """The transformers model itself, or the one inside: of an object with `.model`, compiled, or run in parallel."""
+def _unwrap_model(source: Actor | torch.nn.Module) -> Any:
+    """Return the transformers model of an object with `.model`, a compiled or a distributed module."""
     from transformers import PreTrainedModel
 
-    model = source
-    for name in ("_orig_mod", "module"):  # of torch.compile, of DistributedDataParallel
+    model: Any = source
+    for name in ("_orig_mod", "module"):  # torch.compile, DistributedDataParallel
         if isinstance(model, torch.nn.Module) and isinstance(inner := model._modules.get(name), torch.nn.Module):
             model = inner
-    # A transformers model and a PEFT one have a `.model` as well: their trunk.
+    # The `.model` of a transformers or PEFT model is its trunk.
     while not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config") and hasattr(model, "model"):
         model = model.model
     if not isinstance(model, torch.nn.Module) or not (hasattr(model, "config") and hasattr(model, "generate")):
@@ -650,8 +671,8 @@ def _unwrap_model(source: Any) -> Any:
     return model
 
 
-def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every id that ends a response, by the model's generation config, its configs and the tokenizer."""
+def _end_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return all ids that end a response: of the generation config, the model's configs and the tokenizer."""
     end_ids: set[int] = set()
     text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else None
     for holder in (getattr(model, "generation_config", None), model.config, text, tokenizer):
