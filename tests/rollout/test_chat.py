@@ -86,7 +86,7 @@ def test_what_a_template_refuses_is_said() -> None:
     with pytest.raises(ValueError, match=r"cannot render \['tool'\].*a tool answers a call.*observe_tokens"):
         renderer.after([USER], turn("no call"), [END], True, [RESULT])
     silent = Renderer(with_template(templates.HOISTING))
-    with pytest.raises(ValueError, match=r"puts \['system'\] nowhere after the model's turn"):
+    with pytest.raises(ValueError, match=r"does not render \['system'\] after the model's turn"):
         silent.after([USER], turn("x"), [END], True, [{"role": "system", "content": "be brief"}])
     with pytest.raises(ValueError, match="without a chat template"):
         Renderer(with_template(""))

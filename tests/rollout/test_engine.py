@@ -197,7 +197,7 @@ def test_a_failed_sample_that_had_begun_keeps_what_it_had():
 def test_what_cannot_go_on():
     engine = ScriptedEngine([[7, 8, 9]])
     done = engine.generate("a")[0]
-    with pytest.raises(ValueError, match="got one that is finished"):
+    with pytest.raises(ValueError, match="got a finished sample"):
         engine.generate([done])
     part = engine.generate("a", pause_after=2)[0]
     with pytest.raises(ValueError, match="max_tokens: got 2, expected more than the 2 it has"):
@@ -276,7 +276,7 @@ def test_scripts_answer_by_text_task_ids_function_and_turn():
     (one,) = by_text.generate("b")
     assert one.response_ids == [5, 6] and one.logprobs == [-0.5, -0.25]
     assert by_text.generate([[7, 8]])[0].response_ids == [9]
-    assert "script: has no answer to 'c'" in by_text.generate("c")[0].error
+    assert "script: no response to 'c'" in by_text.generate("c")[0].error
     by_task = ScriptedEngine({EID(batch=0, task="t").tid: [[4]]})
     assert by_task.generate(Prompt(messages=CHAT, eid=EID(batch=0, task="t")))[0].response_ids == [4]
     turns = ScriptedEngine([[1], "no tokenizer", Line(error="broken"), RuntimeError("raised")])
@@ -498,12 +498,12 @@ def test_only_single_turns_are_played_again() -> None:
     turn = Experience(eid={"batch": 0, "task": 1}, tokens=[1, 2, 3], prompt_length=1, logprobs=[-1, -2], group_size=4)
     again = ScriptedEngine.replaying([turn]).generate(Prompt(token_ids=[1], eid=EID(0, 1)))[0]
     assert again.group_size == 4 and again.to_experience().experience_type == "single_turn"
-    with pytest.raises(ValueError, match="script: got records, expected answers; ScriptedEngine.replaying"):
+    with pytest.raises(ValueError, match="script: got records, expected responses; ScriptedEngine.replaying"):
         ScriptedEngine([turn])
     known = ScriptedEngine.replaying([turn.replace(prompt_text="a")])
     assert known.generate(Prompt(text="a", eid=EID(0, 1)))[0].error is None
     assert "expected 'a', as 0/1 had" in (known.generate(Prompt(text="b", eid=EID(0, 1)))[0].error or "")
-    with pytest.raises(ValueError, match="got tokens that the model did not sample, expected a single turn"):
+    with pytest.raises(ValueError, match="got a multi-turn record"):
         ScriptedEngine.replaying([turn.replace(action_mask=[True, False], experience_type="multi_turn")])
     with pytest.raises(ValueError, match="got several of run 0/1/0, expected one"):
         ScriptedEngine.replaying([turn, turn.replace(eid=EID(0, 1, 0, step=1))])
@@ -533,5 +533,5 @@ def test_an_engine_that_answers_twice_is_told() -> None:
         yield 0, sample_of(requests[0], 0)
         yield 0, sample_of(requests[0], 0)
 
-    with pytest.raises(ValueError, match="Odd: gave place 0, which is not owed"):
+    with pytest.raises(ValueError, match="Odd: unexpected or repeated place 0"):
         Odd(twice).generate(["a", "b"])

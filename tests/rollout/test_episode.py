@@ -287,14 +287,14 @@ def test_a_message_that_a_template_moves_needs_a_fork() -> None:
     keeping = chat(tokenizer, "a", "b")
     keeping.act()
     before = keeping.to_dict()
-    with pytest.raises(ValueError, match="nowhere after the model's turn.*on_fork='fork'"):
+    with pytest.raises(ValueError, match="does not render .* after the model's turn.*on_fork='fork'"):
         keeping.observe(brief)
     assert keeping.to_dict() == before
     episode = chat(tokenizer, "a", "b", on_fork="fork")
     episode.act()
     episode.observe(brief)
     (record,) = episode.experiences()  # no turn came after it
-    assert "nowhere" in record.info["not_rendered"] and record.messages[-1] == brief
+    assert "does not render" in record.info["not_rendered"] and record.messages[-1] == brief
     episode.act()
     first, second = episode.experiences()
     assert text(tokenizer, second.tokens).startswith("<|system|>be brief<|end|><|user|>")
@@ -589,7 +589,7 @@ def test_a_branch_that_is_changed_while_an_engine_works_on_it_says_so() -> None:
         episode = chat(tokenizer, "a", "b")
         await asyncio.gather(episode.aact(), episode.aact())
 
-    with pytest.raises(ValueError, match="changed while the engine was at work"):
+    with pytest.raises(ValueError, match="the branch was changed during the call"):
         asyncio.run(play())
 
 
@@ -942,12 +942,12 @@ def test_bad_input_is_refused() -> None:
         Episode(None, tokenizer, messages=[USER], sampling={"n": 2})
     with pytest.raises(ValueError, match="context_limit: got 0"):
         Episode(None, tokenizer, messages=[USER], context_limit=0)
-    with pytest.raises(ValueError, match="engine: got None"):
+    with pytest.raises(ValueError, match="engine: missing"):
         Episode(None, tokenizer, messages=[USER]).act()
     with pytest.raises(ValueError, match="option 'temprature' is not known"):
         chat(tokenizer, "a").act(temprature=1)
     episode = chat(tokenizer, "a")
-    with pytest.raises(ValueError, match="observation: got 'text', expected a message"):
+    with pytest.raises(ValueError, match="observation: got 'text', expected messages"):
         episode.observe("text")
     with pytest.raises(ValueError, match=r"ids\[1\]: got -1"):
         episode.observe_tokens([1, -1])

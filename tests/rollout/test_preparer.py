@@ -194,11 +194,11 @@ def test_a_chat_with_images_inside_and_beside(preparer: PromptPreparer) -> None:
         (Prompt(messages=[{"role": "user", "content": [{"type": "image"}]}]), "prompt.images: got 0, expected one"),
         (
             Prompt(messages=[{"role": "user", "content": [{"type": "image"}]}], images=[picture()] * 2),
-            "prompt.images: got 2, expected 1, one for each part",
+            "prompt.images: got 2, expected 1, one for each empty image part",
         ),
-        (Prompt(text="a<image>", images={"pixel_values": torch.zeros(1)}), "got processed media, expected them beside"),
+        (Prompt(text="a<image>", images={"pixel_values": torch.zeros(1)}), "got processed media without token_ids"),
         (Prompt(token_ids=[5, 8, 8], images=[picture()]), r"got 2 placeholders \(8\), expected 4"),
-        (Prompt(token_ids=[8], images=[picture(), {"pixel_values": 1}]), "got processed media among others"),
+        (Prompt(token_ids=[8], images=[picture(), {"pixel_values": 1}]), "got processed and unprocessed media"),
     ],
 )
 def test_images_and_their_places_must_agree(preparer: PromptPreparer, prompt: Prompt, message: str) -> None:
@@ -208,7 +208,7 @@ def test_images_and_their_places_must_agree(preparer: PromptPreparer, prompt: Pr
 
 def test_a_prompt_with_images_is_never_cut(preparer: PromptPreparer) -> None:
     how = Sampling(max_prompt_tokens=3, prompt_overflow="left")
-    with pytest.raises(ValueError, match="got 5 tokens, expected at most 3 .* one with media is not cut"):
+    with pytest.raises(ValueError, match="got 5 tokens, expected at most 3 .* a prompt with media is not truncated"):
         preparer.prepare(Prompt(text="a<image>", images=[picture()]), how)
 
 

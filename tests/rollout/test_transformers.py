@@ -574,10 +574,10 @@ def test_models_with_a_memory_of_another_kind_are_refused() -> None:
             vocab_size=32, hidden_size=8, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, lru_width=8
         )
     )
-    with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM, which keeps what it has read in itself"):
+    with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM, which keeps its state in itself"):
         TransformersEngine(griffin)
     mamba = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, state_size=4))
-    with pytest.raises(ValueError, match="MambaForCausalLM, which keeps what it has read in cache_params, expected"):
+    with pytest.raises(ValueError, match="MambaForCausalLM, which keeps its state in cache_params, expected"):
         TransformersEngine(mamba)
 
 
@@ -612,7 +612,7 @@ def test_placeholders_without_media_are_an_error() -> None:
     model, processor = tiny.llava()
     sampler = TransformersEngine(model, processor=processor)
     bare, fine = sampler.generate(["<image>hi", "hi"], max_tokens=2)
-    assert bare.error == "ValueError: prompt: got 1 placeholders of media, and no media, expected both or neither"
+    assert bare.error == "ValueError: prompt: got 1 media placeholders and no media, expected both or neither"
     assert fine.error is None
 
 

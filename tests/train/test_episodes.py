@@ -331,7 +331,7 @@ def test_a_prompt_that_fills_the_context_is_an_episode_without_turns(actor: Acto
 @pytest.mark.parametrize(("on_truncation", "turns"), [("end", 1), ("respond", 3)])
 def test_a_turn_that_is_cut_ends_the_episode_or_counts(on_truncation: Any, turns: int) -> None:
     made = scripted([Line(text="abc", finish_reason="length")], on_truncation=on_truncation)
-    with pytest.warns(UserWarning, match=r"all \d+ first turns were cut off at max_tokens=\d+; raise sampling"):
+    with pytest.warns(UserWarning, match=r"all \d+ first turns were truncated at max_tokens=\d+; raise sampling"):
         rows = made.make_records(["q"])
     for row in rows:
         assert row.metrics["turns"] == turns
@@ -502,7 +502,7 @@ def test_what_a_call_refuses() -> None:
     made = scripted([f"t{END}"])
     with pytest.raises(ValueError, match="max_prompt_tokens: .*context_limit"):
         made.make_records(["a"], max_prompt_tokens=4)
-    with pytest.raises(ValueError, match="tokenizer: got None"):
+    with pytest.raises(ValueError, match="tokenizer: missing"):
         Player(Game, engine=ScriptedEngine([[1]])).make_records(["a"])
     for reply in (
         {"reward": math.nan, "done": True},
@@ -511,5 +511,5 @@ def test_what_a_call_refuses() -> None:
     ):
         with pytest.raises(ValueError, match="reward: got"):
             Reply(**reply)
-    with pytest.raises(ValueError, match="observation: got None"):
+    with pytest.raises(ValueError, match="observation: missing"):
         Reply()

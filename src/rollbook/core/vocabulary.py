@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,21 @@ _CLEANED = (
     *((" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
 )
 """What a WordPiece decoder that cleans up writes for each."""
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer. Those of transformers have it, and so do its processors.
+
+    Some uses need more: chat messages an `apply_chat_template`, stop conditions an `eos_token_id`.
+    """
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
+        """Tokenize a text; the ids are under `input_ids`."""
+        ...
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+        ...
 
 
 class Vocabulary:

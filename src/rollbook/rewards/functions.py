@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
@@ -115,19 +116,25 @@ def timeout_outcome(limit: float, more: str = "") -> CallOutcome:
 
 
 def run_in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: float | None) -> list[CallOutcome]:
-    """Make calls in at most `workers` threads. The limit counts from when a call begins, not from when it queues.
+    """Make calls in at most `workers` threads.
 
-    A thread cannot be stopped: one that runs over is left alone, its late answer dropped, and another takes its place.
+    A thread cannot be stopped. One that exceeds the limit is left behind: its late result is dropped, and another one
+    takes its place.
+
+    Args:
+        calls: The calls.
+        workers: Largest number of threads.
+        limit: Seconds per call, from its start.
 
     >>> [outcome.value for outcome in run_in_threads([lambda: 1, lambda: 2], workers=2, limit=5.0)]
     [1, 2]
     """
     outcomes: dict[int, CallOutcome] = {}
     todo = deque(range(len(calls)))
-    running: dict[object, tuple[int, float]] = {}
+    running: dict[object, tuple[int, float]] = {}  # the one that started first is first
     changed = threading.Condition()
 
-    def lane() -> None:
+    def work() -> None:
         token = object()
         while True:
             with changed:
@@ -135,40 +142,38 @@ def run_in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: floa
                     return
                 place = todo.popleft()
                 running[token] = (place, time.monotonic())
-                changed.notify()  # whoever waits has a deadline to learn of
+                changed.notify()  # there is a new deadline
             outcome = call_safely(calls[place])
             with changed:
                 if running.pop(token, None) is None:
-                    return  # given up, and replaced
+                    return  # timed out and replaced
                 outcomes[place] = outcome
-                if outcome.fatal is not None:  # it would be the outcome of all that is to come, too
+                if outcome.fatal is not None:  # all later calls would fail in the same way
                     outcomes.update(dict.fromkeys(todo, outcome))
                     todo.clear()
                 changed.notify()
 
-    def open_lane() -> None:
-        threading.Thread(target=lane, name="rollbook-reward", daemon=True).start()
-
     with changed:
         try:
-            for _ in range(min(workers, len(calls))):
-                open_lane()
+            new_threads = min(workers, len(calls))
             while len(outcomes) < len(calls):
-                wait = None
+                for _ in range(new_threads):
+                    threading.Thread(target=work, name="rollbook-reward", daemon=True).start()
+                new_threads, wait = 0, None
                 if limit is not None and running:
-                    wait = max(min(start for _, start in running.values()) + limit - time.monotonic(), 0.0)
+                    _, started = next(iter(running.values()))
+                    wait = max(started + limit - time.monotonic(), 0.0)
                 changed.wait(wait)
                 now = time.monotonic()
-                for token, (place, start) in list(running.items()):
-                    if limit is not None and now - start >= limit:
+                for token, (place, started) in list(running.items()):
+                    if limit is not None and now - started >= limit:
                         del running[token]
                         outcomes[place] = timeout_outcome(
                             limit, "; its thread runs on, which only pool='process' can stop"
                         )
-                        if todo:
-                            open_lane()
+                        new_threads += bool(todo)
         finally:
-            todo.clear()  # an interrupt ends the lanes after the calls they are at
+            todo.clear()  # after an interrupt the threads end with their current calls
     return [outcomes[place] for place in range(len(calls))]
 
 
@@ -727,7 +732,9 @@ class FunctionReward(Reward):
             raise ValueError(f"function: got {type(function).__name__}, expected a function")
         inner = function.load() if isinstance(function, FileFunction) else function
         self.name = name or name_of(inner)
-        self._asked, self._everything, self.batched = match_parameters(inner, self.name, batched)
+        self._fields, everything, self.batched = match_parameters(inner, self.name, batched)
+        if everything:
+            self._fields = {**(_MANY if self.batched else dict(zip(FIELDS, FIELDS, strict=True))), **self._fields}
         if batch_size is not None and not self.batched:
             raise ValueError(f"batch_size: got {batch_size!r}, expected None: {self.name} takes one sample at a time")
         self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
@@ -761,7 +768,7 @@ class FunctionReward(Reward):
             return self._scores(inputs, chunks, run_in_threads(calls, self.workers, limit))
         sent = [functools.partial(processes.call, (len(c), g), limit) for c, g in chunks]
         # The threads only wait for the processes, which keep the limit.
-        waited = _raise_fatal(self.name, run_in_threads(sent, self.workers, None))
+        waited = run_in_threads(sent, self.workers, None)
         outcomes = [outcome if outcome.value is None else outcome.value for outcome in waited]
         return self._scores(inputs, chunks, outcomes)
 
@@ -798,26 +805,27 @@ class FunctionReward(Reward):
             self._processes.close()
 
     def _chunks(self, inputs: Sequence[RewardInput]) -> list[tuple[range, dict[str, Any]]]:
-        """The places and the arguments of each call."""
-        if not self.batched:
-            return [
-                (range(i, i + 1), {k: v[0] for k, v in self._given([scored]).items()})
-                for i, scored in enumerate(inputs)
-            ]
-        size = self.batch_size or max(len(inputs), 1)
-        places = [range(start, min(start + size, len(inputs))) for start in range(0, len(inputs), size)]
-        return [(chunk, self._given([inputs[i] for i in chunk])) for chunk in places]
-
-    def _given(self, some: Sequence[RewardInput]) -> dict[str, list[Any]]:
-        every = (_MANY if self.batched else {name: name for name in FIELDS}) if self._everything else {}
-        names = {**every, **self._asked}
-        return {name: [getattr(scored, field) for scored in some] for name, field in names.items()}
+        """Return the places and the arguments of each call."""
+        size = (self.batch_size or max(len(inputs), 1)) if self.batched else 1
+        chunks = []
+        for start in range(0, len(inputs), size):
+            chunk = inputs[start : start + size]
+            arguments: dict[str, Any] = {}
+            for parameter, name in self._fields.items():
+                column = list(map(attrgetter(name), chunk))
+                arguments[parameter] = column if self.batched else column[0]
+            chunks.append((range(start, start + len(chunk)), arguments))
+        return chunks
 
     def _scores(
         self, inputs: Sequence[RewardInput], chunks: Sequence[tuple[range, Any]], outcomes: Sequence[CallOutcome]
     ) -> RewardResult:
         scores = RewardResult(rewards=[nan] * len(inputs))
-        for (places, _), outcome in zip(chunks, _raise_fatal(self.name, outcomes), strict=True):
+        for outcome in outcomes:  # fatal errors concern all samples: a missing package, a process that does not start
+            if outcome.fatal is not None:
+                where = f"{self.name}: " if outcome.fatal is WrongCountError else ""
+                raise outcome.fatal(f"{where}{outcome.error}")
+        for (places, _), outcome in zip(chunks, outcomes, strict=True):
             scores_of_call: list[SampleScore] = (
                 [(nan, {}, outcome.error)] * len(places) if outcome.error else outcome.value
             )
@@ -830,11 +838,3 @@ class FunctionReward(Reward):
                 scores.rewards[i] = reward
         scores.parts = tuple(scores.metrics) if self._caller.total == "sum" else ()
         return log_failures(self.name, scores)
-
-
-def _raise_fatal(name: str, outcomes: Sequence[CallOutcome]) -> Sequence[CallOutcome]:
-    """The outcomes, unless one is of a kind that is every sample's: a package is missing, a process does not start."""
-    for outcome in outcomes:
-        if outcome.fatal is not None:
-            raise outcome.fatal(outcome.error if outcome.fatal is not WrongCountError else f"{name}: {outcome.error}")
-    return outcomes

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, ru
 from rollbook.core.checks import check_float
 from rollbook.core.errors import RollbookError
 from rollbook.core.ids import EID
-from rollbook.core.vocabulary import source_fingerprint
+from rollbook.core.vocabulary import Tokenizer, source_fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ class RewardInput:
         return self.prompt + self.response
 
     @classmethod
-    def of(cls, source: RewardInput | Sample | Experience, tokenizer: Any = None) -> RewardInput:
+    def of(cls, source: RewardInput | Sample | Experience, tokenizer: Tokenizer | None = None) -> RewardInput:
         """Make the input of an engine's `Sample` or of a record; a `RewardInput` is returned unchanged.
 
         Args:
@@ -119,7 +119,7 @@ class RewardInput:
         return cls.from_record(source, tokenizer)
 
     @classmethod
-    def from_record(cls, record: Experience, tokenizer: Any = None) -> RewardInput:
+    def from_record(cls, record: Experience, tokenizer: Tokenizer | None = None) -> RewardInput:
         """Make the input of a record. It equals the input of the `Sample` that the record was made from.
 
         Images are those that the record keeps, with the same pixels; a path in a record stays text and is not opened.
@@ -146,19 +146,21 @@ class RewardInput:
         if response is None:
             mask = [True] * len(response_ids) if record.action_mask is None else record.action_mask.tolist()
             response = "" if tokenizer is None else _decode_turns(tokenizer, _split_turns(response_ids, mask))
-        info = {name: value for name, value in (record.info or {}).items() if name not in _PROMPT_FIELDS}
-        images = info.get("images")
-        if isinstance(images, (list, tuple)):
-            del info["images"]
-        else:
-            images = ()
+        prompt = record.prompt_text
+        if prompt is None:
+            prompt = _prompt_text(prompt_ids, messages, tokenizer)
+        # `Sample.to_experience` adds the fields of the prompt and the error to the info of the record.
+        info = dict(record.info or {})
+        reference, label = info.pop("reference", None), info.pop("label", None)
+        info.pop("error", None)
+        has_images = isinstance(info.get("images"), (list, tuple))
         return cls(
-            prompt=_prompt_text(record.prompt_text, prompt_ids, messages, tokenizer),
+            prompt=prompt,
             response=response,
-            reference=(record.info or {}).get("reference"),
-            label=(record.info or {}).get("label"),
+            reference=reference,
+            label=label,
             messages=messages,
-            images=tuple(map(_path_to_text, images)),
+            images=tuple(map(_path_to_text, info.pop("images"))) if has_images else (),
             prompt_ids=prompt_ids,
             response_ids=response_ids,
             eid=record.eid,
@@ -167,7 +169,7 @@ class RewardInput:
         )
 
     @classmethod
-    def _from_sample(cls, sample: Sample, tokenizer: Any) -> RewardInput:
+    def _from_sample(cls, sample: Sample, tokenizer: Tokenizer | None) -> RewardInput:
         from rollbook.core.media import as_path
 
         prompt, response = sample.prompt, sample.text
@@ -177,7 +179,7 @@ class RewardInput:
             response = _decode_turns(tokenizer, [sample.response_ids])
         text = sample.prompt_text if sample.prompt_text is not None else prompt.text
         return cls(
-            prompt=_prompt_text(text, sample.prompt_ids, prompt.messages, tokenizer),
+            prompt=text if text is not None else _prompt_text(sample.prompt_ids, prompt.messages, tokenizer),
             response=response,
             reference=prompt.reference,
             label=prompt.label,
@@ -191,17 +193,11 @@ class RewardInput:
         )
 
 
-_PROMPT_FIELDS = ("reference", "label", "error")
-"""Keys that `Sample.to_experience` adds to the `info` of a record."""
-
-
-def _prompt_text(
-    text: str | None, ids: Sequence[int], messages: Sequence[Mapping[str, Any]] | None, tokenizer: Any
-) -> str:
-    """The text of a prompt: as recorded, else decoded, else the contents of its messages."""
-    if text is None and tokenizer is not None and len(ids):
-        return str(tokenizer.decode(list(ids)))
-    return text if text is not None else "\n".join(_content(message) for message in messages or ())
+def _prompt_text(ids: Sequence[int], messages: Sequence[Mapping[str, Any]] | None, tokenizer: Tokenizer | None) -> str:
+    """Return the text of a prompt that was not recorded: decoded, else the contents of its messages."""
+    if tokenizer is not None and len(ids):
+        return tokenizer.decode(list(ids))
+    return "\n".join(_content(message) for message in messages or ())
 
 
 def _path_to_text(image: Any) -> Any:
@@ -222,7 +218,7 @@ def as_inputs(samples: Any) -> list[RewardInput]:
     """
     if isinstance(samples, (str, bytes, Mapping)) or not isinstance(samples, Iterable):
         raise ValueError(f"inputs: got a single {type(samples).__name__}, expected a list of samples")
-    return [RewardInput.of(sample) for sample in samples]
+    return list(map(RewardInput.of, samples))
 
 
 def _content(message: Mapping[str, Any]) -> str:
@@ -233,7 +229,7 @@ def _content(message: Mapping[str, Any]) -> str:
     return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
 
 
-def _decode_turns(tokenizer: Any, turns: Sequence[Sequence[int]]) -> str:
+def _decode_turns(tokenizer: Tokenizer, turns: Sequence[Sequence[int]]) -> str:
     return "\n".join(tokenizer.decode(list(turn), skip_special_tokens=True) for turn in turns)
 
 
@@ -274,13 +270,17 @@ class RewardResult:
     parts: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        self.rewards = [float(reward) for reward in self.rewards]
+        self.rewards = list(map(float, self.rewards))
         self.errors = list(self.errors) or [None] * len(self.rewards)
-        self.metrics = {str(name): [float(value) for value in values] for name, values in self.metrics.items()}
-        sizes = {"errors": len(self.errors), **{name: len(values) for name, values in self.metrics.items()}}
-        for name, size in sizes.items():
-            if size != len(self.rewards):
-                raise ValueError(f"{name}: got {size} entries, expected {len(self.rewards)}, one for each reward")
+        metrics, self.metrics = self.metrics, {}
+        for name, numbers in metrics.items():
+            self.metrics[str(name)] = list(map(float, numbers))
+        columns: dict[str, Sequence[Any]] = {"errors": self.errors, **self.metrics}
+        for name, column in columns.items():
+            if len(column) != len(self.rewards):
+                raise ValueError(
+                    f"{name}: got {len(column)} entries, expected {len(self.rewards)}, one for each reward"
+                )
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -394,12 +394,12 @@ def locate(scored: RewardInput, place: int) -> str:
 
 
 def log_failures(name: str, scores: RewardResult) -> RewardResult:
-    """Tell the log, once a call, how many samples have an error, and the first; never what was sent."""
-    failed = [error for error in scores.errors if error is not None]
-    if failed:
-        none = sum(isnan(reward) for reward in scores.rewards)
+    """Log once per call how many samples failed, and the first error; never the contents of samples."""
+    if scores.errors.count(None) < len(scores):
+        failed = [error for error in scores.errors if error is not None]
+        unscored = sum(map(isnan, scores.rewards))
         log.warning("%s: %d of %d samples failed (%d without a reward); the first: %s",
-                    name, len(failed), len(scores), none, failed[0])  # fmt: skip
+                    name, len(failed), len(scores), unscored, failed[0])  # fmt: skip
     return scores
 
 

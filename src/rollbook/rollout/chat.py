@@ -20,14 +20,15 @@ from typing import Any, Literal, get_args
 from rollbook.core.files import check_regular
 from rollbook.core.media import MAGIC_BYTES, data_url, load_image, load_picture, source_key, unwrap
 from rollbook.core.sampling import Prompt
+from rollbook.core.vocabulary import Tokenizer
 
 Outcome = Literal["clean", "realigned", "forked", "unchecked"]
-"""What rendering and tokenizing the whole conversation again would have done to the tokens that are kept.
+"""How a new rendering of the conversation differs from the tokens so far.
 
-- `clean`: nothing, they are the same.
-- `realigned`: the text is the same, but is cut into other tokens, or differs in special tokens and white space alone.
-- `forked`: the text of an earlier turn is another: thinking is dropped, a call is written anew, a message is moved.
-- `unchecked`: there is nothing to compare with, `what` says why.
+- `clean`: the tokens are equal.
+- `realigned`: the text is equal but tokenized differently, or differs only in special tokens and white space.
+- `forked`: the text of an earlier turn differs: reasoning is dropped, a call is rewritten, a message is moved.
+- `unchecked`: they were not compared; `what` has the reason.
 """
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
 
@@ -59,12 +60,12 @@ class Drift:
     policy: Literal["keep", "fork"] = "keep"
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the fields as a dict."""
         return asdict(self)
 
 
 class Drifts(tuple[Drift, ...]):
-    """All comparisons of an episode, and how often each outcome was found.
+    """All comparisons of an episode.
 
     >>> Drifts([Drift(outcome="clean"), Drift(outcome="forked"), Drift(outcome="clean")]).counts
     {'clean': 2, 'realigned': 0, 'forked': 1, 'unchecked': 0}
@@ -74,12 +75,24 @@ class Drifts(tuple[Drift, ...]):
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often each outcome was found."""
+        """Number of comparisons by outcome."""
         return {name: sum(drift.outcome == name for drift in self) for name in OUTCOMES}
 
 
-def compare_tokens(sampled: Sequence[int], rendered: Sequence[int], decode: Callable[..., str], **fields: Any) -> Drift:
-    """How tokens that are kept differ from tokens that were rendered; `decode(ids, special=...)` gives their text.
+def compare_tokens(
+    sampled: Sequence[int],
+    rendered: Sequence[int],
+    decode: Callable[..., str],
+    *,
+    by: Literal["template", "engine"] = "template",
+) -> Drift:
+    """Compare the tokens so far with a new rendering.
+
+    Args:
+        sampled: The tokens so far.
+        rendered: The tokens of the rendering.
+        decode: `decode(ids, special=...)` returns the text of ids, with or without special tokens.
+        by: Origin of the rendering.
 
     >>> letters = {1: "a", 2: "b", 3: "ab", 4: "c"}
     >>> def decode(ids, special=True):
@@ -90,7 +103,7 @@ def compare_tokens(sampled: Sequence[int], rendered: Sequence[int], decode: Call
     'forked'
     """
     if list(sampled) == list(rendered):
-        return Drift(outcome="clean", **fields)
+        return Drift(outcome="clean", by=by)
     before = _common_prefix(sampled, rendered)
     most = min(len(sampled), len(rendered)) - before
     after = min(_common_prefix(sampled[::-1], rendered[::-1]), most)
@@ -102,11 +115,11 @@ def compare_tokens(sampled: Sequence[int], rendered: Sequence[int], decode: Call
         difference = "glue"
     else:
         outcome, difference = "forked", "text"
-    return Drift(outcome=outcome, what=difference, kept=len(ours), rendered=len(theirs), **fields)
+    return Drift(outcome=outcome, what=difference, kept=len(ours), rendered=len(theirs), by=by)
 
 
 def _common_prefix(first: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many tokens, or letters, both begin with alike."""
+    """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=False)))
 
 
@@ -123,6 +136,9 @@ class Renderer:
         tools: Tools offered to the template.
         options: Options of the template, such as `enable_thinking`.
 
+    Raises:
+        ValueError: The tokenizer has no chat template.
+
     >>> said = [{"role": "prompt", "content": "2+2="}, {"role": "assistant", "content": "4"}]
     >>> Renderer(None, chat=False).text(said, generation=False)
     '2+2=4'
@@ -134,7 +150,7 @@ class Renderer:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer | None,
         *,
         chat: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -145,14 +161,14 @@ class Renderer:
                 f"tokenizer: got {type(tokenizer).__name__} without a chat template, expected one that has it, or a "
                 "prompt of text or token ids instead of messages"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self.chat = chat
         self.tools = None if tools is None else [dict(tool) for tool in tools]
         self.options = dict(options or {})
-        self._inner = getattr(tokenizer, "tokenizer", tokenizer)
+        self._inner: Any = getattr(tokenizer, "tokenizer", tokenizer)
 
     def text(self, messages: Sequence[Mapping[str, Any]], generation: bool) -> str:
-        """The conversation as the template writes it, with what a model's turn begins with if `generation`."""
+        """Render a conversation, with the beginning of a model turn if `generation`."""
         if not self.chat:
             return "".join(message["content"] for message in messages)
         plain = [_for_template(message) for message in messages]
@@ -163,8 +179,7 @@ class Renderer:
         )
 
     def encode(self, text: str, images: Sequence[Any] = ()) -> list[int]:
-        """[n] The ids of a text, with no special tokens but those it spells; a processor writes a placeholder for
-        each of the images as often as the model takes it."""
+        """Tokenize a text [n] without adding special tokens. A processor expands the placeholders of images."""
         if images and self._inner is not self.tokenizer:
             from rollbook.rollout.transformers import PromptPreparer
 
@@ -172,30 +187,32 @@ class Renderer:
         return list(self._inner(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int], special: bool = True) -> str:
-        """The text of ids, by choice without special tokens."""
+        """Decode ids, with or without special tokens."""
         return str(self._inner.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], generation: bool = True, images: Sequence[Any] = ()
     ) -> list[int]:
-        """[n] A whole conversation, rendered and tokenized."""
+        """Render and tokenize a conversation [n]."""
         return self.encode(self.text(messages, generation), images)
 
     def endings(self, before: str, now: str) -> tuple[list[int], list[int]]:
-        """[n], [m] The ids of two texts from the last special token on that both have, in texts that are the same up
-        to it: tokenizers cut a text there first, so that what comes before it is the same tokens."""
+        """Tokenize two texts from the last special token of their common prefix on, [n] and [m].
+
+        Tokenizers split a text at special tokens first, so the tokens before it are equal.
+        """
         same = len(before) if now.startswith(before) else _common_prefix(before, now)
         cut = max((before.rfind(token, 0, same) for token in self._inner.all_special_tokens), default=0)
         return self.encode(before[max(cut, 0) :]), self.encode(now[max(cut, 0) :])
 
     def content(self, context: Sequence[Mapping[str, Any]], ids: Sequence[int], ended: bool) -> str:
-        """What the model wrote in a turn after `context`, without the tokens that end it if it `ended` by itself."""
+        """Return the text of a turn after `context`, without its end tokens if the model `ended` it."""
         text = self.decode(ids)
         if not ended or not ids:
             return text
         try:
             closing = self._turn(context, {"role": "assistant"}, (), False)[0]
-        except Exception:  # a template that writes no plain turn says nothing of how turns end
+        except Exception:  # the template cannot render a plain turn
             closing = ""
         if sampled := self._overlap(text, closing):
             return text.removesuffix(sampled)
@@ -211,13 +228,25 @@ class Renderer:
         generation: bool = True,
         images: Sequence[Any] = (),
     ) -> list[int]:
-        """[n] What follows the sampled `ids` of a `turn` (the assistant's message after `context`): whatever of the
-        turn's end was not sampled, the `new` messages, and what the next turn begins with if `generation`.
+        """Return the tokens [n] that follow a sampled turn.
 
-        The template is asked about a turn with other content, since what it does to this one (drop its thinking, trim
-        it) must not change what comes after it.
+        They are the part of the turn's end that was not sampled, the new messages, and the beginning of the next turn.
+        The template renders a turn with other content, since changes of this one (dropped reasoning, trimming) must not
+        affect what follows.
+
+        Args:
+            context: Messages before the turn.
+            turn: The assistant's message.
+            ids: Sampled ids of the turn.
+            ended: Whether the model ended the turn.
+            new: Messages after the turn.
+            generation: Whether to add the beginning of the next turn.
+            images: Images of the new messages.
+
+        Raises:
+            ValueError: The template cannot render the messages there.
         """
-        # A tool's message may need the call it answers. Where that does not render, a turn of plain content may.
+        # A tool's message may need the call it answers. If that cannot be rendered, a plain turn may be.
         standing_in = [{"role": "assistant"}]
         if turn.get("tool_calls"):
             standing_in.insert(0, {name: value for name, value in turn.items() if name != "content"})
@@ -226,7 +255,7 @@ class Renderer:
             try:
                 closing, rest = self._turn(context, message, new, generation)
                 break
-            except Exception as error:  # templates raise what they like
+            except Exception as error:  # templates raise any exception
                 failures.append(f"{type(error).__name__}: {error}")
         else:
             raise ValueError(
@@ -235,8 +264,8 @@ class Renderer:
             )
         if self.chat and new and rest == self._rest_alone(context, message, generation):
             raise ValueError(
-                f"messages: the template puts {[message.get('role') for message in new]} nowhere after the model's "
-                "turn, expected it there; render it yourself and use observe_tokens, or have on_fork='fork'"
+                f"messages: the template does not render {[message.get('role') for message in new]} after the model's "
+                "turn; render it yourself and use observe_tokens, or set on_fork='fork'"
             )
         sampled = self._overlap(self.decode(ids), closing) if ended else ""
         return self.encode_after(sampled, closing.removeprefix(sampled) + rest, images)
@@ -244,42 +273,41 @@ class Renderer:
     def _turn(
         self, context: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], new: Sequence[Any], generation: bool
     ) -> tuple[str, str]:
-        """What the template writes after a turn's content: what ends the turn, and all that follows."""
+        """Render a turn; return the text that ends the turn, and the text that follows it."""
         mark = _MARK
         while mark in repr((context, turn, new, self.tools)):
             mark = f"x{mark}x"
         marked = [*context, {**turn, "content": mark}]
         alone, complete = self.text(marked, False), self.text([*marked, *new], generation)
         if alone.count(mark) != 1 or complete.count(mark) != 1:
-            raise ValueError("the template does not write the turn's content once")
+            raise ValueError("the template does not render the content of the turn exactly once")
         end, rest = (text.partition(mark)[2] for text in (alone, complete))
         if not turn.get("tool_calls"):
             closing = end[: _common_prefix(end, rest)]
             return closing, rest[len(closing) :]
-        # Calls stand between the content and the turn's end; what ends a turn without calls ends this one too.
+        # Calls are between the content and the end of the turn, which is that of a turn without calls.
         closing = self._turn(context, {"role": "assistant"}, (), False)[0]
         if not complete.startswith(alone) or not alone.endswith(closing):
-            raise ValueError("the template writes a turn with calls otherwise when messages follow")
+            raise ValueError("the template renders a turn with calls differently if messages follow")
         return closing, complete[len(alone) :]
 
     def _rest_alone(
         self, context: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], generation: bool
     ) -> str | None:
-        """What would follow a turn without messages, which a template may put somewhere else; `None` where it refuses
-        to let another turn of the model follow."""
+        """Return the text that follows a turn without new messages; `None` if the template rejects that."""
         try:
             return self._turn(context, turn, (), generation)[1]
-        except Exception:  # templates raise what they like
+        except Exception:  # templates raise any exception
             return None
 
     def _overlap(self, text: str, closing: str) -> str:
-        """How much of a turn's end was sampled: the longest beginning of it, by tokens, that the text ends with."""
+        """Return the part of a turn's end that was sampled: its longest prefix, in tokens, that ends the text."""
         ids = self.encode(closing)
         parts = (self.decode(ids[:stop]) for stop in range(len(ids), 0, -1))
         return next((part for part in parts if part and text.endswith(part) and closing.startswith(part)), "")
 
     def encode_after(self, before: str, text: str, images: Sequence[Any] = ()) -> list[int]:
-        """[n] The ids of a text that follows another: some tokenizers put a space before a text's first word."""
+        """Tokenize a text [n] that follows another: some tokenizers add a space before the first word."""
         alone, anchor = self.encode(text, images), before or "a"
         start, joined = self.encode(anchor), self.encode(anchor + text, images)
         rest = joined[len(start) :]
@@ -288,14 +316,14 @@ class Renderer:
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates take it: servers give no content beside calls, and a call's arguments as JSON text."""
+    """Convert a message of a server for templates: content is not None, arguments of calls are parsed."""
     plain = {**message, "content": message.get("content") if message.get("content") is not None else ""}
     if message.get("tool_calls"):
         plain["tool_calls"] = [_parse_call(call) for call in message["tool_calls"]]
     return plain
 
 
-def _parse_call(call: Any) -> Any:
+def _parse_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -306,17 +334,24 @@ def _parse_call(call: Any) -> Any:
 
 
 _VIDEO = re.compile(rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI |OggS|FLV\x01|\0\0\x01[\xba\xb3]|G.{187}G", re.DOTALL)
-"""The first bytes of MP4 and MOV, WebM and Matroska, AVI, Ogg, Flash and MPEG (program stream, video, transport)."""
+"""First bytes of MP4 and MOV, WebM and Matroska, AVI, Ogg, Flash and MPEG (program stream, video, transport)."""
 _PAYLOAD = re.compile(r"(data:[\w./+-]+;base64,)?[A-Za-z0-9+/=_-]{120,}")
 
 
 def chat_messages(prompt: Prompt, allow_urls: bool = False) -> list[dict[str, Any]]:
-    """A prompt's messages, ready for JSON, with its media as `data:` URLs.
+    """Return the messages of a prompt for JSON, with its media as `data:` URLs.
 
-    Parts `{"type": "image"}` (and `"video"`) say where they go, in order; without any, all stand before the text of
-    the last user message. A part may also hold its own: `{"type": "image", "image": picture}`. Images are PIL images,
-    encoded bytes, arrays (height, width, 3) of bytes, paths, `data:` URLs, or a mapping with one of them under
-    `image`, `path`, `url` or `bytes`. `http` URLs, which the server would fetch, are refused unless `allow_urls`.
+    Parts `{"type": "image"}` (and `"video"`) are replaced by the media in order. Without such parts, all media are put
+    before the text of the last user message. A part may also contain its image: `{"type": "image", "image": picture}`.
+    Images are PIL images, encoded bytes, arrays [height, width, 3] of bytes, paths, `data:` URLs, or a mapping with one
+    of them under `image`, `path`, `url` or `bytes`.
+
+    Args:
+        prompt: The prompt.
+        allow_urls: Whether to accept `http` URLs, which the server would fetch.
+
+    Raises:
+        ValueError: An image cannot be encoded, or the media do not match the parts.
 
     >>> chat_messages(Prompt(messages=[{"role": "user", "content": "hi"}]))
     [{'role': 'user', 'content': 'hi'}]
@@ -337,7 +372,7 @@ def chat_messages(prompt: Prompt, allow_urls: bool = False) -> list[dict[str, An
 
 
 def has_media_parts(prompt: Prompt) -> bool:
-    """Whether parts of a prompt's messages are something else than text.
+    """Return whether the messages of a prompt have parts other than text.
 
     >>> has_media_parts(Prompt(messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}]))
     False
@@ -351,7 +386,7 @@ def _url_part(kind: str, url: str) -> dict[str, Any]:
 
 
 def _encode_part(name: str, part: Mapping[str, Any], allow_urls: bool) -> dict[str, Any]:
-    """A message's part, with the image that it holds itself, if any, as a URL; the URLs that it has are checked."""
+    """Encode the image of a part, if any, as a URL, and check its URLs."""
     for kind, encode in (("image", image_url), ("video", video_url)):
         if part.get("type") == kind and source_key(part) is not None:
             return _url_part(kind, encode(f"{name}.{kind}", part, allow_urls))
@@ -385,7 +420,12 @@ def _insert_media(messages: list[dict[str, Any]], kind: str, urls: list[str]) ->
 
 
 def image_url(name: str, image: Any, allow_urls: bool = False) -> str:
-    """Encode an image as a `data:` URL; a PIL image as PNG, palettes and alpha turned into RGB.
+    """Encode an image as a `data:` URL; a PIL image as PNG, with palettes and alpha converted to RGB.
+
+    Args:
+        name: Name of the image in errors.
+        image: A PIL image, an array, encoded bytes, a path or a URL.
+        allow_urls: Whether to accept `http` URLs.
 
     Raises:
         ValueError: The bytes, or those of the file, cannot be decoded as an image.
@@ -402,15 +442,20 @@ def image_url(name: str, image: Any, allow_urls: bool = False) -> str:
     if isinstance(image, str) and image.startswith(("data:", "http://", "https://")):
         return _check_url(name, image, allow_urls)
     raw = _read_bytes(name, image, "a PIL image, bytes, a path or a data: URL")
-    made_of = data_url(raw)
-    if made_of is None:
+    url = data_url(raw)
+    if url is None:
         raise ValueError(f"{name}: got bytes that begin with {raw[:8]!r}, expected a {', '.join(MAGIC_BYTES)} file")
     load_picture(name, raw)
-    return made_of
+    return url
 
 
 def video_url(name: str, video: Any, allow_urls: bool = False) -> str:
     """Encode a video file as a `data:` URL.
+
+    Args:
+        name: Name of the video in errors.
+        video: Bytes, a path or a URL.
+        allow_urls: Whether to accept `http` URLs.
 
     Raises:
         ValueError: The file does not begin like a video.
@@ -428,7 +473,12 @@ def video_url(name: str, video: Any, allow_urls: bool = False) -> str:
 
 
 def redact_secrets(text: str, secrets: Sequence[str] = (), most: int = 500) -> str:
-    """A server's words, fit for a record: no secret, no media payload, and not long.
+    """Remove secrets and media payloads from the text of a server, and shorten it.
+
+    Args:
+        text: The text.
+        secrets: Secrets to remove.
+        most: Largest length.
 
     >>> redact_secrets("no image data:image/png;base64," + "A" * 5000 + " for key-1", ["key-1"])
     'no image [payload] for [secret]'

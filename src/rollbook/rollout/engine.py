@@ -15,18 +15,35 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, M
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 from rollbook.core.checks import check_int
 from rollbook.core.ids import EID
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Message: TypeAlias = "Mapping[str, Any]"
+Ids: TypeAlias = "Sequence[int] | np.ndarray | torch.Tensor"
+PromptLike: TypeAlias = "str | Ids | Message | Sequence[Message] | Prompt | Sample"
+"""A prompt as engines take it: text, token ids, messages, a `Prompt`, or an unfinished `Sample` to continue."""
+PromptsLike: TypeAlias = "PromptLike | Sequence[PromptLike]"
+"""A prompt or a list of prompts."""
+SamplingLike: TypeAlias = "Sampling | Mapping[str, Any] | None"
+"""Sampling options; `None` for the defaults."""
+SamplingsLike: TypeAlias = "SamplingLike | Sequence[SamplingLike]"
+"""Sampling options of all prompts, or a list with those of each."""
+SamplingOption: TypeAlias = "bool | float | str | Sequence[str] | Sequence[int] | Mapping[str, Any] | None"
+"""Value of a field of `Sampling`."""
 
 
 class Cancel:
     """Cancellation of a call, from any thread. Unfinished samples are returned as far as they were sampled.
 
     Args:
-        shared: Whether a caller has it. If not, an engine need not keep partial responses.
+        shared: Whether the caller can request it. If not, an engine need not keep partial responses.
 
     >>> cancel = Cancel()
     >>> cancel.requested, cancel.request(), cancel.requested
@@ -38,16 +55,16 @@ class Cancel:
         self._event = threading.Event()
 
     def request(self) -> None:
-        """Ask the engine to stop at the next token."""
+        """Cancel the call at the next token."""
         self._event.set()
 
     @property
     def requested(self) -> bool:
-        """Whether somebody asked."""
+        """Whether the call was cancelled."""
         return self._event.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Sleep, but no longer than until somebody asks; gives whether they did."""
+        """Sleep until the call is cancelled, at most some seconds; return whether it was."""
         return self._event.wait(seconds)
 
 
@@ -80,23 +97,26 @@ class Request:
 
     @property
     def done(self) -> int:
-        """How many tokens its response had before this call."""
+        """Number of response tokens before this call."""
         return 0 if self.started is None else len(self.started.response_ids)
 
     @property
     def budget(self) -> int:
-        """How many tokens this call may sample for each of its samples."""
+        """Largest number of tokens that this call samples for each sample."""
         left = self.sampling.max_tokens - self.done
         return left if self.pause_after is None else min(left, self.pause_after)
 
     @property
     def pauses(self) -> bool:
-        """Whether the call's budget, rather than `max_tokens`, is what ends a response that does not end itself."""
+        """Whether `pause_after` applies before `max_tokens`."""
         return self.pause_after is not None and self.pause_after < self.sampling.max_tokens - self.done
 
     def options(self, k: int) -> dict[str, Any]:
-        """What sample k's record says of how it was sampled: `seed` is its stream's, `asked_seed` the call's;
-        where it went on under other options, `earlier` has those that its first tokens were sampled with."""
+        """Return the sampling options for the record of sample k.
+
+        `seed` is that of its random stream, `asked_seed` that of the call. If the sample was continued with other
+        options, `earlier` has those of its first tokens.
+        """
         options = {**self.sampling.to_dict(), "seed": self.seeds[k], "asked_seed": self.sampling.seed}
         if self.started is None:
             return options
@@ -111,7 +131,14 @@ class Request:
         return {**options, "earlier": parts} if parts else options
 
     def failed(self, k: int, error: BaseException | str, run_id: str | None, **fields: Any) -> Sample:
-        """Sample k, without a response, and why."""
+        """Return sample k as failed.
+
+        Args:
+            k: Number of the sample within the request.
+            error: What went wrong.
+            run_id: `RunInfo.id` of the engine.
+            fields: Other fields of the sample.
+        """
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         before = self.started
         start: dict[str, Any] = {"prompt_ids": list(self.prompt.token_ids or ()), "response_ids": [], "logprobs": None}
@@ -134,7 +161,9 @@ class Request:
 
 
 class Engine(Protocol):
-    """Protocol of rollout engines: what `rollbook.train` needs of one.
+    """Protocol of rollout engines: what `rollbook.train` and episodes need of one.
+
+    An engine may also have a `tokenizer` and a `processor`, which render the turns of episodes.
 
     >>> from rollbook.rollout import ScriptedEngine
     >>> engine: Engine = ScriptedEngine([[7, 8]])
@@ -147,22 +176,40 @@ class Engine(Protocol):
 
     @property
     def run(self) -> RunInfo:
-        """What all samples of the engine have in common."""
+        """Description of the engine, model and tokenizer."""
         ...
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Sample]:
-        """Sample `sampling.n` responses per prompt.
+    def generate(
+        self,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
+        *,
+        cancel: Cancel | None = None,
+        pause_after: int | None = None,
+    ) -> list[Sample]:
+        """Sample `sampling.n` responses per prompt; see `BaseEngine.generate`.
 
         Returns:
             The samples, in the order of the prompts. A failure becomes a sample with an `error`, not an exception.
         """
         ...
 
+    async def agenerate(
+        self,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
+        *,
+        cancel: Cancel | None = None,
+        pause_after: int | None = None,
+    ) -> list[Sample]:
+        """Do the same in an event loop."""
+        ...
+
 
 class BaseEngine(ABC):
     """Base class of the engines: synchronous, asynchronous and streaming generation from one method.
 
-    A subclass defines `run`, and `_run`, which yields (place, sample) as samples finish. `version` is the number of
+    A subclass defines `run`, and `_run`, which yields `(place, sample)` as samples finish. `version` is the number of
     the policy, set by the caller when the weights change.
 
     >>> class Echo(BaseEngine):
@@ -182,14 +229,14 @@ class BaseEngine(ABC):
     @property
     @abstractmethod
     def run(self) -> RunInfo:
-        """What all of its samples have in common."""
+        """Description of the engine, model and tokenizer."""
 
     @abstractmethod
     def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
-        """Answer all requests: (position + k, sample) for each sample, in the order they finish."""
+        """Yield `(position + k, sample)` for each sample of each request, in the order they finish."""
 
-    def close(self) -> None:  # noqa: B027  most engines hold nothing
-        """Let go of connections and threads; the engine is not used after it."""
+    def close(self) -> None:  # noqa: B027  most engines hold no resources
+        """Close connections and end threads. The engine cannot be used afterwards."""
 
     def __enter__(self) -> Self:
         return self
@@ -197,31 +244,36 @@ class BaseEngine(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- the four ways to call it ---------------------------------------------------------------------------------
+    # --- public methods -------------------------------------------------------------------------------------------
 
     def generate(
         self,
-        prompts: Any,
-        sampling: Any = None,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
         *,
         cancel: Cancel | None = None,
         pause_after: int | None = None,
         batch: int | str | None = None,
-        **options: Any,
+        **options: SamplingOption,
     ) -> list[Sample]:
         """Sample n responses per prompt and return when all are finished.
 
         Args:
             prompts: A prompt or a list of them: text, messages, token ids, a `Prompt`, or an unfinished `Sample` to
                 continue.
-            sampling: A `Sampling`, a mapping, or a list of them, one per prompt; `options` override it.
+            sampling: A `Sampling`, a mapping, or a list of them, one per prompt.
             cancel: Stops the call from another thread.
             pause_after: Limit on the tokens of this call. Samples that are unfinished then have finish reason `abort`
                 and can be passed to an engine again.
             batch: Batch id of prompts that have no id; their tasks are numbered by position.
+            options: Fields of `Sampling`, which override `sampling`.
 
         Returns:
-            The samples: those of prompt i are [i * n, (i + 1) * n) if all prompts have the same n.
+            The samples: those of prompt i are [i * n, (i + 1) * n) if all prompts have the same n. A failure becomes a
+            sample with an `error`.
+
+        Raises:
+            ValueError: A prompt or an option is invalid, or two prompts have the same id.
         """
         requests = self.requests(prompts, sampling, pause_after, batch, **options)
         samples: dict[int, Sample] = dict(self._run_all(requests, cancel or Cancel(shared=False)))
@@ -229,15 +281,18 @@ class BaseEngine(ABC):
 
     def stream(
         self,
-        prompts: Any,
-        sampling: Any = None,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
         *,
         cancel: Cancel | None = None,
         pause_after: int | None = None,
         batch: int | str | None = None,
-        **options: Any,
+        **options: SamplingOption,
     ) -> Iterator[Sample]:
-        """The same samples, each as soon as it is finished. Leaving the loop early cancels the rest."""
+        """Yield the samples as soon as they are finished. Leaving the loop early cancels the rest.
+
+        Takes the arguments of `generate`, and checks them before the iteration starts.
+        """
         requests = self.requests(prompts, sampling, pause_after, batch, **options)
         return self._streamed(requests, cancel or Cancel())
 
@@ -247,15 +302,15 @@ class BaseEngine(ABC):
 
     async def agenerate(
         self,
-        prompts: Any,
-        sampling: Any = None,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
         *,
         cancel: Cancel | None = None,
         pause_after: int | None = None,
         batch: int | str | None = None,
-        **options: Any,
+        **options: SamplingOption,
     ) -> list[Sample]:
-        """`generate` for an event loop; cancelling the task cancels the call."""
+        """Do the same as `generate` in an event loop. Cancelling the task cancels the call."""
         requests = self.requests(prompts, sampling, pause_after, batch, **options)
         async with aclosing(self._arun(requests, cancel or Cancel(shared=False))) as running:
             samples = {place: sample async for place, sample in running}
@@ -263,34 +318,42 @@ class BaseEngine(ABC):
 
     async def astream(
         self,
-        prompts: Any,
-        sampling: Any = None,
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
         *,
         cancel: Cancel | None = None,
         pause_after: int | None = None,
         batch: int | str | None = None,
-        **options: Any,
+        **options: SamplingOption,
     ) -> AsyncIterator[Sample]:
-        """`stream` for an event loop."""
+        """Do the same as `stream` in an event loop."""
         requests = self.requests(prompts, sampling, pause_after, batch, **options)
         async with aclosing(self._arun(requests, cancel or Cancel())) as running:
             async for _, sample in running:
                 yield sample
 
-    # --- what they share ----------------------------------------------------------------------------------------------
+    # --- shared implementation ----------------------------------------------------------------------------------------
 
+    @staticmethod
     def requests(
-        self, prompts: Any, sampling: Any = None, pause_after: int | None = None, batch: Any = None, **options: Any
+        prompts: PromptsLike,
+        sampling: SamplingsLike = None,
+        pause_after: int | None = None,
+        batch: int | str | None = None,
+        **options: SamplingOption,
     ) -> list[Request]:
-        """A call's prompts with options, ids and random streams of their own, all checked before any is answered."""
+        """Return the requests of a call: its prompts with their options, ids and seeds, all checked.
+
+        Takes the arguments of `generate`.
+        """
         if pause_after is not None:
             check_int("pause_after", pause_after, 1)
         entries = _as_list(prompts)
         samplings = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(entries)
         if len(samplings) != len(entries):
             raise ValueError(f"sampling: got {len(samplings)} entries, expected {len(entries)}, one for each prompt")
-        fresh = random_batch_id() if batch is None else batch
         requests: list[Request] = []
+        task_of_run: dict[str, int] = {}
         position = 0
         for task, (entry, options_of_entry) in enumerate(zip(entries, samplings, strict=True)):
             if isinstance(entry, Sample):
@@ -298,7 +361,10 @@ class BaseEngine(ABC):
             else:
                 prompt = Prompt.of(entry)
                 settings = Sampling.of(options_of_entry, **options)
-                eid = prompt.eid if prompt.eid is not None else EID(batch=fresh, task=task, suffix="")
+                eid = prompt.eid
+                if eid is None:
+                    batch = random_batch_id() if batch is None else batch
+                    eid = EID(batch=batch, task=task, suffix="")
                 root = settings.seed if settings.seed is not None else int.from_bytes(os.urandom(8), "big")
                 eids, seeds = _run_ids(eid, settings.n, root, settings.seed is not None)
                 request = Request(
@@ -309,13 +375,16 @@ class BaseEngine(ABC):
                     position=position,
                     pause_after=pause_after,
                 )
+            for eid in request.eids:  # two samples with one id would be one sample in every statistic
+                other = task_of_run.setdefault(f"{eid.rid}/{eid.step}", task)
+                if other != task:
+                    raise ValueError(f"prompts: {other} and {task} both give run {eid.rid}, expected different ids")
             requests.append(request)
             position += len(request.eids)
-        _check_distinct_runs(requests)
         return requests
 
     def _run_all(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
-        """What `_run` yields, and a failure for whatever it owes when it breaks off."""
+        """Yield what `_run` yields, and a failed sample for each that is missing at its end."""
         owed = {request.position + k: (request, k) for request in requests for k in range(len(request.eids))}
         running = self._run(requests, cancel)
         try:
@@ -325,11 +394,11 @@ class BaseEngine(ABC):
                 except StopIteration:
                     error: BaseException | str = "the engine ended without this sample"
                     break
-                except Exception as raised:  # an engine's own failure is every unfinished sample's
+                except Exception as raised:  # fails all unfinished samples
                     error = raised
                     break
                 if owed.pop(place, None) is None:
-                    raise ValueError(f"{type(self).__name__}: gave place {place}, which is not owed, or no more")
+                    raise ValueError(f"{type(self).__name__}: unexpected or repeated place {place}")
                 yield place, sample
             for place, (request, k) in list(owed.items()):
                 del owed[place]
@@ -340,38 +409,38 @@ class BaseEngine(ABC):
                 cancel_rest()
 
     async def _arun(self, requests: Sequence[Request], cancel: Cancel) -> AsyncGenerator[tuple[int, Sample], None]:
-        """`_run_all` in a thread, for engines that have no event loop of their own."""
+        """Run `_run_all` in a thread, for engines without their own event loop."""
         loop = asyncio.get_running_loop()
-        ready: asyncio.Queue[Any] = asyncio.Queue()
-        done = object()
+        ready: asyncio.Queue[tuple[int, Sample] | BaseException | None] = asyncio.Queue()
 
-        def put(item: Any) -> None:
-            with suppress(RuntimeError):  # the caller's loop is gone, and nobody waits
-                loop.call_soon_threadsafe(ready.put_nowait, item)
+        def put(entry: tuple[int, Sample] | BaseException | None) -> None:
+            with suppress(RuntimeError):  # the caller's loop is closed
+                loop.call_soon_threadsafe(ready.put_nowait, entry)
 
         def work() -> None:
             try:
-                for item in self._run_all(requests, cancel):
-                    put(item)
-                put(done)
+                for entry in self._run_all(requests, cancel):
+                    put(entry)
+                put(None)
             except BaseException as error:
                 put(error)
 
         worker = threading.Thread(target=work, name="rollbook-engine", daemon=True)
         worker.start()
-        item = None
+        finished = False
         try:
-            while (item := await ready.get()) is not done:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
+            while (entry := await ready.get()) is not None:
+                if isinstance(entry, BaseException):
+                    raise entry
+                yield entry
+            finished = True
         finally:
-            if item is not done:  # left early; a call that is over leaves its off-switch as it was
+            if not finished:
                 cancel.request()
 
 
-def _as_list(prompts: Any) -> list[Any]:
-    """A list of prompts, however a single one was written."""
+def _as_list(prompts: PromptsLike) -> list[Any]:
+    """Return a list of prompts; a single prompt becomes a list of one."""
     if isinstance(prompts, (str, Prompt, Sample)) or hasattr(prompts, "tolist"):
         return [prompts]
     if isinstance(prompts, Mapping):
@@ -387,18 +456,19 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _continue_request(
-    sample: Sample, sampling: Any, options: dict[str, Any], pause_after: int | None, position: int
+    sample: Sample, sampling: SamplingLike, options: dict[str, Any], pause_after: int | None, position: int
 ) -> Request:
+    """Return the request that continues an unfinished sample."""
     if not sample.unfinished:
         raise ValueError(
-            f"sample {sample.eid}: got one that is finished ({sample.finish_reason}), expected an unfinished one"
+            f"sample {sample.eid}: got a finished sample ({sample.finish_reason}), expected an unfinished one"
         )
     recorded = {name: value for name, value in sample.sampling.items() if name in Sampling.__dataclass_fields__} | {
         "n": 1
     }
     settings = Sampling.of(sampling if isinstance(sampling, Sampling) else {**recorded, **(sampling or {})}, **options)
     if settings.n != 1:
-        raise ValueError(f"n: got {settings.n}, expected 1: sample {sample.eid} goes on as one")
+        raise ValueError(f"n: got {settings.n}, expected 1 to continue sample {sample.eid}")
     if settings.max_tokens <= len(sample.response_ids):
         raise ValueError(
             f"sample {sample.eid}: max_tokens: got {settings.max_tokens}, expected more than the "
@@ -406,7 +476,7 @@ def _continue_request(
         )
     seed, asked_seed = sample.sampling.get("seed"), sample.sampling.get("asked_seed")
     if settings.seed not in (None, seed, asked_seed):
-        seed = _run_ids(sample.eid, 1, settings.seed, True)[1][0]  # another stream from here on
+        seed = _run_ids(sample.eid, 1, settings.seed, True)[1][0]  # continue with another random stream
     return Request(
         prompt=sample.prompt,
         sampling=settings,
@@ -419,42 +489,34 @@ def _continue_request(
 
 
 def random_batch_id() -> str:
-    """A batch id for prompts that nobody gave one: random, and marked as such."""
+    """Return a random batch id, marked as such, for prompts without an id."""
     return "~" + os.urandom(8).hex()
 
 
 def _run_ids(eid: EID, n: int, root: int, repeatable: bool) -> tuple[tuple[EID, ...], tuple[int, ...]]:
-    """The ids and random streams of a task's n runs; with a seed they come out the same another time."""
+    """Return the ids and seeds of the n runs of a task; repeatable if the call has a seed."""
     eids, seeds = [], []
     named = not str(eid.batch).startswith("~")
     for run in range(n):
         run_eid = eid.replace(run=eid.run + run, suffix="")
-        # A batch id that nobody gave is made up for each call: with a seed, the call's samples must not depend on it.
+        # Samples of a seeded call must not depend on a random batch id.
         stream = run_eid if named else run_eid.replace(batch="")
         digest = hashlib.blake2b(f"{root}/{stream.uid}".encode(), digest_size=16).digest()
-        # 63 bits: a number that Arrow and servers take.
+        # 63 bits, which Arrow and servers accept.
         seeds.append(int.from_bytes(digest[:8], "big") >> 1)
         eids.append(run_eid.replace(suffix=digest[8:].hex() if repeatable else os.urandom(8).hex()))
     return tuple(eids), tuple(seeds)
 
 
-def derive_seed(seed: int, part: object) -> int:
-    """A seed of another stream of random numbers, for one part of what `seed` is for.
+def derive_seed(seed: int, part: int | str) -> int:
+    """Derive the seed of an independent random stream.
+
+    Args:
+        seed: The seed.
+        part: Name or number of the stream.
 
     >>> derive_seed(1, "turn 2") == derive_seed(1, "turn 2") != derive_seed(1, "turn 3")
     True
     """
     digest = hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _check_distinct_runs(requests: Sequence[Request]) -> None:
-    """No two samples of a call may be the same run: they would be one in every statistic."""
-    seen: dict[str, int] = {}
-    for i, request in enumerate(requests):
-        for eid in request.eids:
-            other = seen.setdefault(f"{eid.rid}/{eid.step}", i)
-            if other != i:
-                raise ValueError(
-                    f"prompts: {other} and {i} both give run {eid.rid}, expected an id of its own for each"
-                )

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rollbook.core.sampling import LogprobsKind, Sampling
-from rollbook.rollout.server import BadReplyError, Dialect, Json, PartialSample, ServerRequest
+from rollbook.rollout.server import BadReplyError, Dialect, Json, JsonValue, PartialSample, ServerRequest
 
 
 class LlamaCpp(Dialect):
-    """llama.cpp's own `/completion`: ids in; ids and log-probs of the model's own distribution out.
+    """llama.cpp's `/completion`, which takes ids and returns ids and raw log-probs.
 
-    A chat is rendered by its `/apply-template`, and sent as ids. One with tools goes to its chat endpoint, whose
-    log-probs carry ids.
+    Chats are rendered by `/apply-template` and sent as ids. Chats with tools are sent to the chat endpoint, whose
+    log-probs have ids.
     """
 
     name = "llama.cpp"
@@ -27,7 +27,7 @@ class LlamaCpp(Dialect):
     trims_stop = True
     logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
     supported = frozenset({"top_k", "min_p", "ignore_eos", "suppress"})
-    largest_seed = 2**32 - 2  # the next one means "any"
+    largest_seed = 2**32 - 2  # the next value means a random seed
     cannot = (
         "stop at token ids, and a least number of tokens (stop_token_ids, min_tokens)",
         "the prompt ids of a prompt with images",
@@ -72,7 +72,7 @@ class LlamaCpp(Dialect):
             }
             return body | chat | ({} if request.tools is None else {"tools": list(request.tools)})
         body |= {"prompt": list(request.ids or ()), "n_predict": request.max_tokens, "return_tokens": True}
-        # Of a whole reply it leaves out the log-probs of the stop text's tokens; of a stream it does not.
+        # Complete replies lack the log-probs of the stop text's tokens, streamed ones have them.
         body["stream"] = request.stream or bool(sampling.stop)
         return body | ({} if sampling.logprobs is None else {"n_probs": 1})
 
@@ -81,15 +81,15 @@ class LlamaCpp(Dialect):
             text = (await json("/apply-template", chat)).get("prompt")
         return (await json("/tokenize", {"content": text, "add_special": False, "parse_special": True})).get("tokens")
 
-    def read_reply(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
+    def read_reply(self, reply: JsonValue, pieces: Sequence[PartialSample]) -> None:
         if isinstance(reply, dict) and "choices" in reply:
             super().read_reply(reply, pieces)
             return
         self.read_event(reply, pieces)
         if pieces[0].finish is None:
-            raise BadReplyError("stop_type: got none, expected one")
+            raise BadReplyError("stop_type: missing")
 
-    def read_event(self, event: Any, pieces: Sequence[PartialSample]) -> None:
+    def read_event(self, event: JsonValue, pieces: Sequence[PartialSample]) -> None:
         (piece,) = pieces
         if isinstance(event, dict) and "choices" in event:
             super().read_event(event, pieces)

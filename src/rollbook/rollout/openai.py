@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.retry import RETRIED, Backoff
 from rollbook.core.sampling import KINDS, FinishReason, LogprobsKind, Prompt, RunInfo, Sample
-from rollbook.core.vocabulary import template_fingerprint, tokenizer_fingerprint
+from rollbook.core.vocabulary import Tokenizer, template_fingerprint, tokenizer_fingerprint
 from rollbook.rollout.chat import chat_messages, has_media_parts
 from rollbook.rollout.engine import BaseEngine, Cancel, Request, derive_seed
 from rollbook.rollout.llama_cpp import LlamaCpp
@@ -41,12 +41,16 @@ from rollbook.rollout.vllm import VLLM
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect for dialect in (Dialect(), VLLM(), TransformersServe(), SGLang(), LlamaCpp())
 }
-"""All of them by name, for `OpenAIEngine(dialect=...)`."""
+"""Dialects by name, for `OpenAIEngine(dialect=...)`."""
+
+
+Emit = Callable[[tuple[int, Sample]], None]
+"""Called with the place of a sample and the sample."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """What was found out about a server."""
+    """Kind, model and version of a server."""
 
     dialect: Dialect
     model: str
@@ -54,8 +58,17 @@ class Server:
 
 
 async def detect_server(connection: Connection, name: str, model: str | None, again: Callable[[], None]) -> Server:
-    """Which server this is, by what only its kind answers; `name` says it unless it is `auto`. `again` is called before
-    each further try."""
+    """Detect the kind of a server by the endpoints that only this kind has.
+
+    Args:
+        connection: The server.
+        name: Name of the dialect, or `auto` to detect it.
+        model: Name of the model; by default the first that the server lists.
+        again: Called before each retry.
+
+    Raises:
+        ServerError: The server cannot be reached, or lists no model.
+    """
 
     async def asked(path: str) -> dict[str, Any]:
         try:
@@ -67,8 +80,7 @@ async def detect_server(connection: Connection, name: str, model: str | None, ag
     try:
         listed = await connection.json("/v1/models", again=again)
     except ServerError as error:
-        # A server whose model is named need not list it; some cannot. But of one that is not there, or not yet, nothing
-        # is known, and it must not be taken for a plain one from now on.
+        # Some servers cannot list their models. But a server that cannot be reached must not be taken for a plain one.
         absent = not isinstance(error, BadReplyError) and error.status in (None, *RETRIED - {500})
         if model is None or absent:
             raise
@@ -77,14 +89,14 @@ async def detect_server(connection: Connection, name: str, model: str | None, ag
     first = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
     model = model or first.get("id")
     if not isinstance(model, str):
-        raise BadReplyError("/v1/models: got no model, expected one, or model= to name it")
+        raise BadReplyError("/v1/models: no model; set model=")
     owner, version = first.get("owned_by"), "unknown"
     signs = {
         "vllm": ("/version", "version", "vllm"),
         "sglang": ("/get_server_info", "version", "sglang"),
         "llama.cpp": ("/props", "build_info", "llamacpp"),
     }
-    # The one that /v1/models points to is asked first.
+    # The kind that /v1/models names comes first.
     for candidate, (path, key, sign) in sorted(signs.items(), key=lambda item: item[1][2] != owner):
         if name in ("auto", candidate):
             reply = await asked(path)
@@ -105,26 +117,28 @@ FINISH_REASONS: dict[str, FinishReason] = {
     "function_call": "tool_calls",
     "abort": "abort",
 }
-"""Servers' finish reasons; any other is an error."""
+"""Finish reasons of servers; any other is an error."""
 
 
 @dataclass(frozen=True)
 class PromptForm:
-    """How a prompt goes to the server: as `text`, `ids` or `messages`. `prompt_ids`: those that are known before;
-    `made_here`: by our tokenizer, though messages are sent. `uncut`: why it could not be counted and cut before."""
+    """The form in which a prompt is sent: `text`, `ids` or `messages`."""
 
     text: str | None = None
     ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_ids: list[int] | None = None
+    """Prompt ids that are known before the reply."""
     truncated_from: int | None = None
     made_here: bool = False
+    """Whether the ids are from the tokenizer here although messages are sent."""
     uncut: str = ""
+    """Why the prompt could not be counted and truncated."""
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What an engine's samples have in common: its server's dialect, and what its user said."""
+    """Settings that all samples of an engine share."""
 
     dialect: Dialect
     run_id: str
@@ -135,17 +149,17 @@ class EngineContext:
 
 
 class PromptJob:
-    """A prompt and its samples. `parts` [k] is what arrived of sample k, per request; `pending` are the samples that
-    were not emitted yet. Each is emitted once."""
+    """A prompt and its samples. `parts[k]` has what arrived of sample k, per request; `pending` the samples that were
+    not emitted yet. Each is emitted once."""
 
-    def __init__(self, request: Request, context: EngineContext, emit: Callable[[Any], Any], stream: bool) -> None:
+    def __init__(self, request: Request, context: EngineContext, emit: Emit, stream: bool) -> None:
         self.request = request
         self.context = context
         self.stream = stream
         self.form = PromptForm()
         self.parts: list[list[PartialSample]] = [[] for _ in request.eids]
         seeded = request.sampling.seed is not None
-        self.seeds: list[int | None] = [seed if seeded else None for seed in request.seeds]  # those that are sent
+        self.seeds: list[int | None] = [seed if seeded else None for seed in request.seeds]  # as sent
         self.pending = set(range(len(request.eids)))
         self.done = request.done
         self.retries = [0 for _ in request.eids]
@@ -155,19 +169,19 @@ class PromptJob:
         self._start = time.monotonic()
 
     def count_retry(self, ks: Iterable[int] | None = None) -> None:
-        """Count a further try, on behalf of samples `ks`, or of all."""
+        """Count a retry for samples `ks`, or for all."""
         for k in range(len(self.retries)) if ks is None else ks:
             self.retries[k] += 1
 
     def finish(self, k: int, aborted: bool = False) -> None:
-        """Give sample k as far as it came, or say what is wrong with it."""
+        """Emit sample k as far as it arrived, or as failed."""
         try:
             self._emit_sample(k, self._sample(k, aborted))
         except (ServerError, ValueError) as error:
             self.fail(error, [k])
 
     def fail(self, error: BaseException, ks: Iterable[int]) -> None:
-        """Give samples that have no response, and why."""
+        """Emit samples as failed."""
         text = str(error) if isinstance(error, ServerError) else f"{type(error).__name__}: {error}"
         fields: dict[str, Any] = {}
         if self.request.started is None and self.form.prompt_ids is not None:
@@ -185,21 +199,21 @@ class PromptJob:
         return {"retries": float(self.retries[k]), "seconds": time.monotonic() - self._start}
 
     def _options(self, k: int) -> dict[str, Any]:
-        """How sample k was sampled, by the seed that was sent, or none, rather than by that of its stream."""
+        """Return the sampling options of sample k, with the seed that was sent."""
         sent: Any = tuple(self.seeds)
         return replace(self.request, seeds=sent).options(k)
 
     # --- ids ----------------------------------------------------------------------------------------------------------
 
     def prompt_ids(self) -> list[int]:
-        """The prompt's ids: the server's word, which must not contradict what it was sent."""
+        """Return the prompt ids: those of the server, which must match what was sent."""
         form, firsts = self.form, [parts[0] for parts in self.parts if parts]
         reported = next((piece.prompt_ids for piece in firsts if piece.prompt_ids is not None), None)
         counted = next((piece.prompt_count for piece in firsts if piece.prompt_count is not None), None)
         if form.ids is not None and form.prompt_ids is not None:
             if reported is not None and reported != form.ids:
                 raise BadReplyError(
-                    f"prompt_token_ids: got {len(reported)}, other ids than the {len(form.ids)} that were sent"
+                    f"prompt_token_ids: got {len(reported)} ids that differ from the {len(form.ids)} that were sent"
                 )
             return form.prompt_ids
         if reported is not None:
@@ -216,7 +230,7 @@ class PromptJob:
         raise BadReplyError(self._no_ids("prompt's token ids"))
 
     def ids(self, piece: PartialSample) -> list[int]:
-        """A piece's ids, made from its texts only where that is allowed and needed."""
+        """Return the ids of a part, made from text if the server returned none and `retokenize` allows it."""
         if piece.ids is None:
             if not self.context.retokenize:
                 raise BadReplyError(self._no_ids("token ids of the response"))
@@ -238,14 +252,14 @@ class PromptJob:
     def _no_ids(self, missing: str) -> str:
         dialect, also = self.context.dialect, "" if self.context.tokenizer is not None else "a tokenizer and "
         return (
-            f"{dialect.name} did not give the {missing}: {dialect.ids_from}; or give the engine {also}retokenize=True, "
-            "which makes them from texts"
+            f"{dialect.name} did not return the {missing}: {dialect.ids_from}; or give the engine {also}"
+            "retokenize=True, which makes them from texts"
         )
 
     # --- samples ---------------------------------------------------------------------------------------------------
 
     def _sample(self, k: int, aborted: bool) -> Sample:
-        """Sample k from what came in."""
+        """Return sample k from its parts."""
         request, sampling, before = self.request, self.request.sampling, self.request.started
         pieces = [piece for piece in self.parts[k] if not aborted or piece.ids is not None]
         ids = list(before.response_ids) if before is not None else []
@@ -256,7 +270,7 @@ class PromptJob:
             if sampling.logprobs is not None:
                 if piece.logprobs is None and new:
                     name, hint = self.context.dialect.name, self.context.dialect.logprobs_from
-                    raise BadReplyError(f"{name} did not give the log-probs (logprobs=None asks for none): {hint}")
+                    raise BadReplyError(f"{name} did not return the log-probs (logprobs=None requests none): {hint}")
                 if len(piece.logprobs or ()) != len(new):
                     raise BadReplyError(
                         f"logprobs: got {len(piece.logprobs or ())}, expected {len(new)}, one for each id"
@@ -264,7 +278,7 @@ class PromptJob:
                 logprobs += piece.logprobs or ()
             barred = next((token for token in new if token in sampling.suppress), None)
             if barred is not None:
-                raise BadReplyError(f"suppress: the server sampled {barred}, which it was told not to")
+                raise BadReplyError(f"suppress: the server sampled the suppressed token {barred}")
             ids += new
             versions += piece.versions()
         last = pieces[-1] if pieces else PartialSample()
@@ -274,7 +288,7 @@ class PromptJob:
                 raise BadReplyError(f"finish_reason: got {last.finish!r}, expected one of {', '.join(FINISH_REASONS)}")
             reason = FINISH_REASONS[last.finish]
         if reason == "stop" and (last.message or {}).get("tool_calls"):
-            reason = "tool_calls"  # of a call that was asked for by name servers say "stop"
+            reason = "tool_calls"  # servers return "stop" for a call that was required by name
         if reason == "length" and request.pauses and len(ids) - self.done >= request.budget:
             reason = "abort"
         if before is not None:
@@ -282,7 +296,7 @@ class PromptJob:
         else:
             prompt_ids = self.prompt_ids() if pieces else self.form.prompt_ids or []
         most = sampling.max_prompt_tokens
-        if most is not None and before is None and len(prompt_ids) > most:  # of one with images it is known only now
+        if most is not None and before is None and len(prompt_ids) > most:  # known only now for images
             raise ValueError(
                 f"prompt: got {len(prompt_ids)} tokens, expected at most max_prompt_tokens ({most}){self.form.uncut}"
             )
@@ -304,7 +318,7 @@ class PromptJob:
             self.context.dialect.constrained(sampling),
         )
         if has_logprobs and before is not None and before.logprobs and before.logprobs_kind != kind:
-            raise ValueError(f"logprobs: the sample began with {before.logprobs_kind!r} ones, and these are {kind!r}")
+            raise ValueError(f"logprobs: got {kind!r}, expected {before.logprobs_kind!r}, which the sample has so far")
         return Sample(
             prompt=request.prompt,
             eid=request.eids[k],
@@ -326,7 +340,7 @@ class PromptJob:
         )
 
     def _prompt_text(self, prompt_ids: Sequence[int]) -> str | None:
-        """A chat's text, where it can be told; the same for all samples, and so told once."""
+        """Return the text of a chat, decoded once for all samples, if there is a tokenizer."""
         if self.request.started is not None:
             return self.request.started.prompt_text
         if (
@@ -338,7 +352,7 @@ class PromptJob:
         return self._decoded_prompt
 
     def _text(self, k: int, ids: list[int]) -> str:
-        """The response's text: the server's, whose parts a tokenizer joins where a character may lie across them."""
+        """Return the text of the server; a tokenizer decodes several parts, which may split a character."""
         pieces, before = self.parts[k], self.request.started
         if self.context.tokenizer is not None and (len(pieces) > 1 or self.done):
             return str(self.context.tokenizer.decode(ids, skip_special_tokens=True))
@@ -349,11 +363,9 @@ class PromptJob:
 
 
 def render_prompt(context: EngineContext, prompt: Prompt) -> list[int]:
-    """A text's or a chat's ids by the tokenizer here."""
+    """Tokenize a text or a chat with the tokenizer here."""
     if context.tokenizer is None:
-        raise ValueError(
-            f"tokenizer: got None, expected one: {context.dialect.name} does not say which ids a prompt has"
-        )
+        raise ValueError(f"tokenizer: missing: {context.dialect.name} does not return the ids of a prompt")
     text = prompt.text
     if prompt.messages is not None:
         text = context.tokenizer.apply_chat_template(
@@ -366,7 +378,7 @@ def render_prompt(context: EngineContext, prompt: Prompt) -> list[int]:
 
 
 CANCEL_GRACE = 0.1
-"""Seconds between a cancel and the end of connections: tokens that are under way were sampled, and are kept."""
+"""Seconds between a cancel and the end of connections, to receive tokens that were already sampled."""
 
 
 class OpenAIEngine(BaseEngine):
@@ -415,7 +427,7 @@ class OpenAIEngine(BaseEngine):
         self,
         url: str,
         model: str | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         *,
         api_key: str | None = None,
         backoff: Backoff | None = None,
@@ -430,14 +442,14 @@ class OpenAIEngine(BaseEngine):
         allow_urls: bool = False,
     ) -> None:
         try:
-            import httpx  # noqa: F401  wanted now, not in the middle of a run
+            import httpx  # noqa: F401  raise now, not in the middle of a run
         except ImportError:
             raise ImportError("OpenAIEngine needs httpx: pip install 'rollbook[remote]'") from None
         check_choice("dialect", dialect, ("auto", *DIALECTS))
         check_choice("render", render, ("server", "local"))
         check_choice("logprobs_kind", logprobs_kind, (*KINDS, None))
         self.model = model
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self.dialect = dialect
         self.version = version
         self.render = render
@@ -446,7 +458,7 @@ class OpenAIEngine(BaseEngine):
         self.allow_urls = check_bool("allow_urls", allow_urls)
         for name, needed in (("render='local'", render == "local"), ("retokenize=True", self.retokenize)):
             if needed and tokenizer is None:
-                raise ValueError(f"tokenizer: got None, expected one, which {name} needs")
+                raise ValueError(f"tokenizer: missing, and {name} needs it")
         self._connection = Connection(
             url, api_key=api_key, headers=headers, backoff=backoff, timeout=timeout, concurrency=concurrency
         )
@@ -454,18 +466,18 @@ class OpenAIEngine(BaseEngine):
         self._fingerprints = (tokenizer_fingerprint(tokenizer), template_fingerprint(tokenizer))
         self._server_info: Server | None = None
         self._detection_lock: asyncio.Lock | None = None
-        self._tokenize_error: ServerError | None = None  # why /tokenize cannot be asked, once that is known
+        self._tokenize_error: ServerError | None = None  # set if the server has no /tokenize
 
     def __repr__(self) -> str:
         server = self._server_info
         model, dialect = (self.model, self.dialect) if server is None else (server.model, server.dialect.name)
         return f"{type(self).__name__}({self.url!r}, model={model!r}, dialect={dialect!r})"
 
-    # --- what it is ---------------------------------------------------------------------------------------------------
+    # --- server -------------------------------------------------------------------------------------------------------
 
     @property
     def run(self) -> RunInfo:
-        """The server's make-up; one that cannot be reached has the version `unknown`."""
+        """Description of the server; one that cannot be reached has version `unknown`."""
         if self._server_info is None:
             with suppress(ServerError):
                 self._connection.submit(self._server()).result()
@@ -491,13 +503,20 @@ class OpenAIEngine(BaseEngine):
         )
 
     def describe(self) -> dict[str, Any]:
-        """The run, where it is, and which log-probs its samples have."""
+        """Return the run, the address and the kind of log-probs."""
         run = self.run
         kind = self.logprobs_kind or (None if self._server_info is None else self._server_info.dialect.logprobs_kind)
         return {**run.to_dict(), "url": self.url, "logprobs_kind": kind, "render": self.render}
 
     def health(self, timeout: float = 120.0) -> None:
-        """Wait until the server answers, or raise `TimeoutError` that says what it last said."""
+        """Wait until the server is ready.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Raises:
+            TimeoutError: The server is not ready in time; has its last error.
+        """
         check_float("timeout", timeout, 0, 1e9)
         self._connection.submit(self._healthy(timeout)).result()
 
@@ -520,7 +539,7 @@ class OpenAIEngine(BaseEngine):
             wait = min(wait * 1.5, 2.0)
 
     async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
-        """Which server this is: asked once, and kept; `again` is called before each further try."""
+        """Detect the server, once; `again` is called before each retry."""
         if self._detection_lock is None:
             self._detection_lock = asyncio.Lock()
         async with self._detection_lock:
@@ -529,7 +548,7 @@ class OpenAIEngine(BaseEngine):
         return self._server_info
 
     def close(self) -> None:
-        """Close the connections (the server stops what is under way) and the thread; there is no way back."""
+        """Close the connections, which cancels running requests, and end the thread."""
         self._connection.close()
 
     # --- a call -------------------------------------------------------------------------------------------------------
@@ -537,7 +556,7 @@ class OpenAIEngine(BaseEngine):
     def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
         ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         call = self._connection.submit(self._call(requests, cancel, ready.put))
-        call.add_done_callback(lambda _: ready.put(None))  # even of a call that was closed before it began
+        call.add_done_callback(lambda _: ready.put(None))  # also if the call was closed before it started
         try:
             while (item := ready.get()) is not None:
                 yield item
@@ -548,9 +567,9 @@ class OpenAIEngine(BaseEngine):
         here = asyncio.get_running_loop()
         ready: asyncio.Queue[Any] = asyncio.Queue()
 
-        def emit(item: Any) -> None:
-            with suppress(RuntimeError):  # the caller's loop is gone, and nobody waits
-                here.call_soon_threadsafe(ready.put_nowait, item)
+        def emit(entry: tuple[int, Sample] | None) -> None:
+            with suppress(RuntimeError):  # the caller's loop is closed
+                here.call_soon_threadsafe(ready.put_nowait, entry)
 
         call = self._connection.submit(self._call(requests, cancel, emit))
         call.add_done_callback(lambda _: emit(None))
@@ -560,15 +579,15 @@ class OpenAIEngine(BaseEngine):
         finally:
             call.cancel()
 
-    async def _call(self, requests: Sequence[Request], cancel: Cancel, emit: Callable[[Any], Any]) -> None:
-        """Answer all requests; each (place, sample) is emitted as it finishes."""
+    async def _call(self, requests: Sequence[Request], cancel: Cancel, emit: Emit) -> None:
+        """Run all requests; each `(place, sample)` is emitted as it finishes."""
         jobs = [PromptJob(request, self._context(), emit, cancel.shared) for request in requests]
 
         def again() -> None:
             for job in jobs:
                 job.count_retry()
 
-        server = asyncio.ensure_future(self._server(again))  # found once, or not, for all
+        server = asyncio.ensure_future(self._server(again))  # once for all jobs
         tasks = [asyncio.ensure_future(self._run_job(job, server)) for job in jobs]
         watch = asyncio.ensure_future(_watch_cancel(cancel, tasks))
         try:
@@ -584,7 +603,7 @@ class OpenAIEngine(BaseEngine):
         )
 
     async def _run_job(self, job: PromptJob, finding: asyncio.Future[Server]) -> None:
-        """All samples of a prompt, whatever becomes of them."""
+        """Run all samples of a prompt; failures are emitted."""
         try:
             server = await asyncio.shield(finding)
             job.context = self._context()
@@ -593,7 +612,7 @@ class OpenAIEngine(BaseEngine):
             for k in sorted(job.pending):
                 job.finish(k, aborted=True)
             raise
-        except Exception as error:  # of a reply of a shape that nobody thought of, too
+        except Exception as error:  # including unexpected forms of replies
             job.fail(error, sorted(job.pending))
 
     async def _answer(self, server: Server, job: PromptJob) -> None:
@@ -620,7 +639,7 @@ class OpenAIEngine(BaseEngine):
         await self._exchange(server, job, ks, ask, job.finish)
 
     async def _sample_in_two_steps(self, server: Server, job: PromptJob, ks: list[int]) -> None:
-        """A first token at a temperature of its own, and then, unless that was the last, the others."""
+        """Sample the first token at `first_temperature`, then the others."""
         sampling, budget = job.request.sampling, job.request.budget
         self._check_takes_ids(server.dialect, "first_temperature")
 
@@ -647,9 +666,9 @@ class OpenAIEngine(BaseEngine):
         temperature: float,
         at: int,
     ) -> ServerRequest:
-        """A request for samples `ks`, which have `at` tokens so far."""
+        """Return the request for samples `ks`, which have `at` tokens so far."""
         seed = job.seeds[ks[0]]
-        if seed is not None and at:  # other random numbers than those that were used for the tokens so far
+        if seed is not None and at:  # other random numbers than those of the tokens so far
             seed = derive_seed(seed, at) % (server.dialect.largest_seed + 1)
         return ServerRequest(
             model=server.model,
@@ -669,7 +688,7 @@ class OpenAIEngine(BaseEngine):
     async def _exchange(
         self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
     ) -> None:
-        """One request for samples `ks`, tried again where that is right; each is finished at most once."""
+        """Send a request for samples `ks`, with retries; each sample is finished at most once."""
         dialect, finished_ks = server.dialect, set[int]()
         body = {name: v for name, v in (dialect.body(ask) | dict(ask.sampling.extra)).items() if v is not None}
         for k in ks:
@@ -687,7 +706,7 @@ class OpenAIEngine(BaseEngine):
                         finished(k)
 
             async with self._connection.open(dialect.path(ask), body) as response:
-                # Some servers, and proxies, answer in whole whatever was asked.
+                # Some servers and proxies never stream.
                 is_json = response.headers.get("content-type", "").startswith("application/json")
                 if body.get("stream") and not is_json:
                     async for event in read_events(response):
@@ -697,11 +716,11 @@ class OpenAIEngine(BaseEngine):
                     dialect.read_reply(parse_json(await response.aread()), pieces)
                     tell()
                 if any(piece.finish is None for piece in pieces):
-                    raise RetryableError("the reply broke off before its end")
+                    raise RetryableError("the reply is incomplete")
 
         await self._connection.retry(attempt, lambda: job.count_retry(ks))
 
-    # --- from a prompt to what is sent --------------------------------------------------------------------------------
+    # --- prompts ------------------------------------------------------------------------------------------------------
 
     async def _prompt_form(self, server: Server, job: PromptJob) -> PromptForm:
         prompt, sampling, dialect, before = (
@@ -713,14 +732,14 @@ class OpenAIEngine(BaseEngine):
         pictured = bool(prompt.images or prompt.videos) or has_media_parts(prompt)
         if before is not None and job.done:
             if pictured:
-                raise ValueError("prompt.images: got an unfinished sample with images, of which only ids can be sent")
+                raise ValueError("prompt.images: unfinished samples with images cannot be continued")
             self._check_takes_ids(dialect, "an unfinished sample")
             return PromptForm(ids=[*before.prompt_ids, *before.response_ids], prompt_ids=list(before.prompt_ids))
         if pictured:
             if prompt.messages is None:
-                raise ValueError("prompt.images: got them beside text or token ids, expected messages, which hold them")
+                raise ValueError("prompt.images: got text or token ids with images, expected messages")
             if not dialect.media:
-                raise ValueError(f"prompt.images: {dialect.name} does not say which prompt ids it made of images")
+                raise ValueError(f"prompt.images: {dialect.name} does not return the prompt ids of images")
             return PromptForm(messages=chat_messages(prompt, self.allow_urls))
         chat = prompt.messages is not None
         ids = None if prompt.token_ids is None else list(prompt.token_ids)
@@ -731,13 +750,13 @@ class OpenAIEngine(BaseEngine):
         if ours:
             self._check_takes_ids(dialect, "prompt.token_ids" if prompt.token_ids is not None else "render='local'")
         elif sampling.max_prompt_tokens is not None or dialect.tokenizes:
-            # Where it goes as ids in any case, they are the server's.
+            # If the prompt is sent as ids in any case, they are those of the server.
             made_here = not dialect.tokenizes and self._renders(chat)
             ids = render_prompt(job.context, prompt) if made_here else await self._tokenized(server, job)
             ours = made_here and not chat and dialect.takes_ids
             if ids is None:
                 reason = self._tokenize_error
-                uncut = f": to cut it, max_prompt_tokens needs a tokenizer or a server with /tokenize ({reason})"
+                uncut = f": to truncate it, max_prompt_tokens needs a tokenizer or a server with /tokenize ({reason})"
         cut = None
         if ids is not None and sampling.max_prompt_tokens is not None and len(ids) > sampling.max_prompt_tokens:
             most, side = sampling.max_prompt_tokens, sampling.prompt_overflow
@@ -760,15 +779,15 @@ class OpenAIEngine(BaseEngine):
             raise ValueError(f"{option}: {dialect.name} servers take no token ids; {dialect.ids_from}")
 
     def _renders(self, chat: bool) -> bool:
-        """Whether the tokenizer can make a prompt's ids; of a chat it needs a template."""
+        """Return whether the tokenizer can render a prompt; a chat needs a template."""
         return self.tokenizer is not None and (not chat or bool(getattr(self.tokenizer, "chat_template", None)))
 
     async def _tokenized(self, server: Server, job: PromptJob) -> list[int] | None:
-        """The ids of a text or a chat by the server's own word; `None` if it has none to say, and can do without."""
+        """Request the ids of a text or a chat from the server; `None` if it cannot tokenize and needs no ids."""
         prompt, dialect = job.request.prompt, server.dialect
         if not dialect.gives_ids:
             raise ValueError(
-                f"max_prompt_tokens: it needs a tokenizer (of a chat, one with a template) or a server with /tokenize, "
+                f"max_prompt_tokens: needs a tokenizer (for a chat, one with a template) or a server with /tokenize, "
                 f"which {dialect.name} servers do not have"
             )
         chat: dict[str, Any] = {}
@@ -791,14 +810,14 @@ class OpenAIEngine(BaseEngine):
                 return None
             if self._renders(bool(chat)):
                 return render_prompt(job.context, prompt)
-            raise ServerError(f"{error}; {dialect.name} takes ids: a tokenizer can make them here") from None
+            raise ServerError(f"{error}; {dialect.name} takes ids: give the engine a tokenizer") from None
         if not isinstance(tokens, list) or any(not isinstance(token, int) for token in tokens):
             raise BadReplyError(f"/tokenize: got {str(tokens)[:80]}, expected a list of token ids")
         return tokens
 
 
 async def _watch_cancel(cancel: Cancel, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel a call's tasks when somebody asks for it, once they have taken in what has arrived already."""
+    """Cancel the tasks of a call when it is requested, after they have received what arrived."""
     begun = not cancel.requested
     while not cancel.requested:
         await asyncio.sleep(0.02)
@@ -809,7 +828,7 @@ async def _watch_cancel(cancel: Cancel, tasks: Sequence[asyncio.Task[None]]) -> 
 
 
 async def _gather(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Everything at once; if this is cancelled, all of it is, and has ended when this ends."""
+    """Run coroutines concurrently. If this is cancelled, all of them are, and end before this ends."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         await asyncio.gather(*tasks)
@@ -818,15 +837,15 @@ async def _gather(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what has not ended, and wait for it."""
+    """Cancel tasks and wait for their ends."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _run_guarded(job: PromptJob, ks: list[int], work: Callable[[], Awaitable[None]]) -> None:
-    """Work on samples `ks`, whose failure is theirs alone."""
+    """Run work on samples `ks`, and fail only these."""
     try:
-        await work()  # made here: a coroutine that is cancelled before it begins would be one that nobody awaited
+        await work()  # created here: a coroutine that is cancelled before it starts would never be awaited
     except (ServerError, ValueError) as error:
         job.fail(error, ks)

@@ -1,6 +1,6 @@
-"""`ScriptedEngine`: answers that were written down before, for tests and for playing recorded rollouts again.
+"""`ScriptedEngine`: scripted responses, for tests and for replaying recorded rollouts.
 
-Invariant: the same script, prompts and ids give the same samples, whatever else is asked for in the same call.
+Invariant: with a function or a mapping as the script, a sample depends on its prompt and id alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollbook.core.sampling import FinishReason, Prompt, RunInfo, Sample, token_ids
-from rollbook.core.vocabulary import template_fingerprint, tokenizer_fingerprint
+from rollbook.core.vocabulary import Tokenizer, template_fingerprint, tokenizer_fingerprint
 from rollbook.rollout.engine import BaseEngine, Cancel, Request
 
 if TYPE_CHECKING:
@@ -57,23 +57,23 @@ class ScriptedEngine(BaseEngine):
         version: Number of the policy.
 
     >>> engine = ScriptedEngine({"2+2=": [[4], [5, 6]]}, tokenizer=None)
-    >>> [one.response_ids for one in engine.generate([Prompt(text="2+2=", info={})], n=3, batch=0)]
+    >>> [sample.response_ids for sample in engine.generate([Prompt(text="2+2=", info={})], n=3, batch=0)]
     [[4], [5, 6], [4]]
     """
 
-    def __init__(self, script: Script, tokenizer: Any = None, version: int = 0) -> None:
+    def __init__(self, script: Script, tokenizer: Tokenizer | None = None, version: int = 0) -> None:
         if isinstance(script, Sequence) and any(hasattr(answer, "prompt_length") for answer in script):
             raise ValueError(
-                "script: got records, expected answers; ScriptedEngine.replaying(records) plays them again"
+                "script: got records, expected responses; ScriptedEngine.replaying(records) replays records"
             )
         self.script = script
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer
         self.version = version
         self._turn = 0
 
     @property
     def run(self) -> RunInfo:
-        """A scripted run."""
+        """Description of the script engine."""
         return RunInfo(
             engine="scripted",
             engine_version="1",
@@ -83,11 +83,17 @@ class ScriptedEngine(BaseEngine):
         )
 
     @classmethod
-    def replaying(cls, experiences: Iterable[Experience], tokenizer: Any = None) -> ScriptedEngine:
-        """An engine that answers each task as it was answered before: tokens, log-probs, versions, reasons and texts.
+    def replaying(cls, experiences: Iterable[Experience], tokenizer: Tokenizer | None = None) -> ScriptedEngine:
+        """Create an engine that repeats recorded responses with their log-probs, versions and finish reasons.
 
-        Prompts are matched by task id, and must have the recorded prompt's tokens if they are given as tokens. Records
-        of several turns, or branches, are none that a sample could be.
+        Prompts are matched by task id. Prompts of token ids must have the recorded ids.
+
+        Args:
+            experiences: Single-turn records, one per run.
+            tokenizer: Tokenizer of the records.
+
+        Raises:
+            ValueError: Several records have the same run, or a record has several turns.
 
         >>> from rollbook import Experience
         >>> old = Experience(eid={"batch": 0, "task": 1, "run": 0}, tokens=[5, 6, 7], prompt_length=2, logprobs=[-0.25])
@@ -99,11 +105,10 @@ class ScriptedEngine(BaseEngine):
         recorded: dict[str, Experience] = {}
         for row in experiences:
             if recorded.setdefault(row.eid.rid, row) is not row:
-                raise ValueError(f"experiences: got several of run {row.eid.rid}, expected one: a run of one turn")
+                raise ValueError(f"experiences: got several of run {row.eid.rid}, expected one record per run")
             if row.finish_reason != "error" and row.action_mask is not None and not bool(row.action_mask.all()):
                 raise ValueError(
-                    f"experience {row.eid}: got tokens that the model did not sample, expected a single turn: a sample "
-                    "has no mask"
+                    f"experience {row.eid}: got a multi-turn record, expected one whose response was sampled completely"
                 )
 
         def answer(prompt: Prompt, run: int) -> Any:
@@ -121,7 +126,7 @@ class ScriptedEngine(BaseEngine):
         return cls(answer, tokenizer)
 
     def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
-        run_id = self.run.id  # once: the fingerprint of a large tokenizer takes a while
+        run_id = self.run.id  # once, since the fingerprint of a large tokenizer is slow
         for request in requests:
             for k in range(len(request.eids)):
                 try:
@@ -208,12 +213,12 @@ class ScriptedEngine(BaseEngine):
             keys = [prompt.text, *task, prompt.token_ids]
             key = next((key for key in keys if key is not None and key in self.script), None)
             if key is None:
-                raise ValueError(f"script: has no answer to {next((key for key in keys if key), None)!r}")
+                raise ValueError(f"script: no response to {next((key for key in keys if key), None)!r}")
             answers = self.script[key]
             several = isinstance(answers, (list, tuple)) and answers and not isinstance(answers[0], int)
             return answers[run % len(answers)] if several else answers
         if not len(self.script):
-            raise ValueError("script: got an empty list, expected answers")
+            raise ValueError("script: got an empty list, expected responses")
         answer = self.script[self._turn % len(self.script)]
         self._turn += 1
         return answer

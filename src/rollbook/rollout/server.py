@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from rollbook.core.addresses import redacted, without_user
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+JsonValue: TypeAlias = dict[str, Any] | list[Any] | str | float | None
+"""A parsed reply of a server, or a part of it, which may have any form."""
 
 
 class ServerError(RollbookError, RuntimeError):
-    """A server's refusal, with its HTTP `status`, or its silence after all tries."""
+    """Raised when a server rejects a request, with its HTTP `status`, or does not reply."""
 
     def __init__(self, text: str, status: int | None = None) -> None:
         super().__init__(text)
@@ -42,11 +44,11 @@ class ServerError(RollbookError, RuntimeError):
 
 
 class BadReplyError(ServerError):
-    """A reply that is not what was asked for; asking again would give the same."""
+    """Raised when a reply is malformed. It is not retried."""
 
 
 class RetryableError(RollbookError):
-    """What may succeed when it is asked again, and how long the server asks to wait."""
+    """A failure that may be retried, with the wait that the server requests."""
 
     def __init__(self, text: str, wait: float = 0.0, status: int | None = None) -> None:
         super().__init__(text)
@@ -55,8 +57,21 @@ class RetryableError(RollbookError):
 
 
 class Connection:
-    """A server at `url`. The loop and its thread begin with the first request, and end with `close`, with the last
-    reference to this, or with the program, whichever is first.
+    """Connection to a server.
+
+    Its event loop and thread start with the first request. They end with `close`, with the last reference to the
+    connection or with the program.
+
+    Args:
+        url: Address of the server, with or without `/v1`.
+        api_key: Bearer token.
+        headers: HTTP headers.
+        backoff: Waits between retries.
+        timeout: Seconds without a byte.
+        concurrency: Largest number of requests in flight.
+
+    Raises:
+        ValueError: The address is invalid.
 
     >>> connection = Connection("http://user:word@127.0.0.1:8000/v1/", concurrency=2)
     >>> connection.url, connection.redact("a word for user")
@@ -86,47 +101,47 @@ class Connection:
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._auth = without_user(url)[1]
-        header_secrets = [value for value in self._headers.values() if len(value) > 5]  # a "1" is no secret
+        header_secrets = [value for value in self._headers.values() if len(value) > 5]  # shorter ones are not secret
         self._secrets = [api_key or "", parts.password or "", (self._auth or ("", ""))[1], *header_secrets]
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._clients: list[httpx.AsyncClient] = []  # one, once it is needed
+        self._clients: list[httpx.AsyncClient] = []  # at most one
         self._ended: weakref.finalize[Any, Connection] | None = None
         self._slots: asyncio.Semaphore | None = None
         self._closed = False
 
-    # --- the loop -----------------------------------------------------------------------------------------------------
+    # --- event loop ---------------------------------------------------------------------------------------------------
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start something in the loop, from any thread."""
+        """Start a coroutine in the loop, from any thread."""
         with self._lock:
             if self._closed:
                 work.close()
-                raise ValueError("engine: got a call after close(), expected a new engine")
+                raise ValueError("engine: closed")
             if self._loop is None or self._thread is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="rollbook-http", daemon=True)
                 self._thread.start()
-                # Not a method: it must not keep this alive. It runs before modules are taken apart at the end of the
-                # program, when what is under way could no longer be ended.
+                # Not a method, which would keep the connection alive. It also runs at the end of the program, before
+                # modules are torn down.
                 self._ended = weakref.finalize(self, _close_loop, self._loop, self._thread, self._clients)
             elif not self._thread.is_alive():
                 work.close()
-                raise ValueError("engine: got a call in a forked process or at its end, expected an engine made there")
+                raise ValueError("engine: its thread has ended; a forked process needs its own engine")
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """End what is under way, close the connections and join the thread."""
+        """Cancel running requests, close the connections and join the thread."""
         with self._lock:
             self._closed = True
         if self._ended is not None:
             self._ended()  # once
 
-    # --- requests, in the loop ----------------------------------------------------------------------------------------
+    # --- requests (in the loop) ---------------------------------------------------------------------------------------
 
     def redact(self, text: str) -> str:
-        """Words that may be recorded."""
+        """Remove secrets and media payloads from a text."""
         return redact_secrets(text, self._secrets)
 
     async def json(
@@ -136,7 +151,7 @@ class Connection:
         once: bool = False,
         again: Callable[[], None] = lambda: None,
     ) -> Any:
-        """A small question's answer: a GET, or a POST of `body`; `once` and `again`: see `retry`."""
+        """Return the JSON of a GET, or of a POST of `body`. For `once` and `again` see `retry`."""
 
         async def attempt() -> Any:
             async with self.open(path, body) as response:
@@ -148,9 +163,11 @@ class Connection:
     async def open(
         self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> AsyncIterator[httpx.Response]:
-        """A reply of status 200, to be read in whole or as it comes; another status is raised.
+        """Open a reply of status 200, to be read completely or as a stream.
 
-        What is raised, here or by the reader, names the method and the URL.
+        Raises:
+            RetryableError: The connection failed, or the status may be retried.
+            ServerError: The server replied with another status. Messages name the method and the URL.
         """
         import httpx
 
@@ -177,8 +194,16 @@ class Connection:
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], again: Callable[[], None] = lambda: None, once: bool = False
     ) -> T:
-        """What `attempt` gives, if need be after several tries; `again` is called before each further one. `once`:
-        after one."""
+        """Call `attempt` until it succeeds.
+
+        Args:
+            attempt: What to do.
+            again: Called before each retry.
+            once: Whether to try only once.
+
+        Raises:
+            ServerError: The last attempt failed.
+        """
         if self._slots is None:
             self._slots = asyncio.Semaphore(self.concurrency)
         waits, tries = iter(()) if once else self.backoff.waits(), 0
@@ -214,7 +239,7 @@ class Connection:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """A connection's thread."""
+    """Run the loop of a connection, in its thread."""
     try:
         loop.run_forever()
     finally:
@@ -222,8 +247,8 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _close_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, clients: list[httpx.AsyncClient]) -> None:
-    """End what is under way in a loop, close its connections, and wait for its thread."""
-    if not thread.is_alive():  # in a forked process, where it never ran
+    """Cancel the tasks of a loop, close its connections and join its thread."""
+    if not thread.is_alive():  # in a forked process
         return
 
     async def end() -> None:
@@ -234,19 +259,19 @@ def _close_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, clien
             await asyncio.gather(*rest, return_exceptions=True)
             for client in clients:
                 await client.aclose()
-            await asyncio.sleep(0)  # those that wait for a task hear of its end
+            await asyncio.sleep(0)  # lets callbacks of the tasks run
         finally:
             loop.stop()
 
     asyncio.run_coroutine_threadsafe(end(), loop)
-    if threading.current_thread() is not thread:  # the last reference may be that of a task
+    if threading.current_thread() is not thread:  # a task may hold the last reference
         thread.join()
 
 
 async def read_events(response: httpx.Response) -> AsyncIterator[Any]:
-    """The events of a streamed reply; one that tells an error is raised.
+    """Yield the events of a streamed reply; an error event is raised.
 
-    The reply is read to its end, past its `[DONE]`, so that the connection can be used again.
+    The reply is read to its end, after `[DONE]`, so that the connection can be reused.
     """
     async for line in _read_lines(response):
         data = line[5:].strip() if line.startswith(b"data:") else b""
@@ -259,8 +284,7 @@ async def read_events(response: httpx.Response) -> AsyncIterator[Any]:
 
 
 async def _read_lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Lines that end in a line feed and nothing else: a model's text may hold other characters that count as the end of
-    a line (U+0085, U+2028), which httpx's own lines would be cut at."""
+    """Yield lines split at line feeds only: httpx also splits at characters such as U+2028, which texts may contain."""
     rest = b""
     async for chunk in response.aiter_bytes():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -269,9 +293,18 @@ async def _read_lines(response: httpx.Response) -> AsyncIterator[bytes]:
     yield rest
 
 
-def status_error(status: Any, reply: Any, wait: float) -> Exception:
-    """The error for a status that is not 200 (`None`: a reply that does not say it): one to try again, or final."""
-    for _ in range(3):  # servers put their words at various depths
+def status_error(status: int | str | None, reply: JsonValue, wait: float) -> Exception:
+    """Return the error for a status other than 200 (or `None` if unknown).
+
+    Args:
+        status: The status.
+        reply: The reply, with an error message.
+        wait: Seconds that the server asks to wait.
+
+    Returns:
+        A `RetryableError` or a `ServerError`.
+    """
+    for _ in range(3):  # the message may be nested
         if isinstance(reply, Mapping):
             reply = next((reply[key] for key in ("error", "message", "detail") if reply.get(key)), str(dict(reply)))
     code = status if isinstance(status, int) else None
@@ -280,7 +313,10 @@ def status_error(status: Any, reply: Any, wait: float) -> Exception:
 
 
 def parse_json(data: bytes) -> Any:
-    """JSON, or an error that shows how it begins.
+    """Parse JSON.
+
+    Raises:
+        BadReplyError: It is not JSON.
 
     >>> parse_json(b'{"a": 1}')
     {'a': 1}
@@ -292,12 +328,12 @@ def parse_json(data: bytes) -> Any:
 
 
 Json = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
-"""Ask a path a question, and get the answer's JSON."""
+"""Sends a body to a path and returns the JSON of the reply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRequest:
-    """One request to a server: exactly one of `text`, `ids` and `messages`, for `n` samples of up to `max_tokens`."""
+    """A request for `n` samples, with exactly one of `text`, `ids` and `messages`."""
 
     model: str
     sampling: Sampling
@@ -315,15 +351,16 @@ class ServerRequest:
 
 @dataclass
 class PartialSample:
-    """What has come in of one sample. R tokens so far: `ids` [R] and `logprobs` [R], or none; `tokens` are their texts,
-    which name them only where a server gives no ids; `retokenized` says that `ids` were made from texts. `spans`:
-    (version, start, end) of the policies that sampled them.
-    """
+    """The part of a sample that has arrived, with R tokens so far."""
 
     version: int = 0
+    """Version of the policy at the request."""
     ids: list[int] | None = None
+    """[R] Token ids, if the server returns them."""
     logprobs: list[float] | None = None
+    """[R] Log-probs."""
     tokens: list[str] = field(default_factory=list)
+    """[R] Texts of the tokens, for servers that return no ids."""
     text: str = ""
     message: dict[str, Any] | None = None
     finish: str | None = None
@@ -331,83 +368,93 @@ class PartialSample:
     prompt_ids: list[int] | None = None
     prompt_count: int | None = None
     spans: list[tuple[int, int, int]] = field(default_factory=list)
+    """(version, start, end) of tokens whose version the server returned."""
     retokenized: bool = False
+    """Whether the ids were made from text."""
 
-    def more(self, ids: Any, logprobs: Any, text: Any) -> None:
-        """Take in further tokens."""
+    def more(self, ids: JsonValue, logprobs: JsonValue, text: JsonValue) -> None:
+        """Append tokens.
+
+        Raises:
+            BadReplyError: They are malformed.
+        """
         if ids is not None:
             self.ids = [*(self.ids or ()), *_check_ids("token_ids", ids)]
         if logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *_check_logprobs(logprobs)]
         if text is not None and not isinstance(text, str):
-            # Parts could name files of this machine, which the next turn would send.
+            # Message parts could refer to local files, which the next turn would send.
             raise BadReplyError(f"content: got {type(text).__name__}, expected text")
         self.text += text or ""
 
     def versions(self) -> list[int]:
-        """The policy's version for each token: the server's word where it gives one, else that at the request."""
+        """Return the version of each token: that of the server if it returned one, else that at the request."""
         versions = [self.version] * len(self.ids or ())
         for version, start, end in self.spans:
             versions[start:end] = [version] * len(versions[start:end])
         return versions
 
 
-def _check_ids(name: str, ids: Any) -> list[int]:
+def _check_ids(name: str, ids: JsonValue) -> list[int]:
     if not isinstance(ids, list) or any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
         raise BadReplyError(f"{name}: got {str(ids)[:80]}, expected a list of token ids")
     return ids
 
 
-def _check_logprobs(logprobs: Any) -> list[float]:
+def _check_logprobs(logprobs: JsonValue) -> list[float]:
     if not isinstance(logprobs, list):
         raise BadReplyError(f"logprobs: got {str(logprobs)[:80]}, expected a list of numbers")
     for i, logprob in enumerate(logprobs):
         number = isinstance(logprob, (int, float)) and not isinstance(logprob, bool)
-        # A server's float32 sums may end a hair above 0.
+        # Rounding may give values slightly above 0.
         if not number or not math.isfinite(logprob) or logprob > 1e-3:
             raise BadReplyError(f"logprobs[{i}]: got {logprob!r}, expected a log-probability")
     return [min(float(logprob), 0.0) for logprob in logprobs]
 
 
-def parse_version(text: Any) -> int | None:
-    """A weight version as a number, if it is one.
+def parse_version(text: JsonValue) -> int | None:
+    """Return a weight version as a number, or `None` if it is not one.
 
     >>> parse_version("12"), parse_version("default")
     (12, None)
     """
     try:
-        return int(text)
+        return int(text)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
 
 
 class Dialect:
-    """Plain OpenAI, and what the others change. Nothing here is sent over a wire."""
+    """The API of a kind of server: request bodies and replies. This class is the plain OpenAI API."""
 
     name: ClassVar[str] = "openai"
     takes_ids: ClassVar[bool] = True
     gives_ids: ClassVar[bool] = False
     chats: ClassVar[str] = "server"
-    """Who renders a chat: the `server`, its `template` endpoint for prompts that go as ids, or we (`local`)."""
+    """Where chats are rendered: by the `server`, by its `template` endpoint, or by the tokenizer here (`local`)."""
     tokenizes: ClassVar[bool] = False
-    """Whether a text is turned into ids by the server first, since its replies do not say which it used."""
+    """Whether texts are tokenized by the server first, since its replies do not contain the prompt ids."""
     media: ClassVar[bool] = True
     trims_stop: ClassVar[bool] = False
-    """Whether its texts never have the text that stopped them, but it says which it was."""
+    """Whether texts never include the stop text, which is returned separately."""
     logprobs_kind: ClassVar[LogprobsKind | None] = None
     supported: ClassVar[frozenset[str]] = frozenset({"suppress"})
-    """The options it knows, of those that not every server does."""
+    """Supported options among those that not every server has."""
     largest_seed: ClassVar[int] = 2**63 - 1
     cannot: ClassVar[tuple[str, ...]] = (
         "token ids: plain OpenAI replies have none (retokenize=True maps texts back to ids, and records it)",
         "say which distribution log-probs are of: state it with logprobs_kind=",
     )
     ids_from: ClassVar[str] = "serve the model with vLLM or SGLang, which do"
-    """Where ids are to be had, for the error of a reply that has none; `logprobs_from` likewise."""
+    """How to get ids, for the error about a reply without them; likewise `logprobs_from`."""
     logprobs_from: ClassVar[str] = "serve the model with vLLM or SGLang, which do"
 
     def check(self, sampling: Sampling) -> None:
-        """Refuse options that this server has no word for."""
+        """Check that the server supports all options.
+
+        Raises:
+            ValueError: It does not.
+        """
         plain = Sampling()
         for option in ("min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"):
             value = getattr(sampling, option)
@@ -415,20 +462,20 @@ class Dialect:
                 raise ValueError(f"{option}: got {value!r}, but {self.name} servers have no such option")
 
     def shares_request(self, sampling: Sampling) -> bool:
-        """Whether n samples go in one request: only without a seed, which all n would share."""
+        """Return whether one request is for all n samples: only without a seed, which they would share."""
         return sampling.seed is None
 
     def seed_of(self, seed: int, k: int) -> int:
-        """The seed that sample k of a request for several has."""
+        """Return the seed of sample k of a shared request."""
         return seed
 
     async def tokenize(self, model: str, text: str | None, chat: Mapping[str, Any], json: Json) -> Any:
-        """The ids that the server makes of a text or a chat (`messages`, `tools`), by asking it."""
+        """Request the ids of a text or a chat (`messages`, `tools`) from the server."""
         content = chat or {"prompt": text}
         return (await json("/tokenize", {"model": model, "add_special_tokens": False, **content})).get("tokens")
 
     def constrained(self, sampling: Sampling) -> bool:
-        """Whether a grammar is asked for, of which log-probs are then taken, too."""
+        """Return whether a grammar is requested, which affects log-probs."""
         free = ("auto", "none", None)
         return any(
             key in ("response_format", "structured_outputs", "grammar", "json_schema") or key.startswith("guided_")
@@ -437,11 +484,11 @@ class Dialect:
         ) or (sampling.extra.get("tool_choice") not in free)
 
     def path(self, request: ServerRequest) -> str:
-        """Where a request goes."""
+        """Return the path of a request."""
         return "/v1/completions" if request.messages is None else "/v1/chat/completions"
 
     def body(self, request: ServerRequest) -> dict[str, Any]:
-        """A request's JSON."""
+        """Return the body of a request."""
         body = self._common_body(request)
         if request.sampling.logprobs is not None:
             body |= {"logprobs": 1} if request.messages is None else {"logprobs": True}
@@ -473,29 +520,35 @@ class Dialect:
             body["logit_bias"] = {str(token): -100 for token in sampling.suppress}
         return body
 
-    def read_reply(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
-        """Take in a whole reply."""
+    def read_reply(self, reply: JsonValue, pieces: Sequence[PartialSample]) -> None:
+        """Add a complete reply to its samples.
+
+        Raises:
+            BadReplyError: It is malformed.
+        """
         choices = reply.get("choices") if isinstance(reply, dict) else None
-        if not isinstance(choices, list):
+        if not isinstance(reply, dict) or not isinstance(choices, list):
             raise BadReplyError(f"the reply has no choices: {str(reply)[:200]}")
         if len(choices) != len(pieces):
             raise BadReplyError(f"choices: got {len(choices)}, expected {len(pieces)}")
         for place, choice in enumerate(choices):
             self._choice(reply, choice, pieces[self._index(choice, place, pieces)], "message")
         if sum(piece.finish is not None for piece in pieces) != len(pieces):
-            raise BadReplyError(
-                "choices: got some without a finish_reason or with the same index, expected one of each"
-            )
+            raise BadReplyError("choices: missing finish_reason or repeated index")
 
-    def read_event(self, event: Any, pieces: Sequence[PartialSample]) -> None:
-        """Take in one event of a streamed reply."""
+    def read_event(self, event: JsonValue, pieces: Sequence[PartialSample]) -> None:
+        """Add an event of a streamed reply to its samples.
+
+        Raises:
+            BadReplyError: It is malformed.
+        """
         choices = event.get("choices") if isinstance(event, dict) else None
-        if not isinstance(choices, list):
+        if not isinstance(event, dict) or not isinstance(choices, list):
             raise BadReplyError(f"the event has no choices: {str(event)[:200]}")
         for choice in choices:
             self._choice(event, choice, pieces[self._index(choice, 0, pieces)], "delta")
 
-    def _index(self, choice: Any, place: int, pieces: Sequence[PartialSample]) -> int:
+    def _index(self, choice: JsonValue, place: int, pieces: Sequence[PartialSample]) -> int:
         index = choice.get("index", place) if isinstance(choice, dict) else None
         if not isinstance(index, int) or not 0 <= index < len(pieces):
             raise BadReplyError(f"choices: got index {index!r}, expected 0 to {len(pieces) - 1}")
@@ -507,7 +560,7 @@ class Dialect:
         values: Any
         tokens: Any
         ids: Any
-        if "content" in logprobs:  # a chat's
+        if "content" in logprobs:  # of a chat
             entries = logprobs["content"] or []
             values, tokens = [entry.get("logprob") for entry in entries], [entry.get("token") for entry in entries]
             ids = [entry.get("id") for entry in entries] if entries and "id" in entries[0] else None
@@ -534,7 +587,7 @@ class Dialect:
 
 
 def _join_delta(message: dict[str, Any] | None, delta: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat message with a further part of it: texts grow, tool calls by their index."""
+    """Add a streamed part to a chat message: texts are concatenated, tool calls by their index."""
     joined = dict(message or {"role": "assistant", "content": ""})
     for name, value in delta.items():
         if name == "tool_calls":
@@ -558,14 +611,14 @@ def _join_delta(message: dict[str, Any] | None, delta: Mapping[str, Any]) -> dic
 
 
 class TransformersServe(Dialect):
-    """`transformers serve`: text in, text out. It takes no token ids and gives neither ids nor log-probs."""
+    """`transformers serve`, which takes and returns text only."""
 
     name = "transformers-serve"
     takes_ids = False
     supported = frozenset()
     cannot = (
         "token ids, and log-probs: replies have none, and requests for them are ignored",
-        "prompts as token ids: they are refused, so that nothing unfinished can go on",
+        "prompts as token ids: they are rejected, so unfinished samples cannot be continued",
     )
     ids_from = "serve the model with vLLM or SGLang, which do, or use TransformersEngine in this process"
     logprobs_from = ids_from
@@ -574,7 +627,7 @@ class TransformersServe(Dialect):
         return False
 
     def body(self, request: ServerRequest) -> dict[str, Any]:
-        # It refuses words that it does not know, and ignores a few that it does.
+        # It rejects unknown fields and ignores some known ones.
         left_out = {"n", "presence_penalty", "frequency_penalty"}
         return {name: value for name, value in self._common_body(request).items() if name not in left_out}
 
@@ -582,10 +635,14 @@ class TransformersServe(Dialect):
 def resolve_logprobs_kind(
     true: LogprobsKind | None, sampling: Sampling, constrained: bool = False
 ) -> LogprobsKind | None:
-    """Which kind a server's log-probs are of: the one asked for where that is the same thing, else what they truly are.
+    """Return the kind of a server's log-probs: the requested one if both are equal, else the actual one.
 
-    Without truncation, and at temperature 1, there is no difference; at temperature 0 servers give the model's own.
-    `constrained`: a grammar rules tokens out before any of them is taken, which makes them `processed` or nothing.
+    Without truncation and at temperature 1 all kinds are equal; at temperature 0 servers return raw log-probs.
+
+    Args:
+        true: Kind that the server returns, if known.
+        sampling: Sampling options, with the requested kind.
+        constrained: Whether a grammar excludes tokens before sampling; log-probs are then `processed` or unknown.
 
     >>> resolve_logprobs_kind("raw", Sampling(logprobs="processed"))
     'processed'

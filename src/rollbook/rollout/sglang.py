@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from rollbook.core.sampling import LogprobsKind, Sampling
-from rollbook.rollout.server import BadReplyError, Dialect, PartialSample, ServerRequest, parse_version
+from rollbook.rollout.server import BadReplyError, Dialect, JsonValue, PartialSample, ServerRequest, parse_version
 
 
 class SGLang(Dialect):
-    """SGLang's own `/generate`: ids in, and (log-prob, id) pairs out. Its OpenAI endpoints give no ids.
+    """SGLang's `/generate`, which takes ids and returns (log-prob, id) pairs. Its OpenAI endpoints return no ids.
 
-    Log-probs are after temperature and before truncation; of a server with SGLANG_RETURN_ORIGINAL_LOGPROB=1 say
-    `logprobs_kind="raw"`. A seed holds where the server runs with `--enable-deterministic-inference`.
+    Log-probs are after temperature and before truncation; for a server with SGLANG_RETURN_ORIGINAL_LOGPROB=1 set
+    `logprobs_kind="raw"`. Seeds require `--enable-deterministic-inference`.
     """
 
     name = "sglang"
@@ -71,15 +71,15 @@ class SGLang(Dialect):
             "stream": request.stream,
         }
 
-    def read_reply(self, reply: Any, pieces: Sequence[PartialSample]) -> None:
+    def read_reply(self, reply: JsonValue, pieces: Sequence[PartialSample]) -> None:
         self.read_event(reply, pieces)
         if pieces[0].finish is None:
-            raise BadReplyError("finish_reason: got none, expected one")
+            raise BadReplyError("finish_reason: missing")
 
-    def read_event(self, event: Any, pieces: Sequence[PartialSample]) -> None:
+    def read_event(self, event: JsonValue, pieces: Sequence[PartialSample]) -> None:
         (piece,) = pieces
         meta = event.get("meta_info") if isinstance(event, dict) else None
-        if not isinstance(meta, dict):
+        if not isinstance(event, dict) or not isinstance(meta, dict):
             raise BadReplyError(f"the reply has no meta_info: {str(event)[:200]}")
         pairs, ids, text = meta.get("output_token_logprobs"), event.get("output_ids"), event.get("text") or ""
         if pairs is not None:
@@ -87,7 +87,7 @@ class SGLang(Dialect):
                 raise BadReplyError(f"output_token_logprobs: got {str(pairs)[:80]}, expected [log-prob, id, text] each")
             ids = [pair[1] for pair in pairs]
         done = meta.get("completion_tokens")
-        if len(ids or ()) == done:  # all so far; else, by the server's choice, only what is new
+        if len(ids or ()) == done:  # all tokens so far; otherwise only new ones
             piece.ids, piece.logprobs, piece.text = None, None, ""
         piece.more(ids, None if pairs is None else [pair[0] for pair in pairs], text)
         version = parse_version(meta.get("weight_version"))
@@ -99,4 +99,4 @@ class SGLang(Dialect):
             piece.finish = finish.get("type")
             piece.stop = finish.get("matched")
             if piece.finish == "abort" and finish.get("status_code"):
-                raise BadReplyError(f"the server gave up: {str(finish.get('message'))[:300]}")
+                raise BadReplyError(f"the server aborted the request: {str(finish.get('message'))[:300]}")

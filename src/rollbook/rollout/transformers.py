@@ -22,8 +22,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Self
+from functools import cached_property, partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +33,7 @@ from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, placeholders, token_typ
 from rollbook.core.checks import check_int
 from rollbook.core.media import SHARED, load_image, source_key
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, RunInfo, Sample, Sampling
-from rollbook.core.vocabulary import template_fingerprint, tokenizer_fingerprint
+from rollbook.core.vocabulary import Tokenizer, template_fingerprint, tokenizer_fingerprint
 from rollbook.models.actor import Actor
 from rollbook.models.head import scoring
 from rollbook.rollout.decoding import (
@@ -47,15 +48,21 @@ from rollbook.rollout.decoding import (
 )
 from rollbook.rollout.engine import BaseEngine, Cancel, Request
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 _TOKENS = ("input_ids", "attention_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedPrompt:
-    """A prompt as a model takes it.
+    """A tokenized prompt.
 
-    `ids`: with placeholders expanded. `media`: the processor's tensors under the model's names, `None` without any.
-    `text`: what was tokenized. `truncated_from`: how many ids there were, if some were cut.
+    Args:
+        ids: Token ids, with expanded placeholders.
+        media: Tensors of the processor under the model's names; `None` without media.
+        text: The text that was tokenized.
+        truncated_from: Number of ids before truncation, if the prompt was truncated.
 
     >>> PreparedPrompt(ids=(5, 6)).media is None
     True
@@ -68,30 +75,47 @@ class PreparedPrompt:
 
 
 class PromptPreparer:
-    """Makes prompts ready with a tokenizer, or a processor that has one; `config` is the model's, if it is known.
+    """Tokenizes prompts and processes their media.
 
-    `add_special_tokens` is for plain text; the text of a chat has its special tokens from the template.
+    Args:
+        tokenizer: Tokenizer, or a processor.
+        processor: Processor of images and videos; it has the tokenizer too.
+        config: Configuration of the model, if known.
+        add_special_tokens: Whether to add special tokens to plain text. The text of a chat has those of the template.
 
     >>> PromptPreparer().prepare(Prompt(token_ids=[5, 6, 7]), Sampling(max_prompt_tokens=2, prompt_overflow="left"))
     PreparedPrompt(ids=(6, 7), media=None, text=None, truncated_from=3)
     """
 
     def __init__(
-        self, tokenizer: Any = None, processor: Any = None, config: Any = None, *, add_special_tokens: bool = False
+        self,
+        tokenizer: Tokenizer | None = None,
+        processor: Tokenizer | None = None,
+        config: PretrainedConfig | None = None,
+        *,
+        add_special_tokens: bool = False,
     ) -> None:
         if processor is None and hasattr(tokenizer, "tokenizer"):
             tokenizer, processor = None, tokenizer
-        self.processor = processor
-        self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
+        self.processor: Any = processor
+        self.tokenizer: Any = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
         self.config = config
         self.add_special_tokens = add_special_tokens
 
     def prepare(self, prompt: Prompt, sampling: Sampling | None = None) -> PreparedPrompt:
-        """One prompt's ids, media and text; a `ValueError` says what is wrong with it."""
-        options = sampling if sampling is not None else Sampling()
-        ready = _processed_media(prompt)
-        if ready is not None:
-            prepared = self._with_ready(prompt, ready)
+        """Tokenize a prompt and process its media.
+
+        Args:
+            prompt: The prompt.
+            sampling: Its `max_prompt_tokens` and `prompt_overflow` apply.
+
+        Raises:
+            ValueError: The prompt is empty or too long, its media and placeholders do not match, or it needs a
+                tokenizer, a chat template or a processor that is missing.
+        """
+        processed = _processed_media(prompt) if prompt.images or prompt.videos else None
+        if processed is not None:
+            prepared = self._with_processed(prompt, processed)
         elif prompt.messages is not None:
             messages, images, videos = _split_media(prompt)
             prepared = self._tokenized(self._templated(prompt, messages), images, videos, special=False)
@@ -100,9 +124,21 @@ class PromptPreparer:
         else:
             text = prompt.text or ""
             prepared = self._tokenized(text, list(prompt.images), list(prompt.videos), special=self.add_special_tokens)
-        if not prepared.ids:
+        length = len(prepared.ids)
+        if not length:
             raise ValueError("prompt: got no tokens, expected at least one")
-        return self._fitted(prepared, options)
+        most = None if sampling is None else sampling.max_prompt_tokens
+        if sampling is None or most is None or length <= most:
+            return prepared
+        if prepared.media is not None:
+            raise ValueError(
+                f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens); a prompt with media is not "
+                "truncated"
+            )
+        if sampling.prompt_overflow == "error":
+            raise ValueError(f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens)")
+        ids = prepared.ids[-most:] if sampling.prompt_overflow == "left" else prepared.ids[:most]
+        return PreparedPrompt(ids=ids, text=self._decoded(ids), truncated_from=length)
 
     # --- text ---------------------------------------------------------------------------------------------------------
 
@@ -126,24 +162,10 @@ class PromptPreparer:
         ids = tuple(features["input_ids"].reshape(-1).tolist())
         return PreparedPrompt(ids=ids, media=self._media(features, ids, len(images), len(videos)), text=text)
 
-    def _fitted(self, prepared: PreparedPrompt, sampling: Sampling) -> PreparedPrompt:
-        most, length = sampling.max_prompt_tokens, len(prepared.ids)
-        if most is None or length <= most:
-            return prepared
-        if prepared.media is not None:
-            raise ValueError(
-                f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens); one with media is not cut"
-            )
-        if sampling.prompt_overflow == "error":
-            raise ValueError(f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens)")
-        ids = prepared.ids[-most:] if sampling.prompt_overflow == "left" else prepared.ids[:most]
-        text = None if self.tokenizer is None else self.tokenizer.decode(list(ids), skip_special_tokens=False)
-        return PreparedPrompt(ids=ids, text=text, truncated_from=length)
-
     # --- media --------------------------------------------------------------------------------------------------------
 
     def _processed(self, text: str, images: list[Any], videos: list[Any], special: bool) -> Any:
-        """What the processor makes of text and media; the text has a placeholder for each of them."""
+        """Run the processor on text and media; the text has a placeholder for each medium."""
         if self.processor is None:
             raise ValueError(f"prompt: got {len(images)} images and {len(videos)} videos, expected none: no processor")
         if videos and getattr(self.processor, "video_processor", None) is None:
@@ -193,19 +215,19 @@ class PromptPreparer:
             and any(grid in media for grid in GRIDS)
             and ("image" in token_ids or "video" in token_ids)
         ):
-            # Models whose positions go by these types ask for them, in training too.
+            # Models with spatial positions need these types, also in training.
             media[TYPES] = token_types(torch.tensor([list(ids)]), holder)
         return {name: SHARED.keep(value) for name, value in media.items()}
 
-    def _with_ready(self, prompt: Prompt, ready: Mapping[str, Any]) -> PreparedPrompt:
+    def _with_processed(self, prompt: Prompt, processed: Mapping[str, Any]) -> PreparedPrompt:
         if prompt.token_ids is None:
-            raise ValueError("prompt.images: got processed media, expected them beside token_ids with placeholders")
-        tensors = {name: torch.as_tensor(value) for name, value in ready.items()}
+            raise ValueError("prompt.images: got processed media without token_ids, which must have their placeholders")
+        tensors = {name: torch.as_tensor(value) for name, value in processed.items()}
         ids = tuple(prompt.token_ids)
         return PreparedPrompt(ids=ids, media=self._media(tensors, ids), text=self._decoded(ids))
 
     def _with_ids(self, prompt: Prompt) -> PreparedPrompt:
-        """Token ids that hold the expanded placeholders of the images beside them."""
+        """Prepare token ids, which have the expanded placeholders of the images."""
         ids = tuple(prompt.token_ids or ())
         if not prompt.images and not prompt.videos:
             return PreparedPrompt(ids=ids, text=self._decoded(ids))
@@ -219,9 +241,9 @@ class PromptPreparer:
             if alone.count(token) != ids.count(token):
                 raise ValueError(
                     f"prompt.token_ids: got {ids.count(token)} placeholders ({token}), expected {alone.count(token)}, "
-                    "as many as its media give"
+                    "as many as its media have"
                 )
-        # By-token entries are of the placeholders alone, without the text.
+        # Entries per token are those of the placeholders, without the text.
         features = {name: value for name, value in features.items() if name not in BY_TOKEN}
         return PreparedPrompt(ids=ids, media=self._media(features, ids), text=self._decoded(ids))
 
@@ -230,7 +252,7 @@ class PromptPreparer:
 
 
 def _processed_media(prompt: Prompt) -> Mapping[str, Any] | None:
-    """Media that are processed already, of images and of videos, or `None`."""
+    """Return media that are processed already, or `None`."""
     ready = [
         entry
         for entry in (*prompt.images, *prompt.videos)
@@ -239,12 +261,12 @@ def _processed_media(prompt: Prompt) -> Mapping[str, Any] | None:
     if not ready:
         return None
     if len(ready) != len(prompt.images) + len(prompt.videos):
-        raise ValueError("prompt.images: got processed media among others, expected only such, or none")
+        raise ValueError("prompt.images: got processed and unprocessed media, expected one kind")
     return {name: value for entry in ready for name, value in entry.items()}
 
 
 def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
-    """A chat's messages with bare image and video parts, and the images and videos of these parts in their order."""
+    """Move images and videos out of the messages; return the messages, the images and the videos in order."""
     beside = {"image": iter(prompt.images), "video": iter(prompt.videos)}
     inside: dict[str, list[Any]] = {"image": [], "video": []}
     bare = {"image": 0, "video": 0}
@@ -277,17 +299,17 @@ def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[
         left = list(rest)
         if left and inside[medium]:
             raise ValueError(
-                f"prompt.{medium}s: got {bare[medium] + len(left)}, expected {bare[medium]}, one for each part of the "
-                f"messages without {medium} of its own"
+                f"prompt.{medium}s: got {bare[medium] + len(left)}, expected {bare[medium]}, one for each empty "
+                f"{medium} part of the messages"
             )
-        inside[medium] += left  # their places are marked in the messages' text
+        inside[medium] += left  # the text of the messages has their placeholders
     return messages, inside["image"], inside["video"]
 
 
 _TURN = 32
-"""After so many tokens a call lets others have the model."""
+"""Number of tokens after which another call can use the model."""
 _WINDOW = 4
-"""So many batches' prompts are made ready, and sorted by length, before the first of them is run."""
+"""Number of batches whose prompts are prepared and sorted by length before the first is run."""
 
 
 _actor_engines: WeakKeyDictionary[Actor, TransformersEngine] = WeakKeyDictionary()
@@ -311,6 +333,9 @@ class TransformersEngine(BaseEngine):
         device: Device of the inputs; by default that of the model's input embeddings.
         add_special_tokens: Whether the tokenizer adds special tokens to a prompt of plain text.
 
+    Raises:
+        ValueError: The model is an encoder-decoder, keeps its state outside a key-value cache, or is no model.
+
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...     num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=32)
@@ -320,7 +345,7 @@ class TransformersEngine(BaseEngine):
     ([4, 4, 4, 4], [3, 3, 3, 3], 'length')
     """
 
-    def __new__(cls, model: Any, *arguments: Any, **options: Any) -> Self:
+    def __new__(cls, model: Actor | torch.nn.Module, *arguments: Any, **options: Any) -> Self:
         if not isinstance(model, Actor) or arguments or options:
             return super().__new__(cls)
         engine = _actor_engines.get(model)
@@ -330,9 +355,9 @@ class TransformersEngine(BaseEngine):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any = None,
-        processor: Any = None,
+        model: Actor | torch.nn.Module,
+        tokenizer: Tokenizer | None = None,
+        processor: Tokenizer | None = None,
         *,
         max_batch_rows: int = 256,
         max_batch_tokens: int = 262_144,
@@ -341,7 +366,7 @@ class TransformersEngine(BaseEngine):
         add_special_tokens: bool = False,
     ) -> None:
         if hasattr(self, "runner"):
-            return  # the engine that an actor has already
+            return  # the cached engine of an actor
         suppress: tuple[int, ...] = ()
         if isinstance(model, Actor):
             suppress = tuple(model.suppress)
@@ -350,7 +375,7 @@ class TransformersEngine(BaseEngine):
         self.model = _unwrap_model(model)
         self.config = self.model.config
         if getattr(self.config, "is_encoder_decoder", False):
-            raise ValueError(f"model: got {type(self.model).__name__}, expected one that decodes without an encoder")
+            raise ValueError(f"model: got {type(self.model).__name__}, expected a decoder-only model")
         self.max_batch_rows = check_int("max_batch_rows", max_batch_rows, 1)
         self.max_batch_tokens = check_int("max_batch_tokens", max_batch_tokens, 1)
         self.version = check_int("version", version)
@@ -362,17 +387,17 @@ class TransformersEngine(BaseEngine):
         # Tokens that have no probability in training are not sampled; prompts may contain them.
         self.runner.suppressed = tuple(sorted({*self.runner.suppressed, *suppress}))
         self.ends = _end_ids(self.runner.base, self.tokenizer)
-        """The ids that end a response."""
+        """Token ids that end a response."""
         self._turns = threading.Lock()
 
     @property
     def stats(self) -> DecodingStats:
-        """What it has done so far, in numbers."""
+        """Counts of the work so far."""
         return self.runner.stats
 
     @property
     def run(self) -> RunInfo:
-        """What all samples have in common, as of now: adapters and templates can be changed."""
+        """Description of the model and tokenizer, with the current adapters and template."""
         import transformers
 
         named = str(getattr(self.config, "_name_or_path", "") or "")
@@ -390,45 +415,70 @@ class TransformersEngine(BaseEngine):
 
     @cached_property
     def _tokenizer_fingerprint(self) -> str | None:
-        return tokenizer_fingerprint(self.tokenizer)  # of a large vocabulary it takes a while
+        return tokenizer_fingerprint(self.tokenizer)  # slow for a large vocabulary
 
     # --- a call -------------------------------------------------------------------------------------------------------
 
     def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
         run_id = self.run.id
         stops: dict[tuple[str, ...], StopTexts] = {}
-        for window in self._windows(requests):
-            rows: list[DecodingRow] = []
-            for request in window:
-                try:
-                    rows += self._rows(request, stops, run_id, ready=not cancel.requested)
-                except Exception as error:  # this prompt's own failure
-                    for k in range(len(request.eids)):
-                        yield request.position + k, request.failed(k, error, run_id)
-            waiting = deque(self._planned(rows))
-            while waiting:
-                yield from self._batch(waiting.popleft(), waiting, cancel)
+        rows: list[DecodingRow] = []
+        for i, request in enumerate(requests, start=1):
+            try:
+                rows += self._rows(request, stops, run_id, prepare=not cancel.requested)
+            except Exception as error:  # fails the samples of this prompt alone
+                for k in range(len(request.eids)):
+                    yield request.position + k, request.failed(k, error, run_id)
+            if i == len(requests) or len(rows) >= _WINDOW * self.max_batch_rows:
+                waiting, rows = deque(self._planned(rows)), []
+                while waiting:
+                    yield from self._decode_batch(waiting.popleft(), waiting, cancel)
 
-    def _batch(
+    def _planned(self, rows: list[DecodingRow]) -> Iterator[list[DecodingRow]]:
+        """Split rows into batches. Rows of a prompt stay together; of several batches the longest come first."""
+        longest = max(map(attrgetter("longest"), rows), default=0)
+        if len(rows) > self.max_batch_rows or len(rows) * longest > self.max_batch_tokens:
+            rows = sorted(rows, key=attrgetter("longest"), reverse=True)
+        batch: list[DecodingRow] = []
+        longest, shape = 0, None
+        for row in rows:
+            longest = max(longest, row.longest)
+            full = len(batch) == self.max_batch_rows or (len(batch) + 1) * longest > self.max_batch_tokens
+            row_shape = _media_shape(row.prepared.media) if row.prepared.media else None
+            if batch and (full or (None not in (shape, row_shape) and row_shape != shape)):
+                yield batch
+                batch, longest, shape = [], row.longest, None
+            batch.append(row)
+            shape = row_shape if shape is None else shape
+        if batch:
+            yield batch
+
+    def _decode_batch(
         self, rows: list[DecodingRow], waiting: deque[list[DecodingRow]], cancel: Cancel
     ) -> Iterator[tuple[int, Sample]]:
-        """Run one batch to its end; if it fails, its halves wait, and a single row is given up."""
-        batch = DecodingBatch(self.runner, rows, lambda: self.version)
+        """Decode a batch. If it fails, its halves are put back in the queue; a single row that fails is an error."""
+        batch = DecodingBatch(self.runner, rows)
         while batch.count:
             if cancel.requested:
-                for row in batch.unfinished:
+                for row in batch.unfinished():
                     yield row.place, self._sample(row, "abort")
                 return
+            finished: list[Finished] = []
             failure: Exception | None = None
             try:
-                finished = self._advance(batch, cancel)
+                # Until rows finish or it is another call's turn, nobody else uses the model.
+                with self._turns, scoring(self.model), _attention(batch):
+                    for _ in range(_TURN):
+                        finished = batch.step(self.version)
+                        if finished or cancel.requested:
+                            break
             except Exception as error:
                 failure = error.with_traceback(None)  # its frames hold the batch's memory
             if failure is None:
                 for row, reason, stop in finished:
                     yield row.place, self._sample(row, reason, stop)
                 continue
-            left = batch.unfinished
+            left = batch.unfinished()
             del batch
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -440,36 +490,16 @@ class TransformersEngine(BaseEngine):
                 waiting.extendleft((left[half:], left[:half]))
             return
 
-    def _advance(self, batch: DecodingBatch, cancel: Cancel) -> list[Finished]:
-        """Sample tokens until rows finish, or others should have a turn. Nobody else uses the model meanwhile."""
-        with self._turns, scoring(self.model), _attention(batch):
-            for _ in range(_TURN):
-                finished = batch.step()
-                if finished or cancel.requested:
-                    return finished
-        return []
-
-    # --- its rows -----------------------------------------------------------------------------------------------------
-
-    def _windows(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        window: list[Request] = []
-        rows = 0
-        for request in requests:
-            window.append(request)
-            rows += len(request.eids)
-            if rows >= _WINDOW * self.max_batch_rows:
-                yield window
-                window, rows = [], 0
-        if window:
-            yield window
+    # --- rows ---------------------------------------------------------------------------------------------------------
 
     def _rows(
-        self, request: Request, stops: dict[tuple[str, ...], StopTexts], run_id: str, ready: bool
+        self, request: Request, stops: dict[tuple[str, ...], StopTexts], run_id: str, prepare: bool
     ) -> list[DecodingRow]:
+        """Check the options of a request and return its rows."""
         sampling, before = request.sampling, request.started
-        if ready or before is not None:
+        if prepare or before is not None:
             prepared = self._prepared(request)
-        else:  # cancelled already: they come back as they are, to be made ready when they go on
+        else:  # cancelled: the samples are returned as they are, and prepared when they are continued
             prepared = PreparedPrompt(ids=tuple(request.prompt.token_ids or ()))
         kind: LogprobsKind | None = (
             "raw" if sampling.logprobs is not None and sampling.temperature < MIN_TEMPERATURE else sampling.logprobs
@@ -490,34 +520,44 @@ class TransformersEngine(BaseEngine):
         if sampling.stop:
             if self.tokenizer is None:
                 raise ValueError(f"stop: got {list(sampling.stop)}, expected none: there is no tokenizer")
-            texts = stops.setdefault(tuple(sampling.stop), StopTexts(sampling.stop, self._decode_all))
-        # What is left of the model's positions ends a response as `max_tokens` does.
+            decode = partial(self.tokenizer.decode, skip_special_tokens=False)
+            texts = stops.setdefault(tuple(sampling.stop), StopTexts(sampling.stop, decode))
+        # The end of the model's positions ends a response as `max_tokens` does.
         positions = self.runner.positions
         room = sys.maxsize if positions is None else positions - len(prepared.ids)
         if before is not None and len(before.response_ids) >= room:
-            raise ValueError(f"sample {before.eid}: got one that fills the model's {positions} positions")
-        return [
-            DecodingRow(
+            raise ValueError(f"sample {before.eid}: fills the {positions} positions of the model")
+        limit = min(request.done + request.budget, room)
+        suppress = tuple(sorted({*sampling.suppress, *self.runner.suppressed}))
+        rows = []
+        for k in range(len(request.eids)):
+            row = DecodingRow(
                 request=request,
                 k=k,
+                place=request.position + k,
                 run_id=run_id,
                 prepared=prepared,
-                ids=list(before.response_ids) if before is not None else [],
-                logprobs=list(before.logprobs or ()) if before is not None else [],
-                versions=list(before.versions or ()) if before is not None else [],
+                ids=[],
+                logprobs=[],
+                versions=[],
                 kind=kind,
-                limit=min(request.done + request.budget, room),
-                room=room,
-                suppress=tuple(sorted({*sampling.suppress, *self.runner.suppressed})),
+                limit=limit,
+                pauses=limit < room and request.pauses,
+                longest=len(prepared.ids) + limit,
+                suppress=suppress,
                 ends=frozenset() if sampling.ignore_eos else self.ends,
                 stop_ids=frozenset(sampling.stop_token_ids),
                 texts=texts,
             )
-            for k in range(len(request.eids))
-        ]
+            if before is not None:
+                row.ids += before.response_ids
+                row.logprobs += before.logprobs or ()
+                row.versions += before.versions or ()
+            rows.append(row)
+        return rows
 
     def _prepared(self, request: Request) -> PreparedPrompt:
-        """The prompt's tokens and media: of a sample that goes on exactly those that it has."""
+        """Prepare the prompt of a request; a continued sample keeps its tokens and media."""
         prompt, sampling, before = request.prompt, request.sampling, request.started
         has_ids = before is not None and before.prompt_ids
         if before is not None and has_ids and (before.media is not None or not _has_media(prompt)):
@@ -525,15 +565,14 @@ class TransformersEngine(BaseEngine):
         else:
             prepared = self.preparer.prepare(prompt, sampling)
             if before is not None and has_ids and prepared.ids != tuple(before.prompt_ids):
-                raise ValueError(f"prompt: got {len(prepared.ids)} tokens that are not those of sample {before.eid}")
-        wrong = next((i for i, token in enumerate(prepared.ids) if token >= self.runner.vocabulary), None)
-        if wrong is not None:
-            raise ValueError(
-                f"prompt[{wrong}]: got token {prepared.ids[wrong]}, expected one below {self.runner.vocabulary}"
-            )
-        bare = sum(token in self._placeholders for token in prepared.ids) if not prepared.media else 0
-        if bare:
-            raise ValueError(f"prompt: got {bare} placeholders of media, and no media, expected both or neither")
+                raise ValueError(f"prompt: got {len(prepared.ids)} tokens, other than those of sample {before.eid}")
+        vocabulary = self.runner.vocabulary
+        if max(prepared.ids) >= vocabulary:
+            i, token = next((i, token) for i, token in enumerate(prepared.ids) if token >= vocabulary)
+            raise ValueError(f"prompt[{i}]: got token {token}, expected one below {vocabulary}")
+        if not prepared.media and not self._placeholders.isdisjoint(prepared.ids):
+            bare = sum(token in self._placeholders for token in prepared.ids)
+            raise ValueError(f"prompt: got {bare} media placeholders and no media, expected both or neither")
         if self.runner.positions is not None and len(prepared.ids) >= self.runner.positions:
             raise ValueError(
                 f"prompt: got {len(prepared.ids)} tokens, expected fewer than {self.runner.positions}, the model's "
@@ -541,53 +580,27 @@ class TransformersEngine(BaseEngine):
             )
         return prepared
 
-    def _planned(self, rows: list[DecodingRow]) -> Iterator[list[DecodingRow]]:
-        """Rows in batches: those of a prompt together, the longest first where there are several batches."""
-        if len(rows) > self.max_batch_rows or len(rows) * max((row.longest for row in rows), default=0) > (
-            self.max_batch_tokens
-        ):
-            rows = sorted(rows, key=lambda row: row.longest, reverse=True)
-        batch: list[DecodingRow] = []
-        longest, shape = 0, None
-        for row in rows:
-            longest = max(longest, row.longest)
-            full = len(batch) == self.max_batch_rows or (len(batch) + 1) * longest > self.max_batch_tokens
-            if batch and (full or (None not in (shape, row.shape) and row.shape != shape)):
-                yield batch
-                batch, longest, shape = [], row.longest, None
-            batch.append(row)
-            shape = row.shape if shape is None else shape
-        if batch:
-            yield batch
-
-    # --- its samples --------------------------------------------------------------------------------------------------
-
-    def _decode_all(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def _text(self, row: DecodingRow, stopped: bool, stop: str | int | None) -> str | None:
-        if self.tokenizer is None:
-            return None
-        text = self._decode(row.ids)
-        if not stopped or row.request.sampling.include_stop:
-            return text
-        if isinstance(stop, str):
-            cut = find_stop_start(stop, row.ids, self._decode)
-            return text if cut < 0 else text[:cut]  # a stop text of special tokens is not in it
-        return self._decode(row.ids[:-1])
+    # --- samples ------------------------------------------------------------------------------------------------------
 
     def _sample(self, row: DecodingRow, reason: FinishReason, stop: str | int | Exception | None = None) -> Sample:
         request, before, prepared = row.request, row.request.started, row.prepared
+        text = None
+        if self.tokenizer is not None:
+            decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+            text = decode(row.ids)
+            if reason == "stop" and not request.sampling.include_stop:
+                if isinstance(stop, str):
+                    cut = find_stop_start(stop, row.ids, decode)
+                    text = text if cut < 0 else text[:cut]  # a stop text of special tokens is not in it
+                else:
+                    text = decode(row.ids[:-1])
         fields: dict[str, Any] = {
             "prompt_ids": list(prepared.ids),
             "response_ids": row.ids,
             "logprobs": None if row.kind is None else row.logprobs,
             "logprobs_kind": row.kind,
             "versions": row.versions if len(row.versions) == len(row.ids) else None,
-            "text": self._text(row, reason == "stop", None if isinstance(stop, Exception) else stop),
+            "text": text,
             "prompt_text": prepared.text,
             "media": prepared.media,
             "sampling": {**request.options(row.k), "suppress": list(row.suppress)},
@@ -610,7 +623,7 @@ class TransformersEngine(BaseEngine):
 
 
 def _has_media(prompt: Prompt) -> bool:
-    """Whether a prompt has images or videos, in the parts of its messages too."""
+    """Return whether a prompt has images or videos, also in its messages."""
     contents = [message.get("content") for message in prompt.messages or ()]
     parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
     kinds = ("image", "image_url", "video")
@@ -619,9 +632,17 @@ def _has_media(prompt: Prompt) -> bool:
     )
 
 
+def _media_shape(media: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return what prompts of one batch must have in common: a batch concatenates their media."""
+    return {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in media.items() if name not in BY_TOKEN}
+
+
 def _attention(batch: DecodingBatch) -> AbstractContextManager[None]:
-    """Attention for sequences that grow by a token. cuDNN plans its kernels for each length, which takes longer than
-    the model's forward pass: not without a mask, where flash attention does as well; with one, lengths are rounded."""
+    """Return a context for attention over sequences that grow by a token.
+
+    cuDNN plans its kernels for each length, which takes longer than the forward pass. It is disabled without a mask,
+    where flash attention is as fast; with a mask, lengths are rounded (`ModelRunner.stride`).
+    """
     if batch.padded or batch.runner.device.type != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -632,15 +653,15 @@ def _attention(batch: DecodingBatch) -> AbstractContextManager[None]:
     return context
 
 
-def _unwrap_model(source: Any) -> Any:
-    """The transformers model itself, or the one inside: of an object with `.model`, compiled, or run in parallel."""
+def _unwrap_model(source: Actor | torch.nn.Module) -> Any:
+    """Return the transformers model of an object with `.model`, a compiled or a distributed module."""
     from transformers import PreTrainedModel
 
-    model = source
-    for name in ("_orig_mod", "module"):  # of torch.compile, of DistributedDataParallel
+    model: Any = source
+    for name in ("_orig_mod", "module"):  # torch.compile, DistributedDataParallel
         if isinstance(model, torch.nn.Module) and isinstance(inner := model._modules.get(name), torch.nn.Module):
             model = inner
-    # A transformers model and a PEFT one have a `.model` as well: their backbone.
+    # The `.model` of a transformers or PEFT model is its backbone.
     while not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config") and hasattr(model, "model"):
         model = model.model
     if not isinstance(model, torch.nn.Module) or not (hasattr(model, "config") and hasattr(model, "generate")):
@@ -650,8 +671,8 @@ def _unwrap_model(source: Any) -> Any:
     return model
 
 
-def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every id that ends a response, by the model's generation config, its configs and the tokenizer."""
+def _end_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return all ids that end a response: of the generation config, the model's configs and the tokenizer."""
     end_ids: set[int] = set()
     text = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else None
     for holder in (getattr(model, "generation_config", None), model.config, text, tokenizer):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rollbook.core.ids import EID
 from rollbook.core.media import source_key
 from rollbook.core.sampling import LogprobsKind, Prompt, Sample, Sampling
-from rollbook.core.vocabulary import template_fingerprint
+from rollbook.core.vocabulary import Tokenizer, template_fingerprint
 from rollbook.rollout.chat import Drift, Drifts, Renderer, compare_tokens
 from rollbook.rollout.engine import derive_seed
 
@@ -24,9 +24,9 @@ SpanKind = Literal["prompt", "model", "observation"]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """n tokens of one origin. Branches that share them hold the same span, by its `number`.
+    """n tokens of one origin. Branches that share them have the same span, by its `number`.
 
-    `logprobs` and `versions` are of the `model`'s tokens: n entries, or none where the engine gave none.
+    Spans of the `model` have `logprobs` and `versions` [n], if the engine returned them.
     """
 
     number: int
@@ -35,50 +35,50 @@ class Span:
     logprobs: tuple[float, ...] | None = None
     versions: tuple[int, ...] | None = None
     experts: Any = None
-    """[n, layers, k] The experts that were chosen, if the engine said."""
+    """[n, layers, k] Selected experts, if the engine returned them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One answer of the model: a span, or several if it was paused and went on."""
+    """A response of the model: one span, or several if it was paused and continued."""
 
     pieces: tuple[Span, ...]
     text: str | None
-    """What the model wrote, without the tokens that end a turn; `None` where there is no tokenizer."""
+    """Text without end tokens; `None` without a tokenizer."""
     message: Mapping[str, Any] | None
     finish_reason: str
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The options it was sampled with, its seed too."""
+    """Sampling options, including the seed."""
     logprobs_kind: LogprobsKind | None = None
     stop_reason: str | int | None = None
     run_id: str | None = None
     drift: Drift | None = None
-    """What came of the comparison before it; `None` for an episode's first."""
+    """Comparison with a new rendering before the turn; `None` for the first turn."""
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All its tokens."""
+        """All tokens of the turn."""
         return tuple(token for piece in self.pieces for token in piece.ids)
 
     @property
     def ended(self) -> bool:
-        """Whether the model ended it, rather than a limit or a caller."""
+        """Whether the model ended the turn, not a limit or a cancel."""
         return self.finish_reason in ("stop", "tool_calls")
 
     @property
     def key(self) -> int:
-        """Its number: that of its last piece. Turns that begin alike and end otherwise are different turns."""
+        """Number of the turn: that of its last span. Turns with the same beginning and different ends differ."""
         return self.pieces[-1].number
 
     def joined(self, name: Literal["logprobs", "versions"]) -> list[Any] | None:
-        """Its log-probs or versions, if it has them."""
+        """Return the log-probs or versions of the turn, if it has them."""
         parts = [getattr(piece, name) for piece in self.pieces]
         return None if None in parts else [entry for part in parts for entry in part]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PendingObservation:
-    """Something observed that no turn was sampled after yet: a message, or token ids (and the message they are)."""
+    """An observation since the last turn: a message, or token ids with an optional message."""
 
     message: Mapping[str, Any] | None = None
     ids: tuple[int, ...] | None = None
@@ -86,7 +86,7 @@ class PendingObservation:
 
 
 def extract_images(message: Mapping[str, Any], beside: Iterator[Any]) -> PendingObservation:
-    """A message with bare image parts, and their images: their own, else the next of those beside it."""
+    """Move the images out of a message. Parts without an image take the next of `beside`."""
     images: list[Any] = []
     content = message.get("content")
     if not isinstance(content, (list, tuple)):
@@ -97,7 +97,7 @@ def extract_images(message: Mapping[str, Any], beside: Iterator[Any]) -> Pending
             key = source_key(part)
             image = part[key] if key is not None else next(beside, None)
             if image is None:
-                raise ValueError("images: got fewer than the messages have image parts, expected one for each")
+                raise ValueError("images: got fewer images than the messages have image parts")
             images.append(image)
             part = {"type": "image"}
         bare.append(part)
@@ -106,24 +106,24 @@ def extract_images(message: Mapping[str, Any], beside: Iterator[Any]) -> Pending
 
 @dataclass(kw_only=True)
 class Branch:
-    """One way that an episode went: its spans, and the conversation they are."""
+    """One path of an episode: its spans and its conversation."""
 
     number: int
     parent: int | None = None
     continued_as: int | None = None
-    """The branch that went on from the same conversation, rendered anew; then this one is over."""
+    """Number of the fork that continues this branch, if any."""
     spans: list[Span] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    """All of the conversation's, those before a fork too, whose tokens are in the branch that was forked from."""
+    """All turns of the conversation, including those before a fork, whose tokens are in the origin."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     pending: list[PendingObservation] = field(default_factory=list)
     unchecked: str = ""
     """Why the conversation cannot be rendered as a whole."""
     errors: list[dict[str, Any]] = field(default_factory=list)
     failed: str | None = None
-    """The error of the last attempt at a turn, until one succeeds."""
+    """Error of the last attempt at a turn, until one succeeds."""
     full: bool = False
-    """Whether a turn was cut, or not begun, since the context has no room for more."""
+    """Whether a turn was truncated or not started because the context is full."""
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     images: list[Any] = field(default_factory=list)
@@ -132,40 +132,40 @@ class Branch:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens, but for what is pending."""
+        """All tokens except pending observations."""
         return [token for span in self.spans for token in span.ids]
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """Another one after whatever changes its tokens."""
+        """Changes whenever the tokens change."""
         return self.number, len(self.spans), len(self.pending)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of its spans: its path."""
+        """Numbers of the spans."""
         return tuple(span.number for span in self.spans)
 
     @property
     def own_turns(self) -> list[Turn]:
-        """The turns whose tokens it has."""
+        """Turns whose tokens are in this branch."""
         numbers = set(self.numbers)
         return [turn for turn in self.turns if turn.key in numbers]
 
     @property
     def open(self) -> Turn | None:
-        """The last turn, if it is unfinished and can go on."""
+        """The last turn, if it is unfinished and can be continued."""
         last = self.turns[-1] if self.turns and not self.pending else None
         return last if last is not None and last.finish_reason == "abort" else None
 
     def copy(self, number: int) -> Branch:
-        """Another branch that so far went the same way; spans and turns are shared, lists are its own."""
+        """Return a branch with the same history; spans and turns are shared, lists are copied."""
         lists = ("spans", "turns", "messages", "pending", "errors", "images", "media")
         copies: dict[str, Any] = {name: list(getattr(self, name)) for name in lists}
         return replace(self, number=number, parent=self.number, reward=None, info=dict(self.info), **copies)
 
 
 def recorded_branches(branches: Sequence[Branch]) -> list[Branch]:
-    """The branches that become records: those that another does not go on from, or that were given a reward."""
+    """Return the branches that become records: those that no other continues, or that have a reward."""
     paths = [branch.numbers for branch in branches]
     recorded = []
     for i, (branch, path) in enumerate(zip(branches, paths, strict=True)):
@@ -178,7 +178,7 @@ def recorded_branches(branches: Sequence[Branch]) -> list[Branch]:
 
 
 def branch_eid(eid: EID, number: int) -> EID:
-    """A branch's id: the same run, the branch's number for a step; branch 0 has the id that was given.
+    """Return the id of a branch: the id of the run, with the number of the branch added to its step.
 
     >>> branch_eid(EID(batch=0, task=7, run=2, suffix="a"), 0).uid, branch_eid(EID(0, 7, 2, 0, "a"), 3).rid
     ('0/7/2/0/a', '0/7/2')
@@ -190,7 +190,7 @@ def branch_eid(eid: EID, number: int) -> EID:
 
 
 def full_conversation(branch: Branch) -> list[Mapping[str, Any]]:
-    """The conversation, with what is pending."""
+    """Return the conversation, including pending observations."""
     return [
         *branch.messages,
         *(observation.message for observation in branch.pending if observation.message is not None),
@@ -198,22 +198,22 @@ def full_conversation(branch: Branch) -> list[Mapping[str, Any]]:
 
 
 def sampled_text(turns: Iterable[Turn]) -> str | None:
-    """What the model wrote, turn by turn on lines of their own, and nothing else; `None` without a tokenizer."""
+    """Return the texts of the turns, one per line; `None` without a tokenizer."""
     texts = [turn.text for turn in turns]
     return None if None in texts else "\n".join(text for text in texts if text is not None)
 
 
 def collect_drifts(turns: Iterable[Turn]) -> Drifts:
-    """The comparisons before these turns, each once."""
+    """Return the comparisons before these turns, each once."""
     by_span = {turn.pieces[0].number: turn.drift for turn in turns if turn.drift is not None}
     return Drifts(by_span[number] for number in sorted(by_span))
 
 
 def place_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[PendingObservation]) -> dict[str, Any]:
-    """Media of an observation, whose by-token entries count from the branch's first token on.
+    """Return the media of an observation, with entries per token from the first token of the branch on.
 
-    By-token entries of messages that follow other tokens are left out: which tokens are theirs is not known until the
-    conversation is rendered, and a model derives types from placeholder ids.
+    Entries per token of messages that follow other tokens are left out: their position is not known until the
+    conversation is rendered. The model derives them from the placeholder ids.
     """
     import torch
 
@@ -236,22 +236,22 @@ def place_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[
 
 
 def drop_token_types(media: Mapping[str, Any]) -> dict[str, Any]:
-    """Media without by-token entries."""
+    """Return media without entries per token."""
     from rollbook.batch.media import BY_TOKEN
 
     return {key: value for key, value in media.items() if key not in BY_TOKEN}
 
 
-# --- as plain values, and back ---------------------------------------------------------------------------------------
+# --- serialization --------------------------------------------------------------------------------------------------
 
 _AS_THEY_ARE = ("number", "parent", "continued_as", "unchecked", "failed", "full", "reward", "engine_media")
 _LISTS = ("errors", "images", "media", "messages")
 
 
 def branches_to_dict(branches: Sequence[Branch]) -> dict[str, Any]:
-    """Branches as plain values: each span and each turn once, however many branches hold it."""
+    """Convert branches to plain values, with each span and turn once."""
     spans = {span.number: span for branch in branches for span in branch.spans}
-    # By identity: a turn that one branch left unfinished may have ended in another without a further token.
+    # By identity: a turn may be unfinished in one branch and finished in another with the same tokens.
     turns = list({id(turn): turn for branch in branches for turn in branch.turns}.values())
     places = {id(turn): i for i, turn in enumerate(turns)}
     return {
@@ -289,7 +289,7 @@ def _turn_to_dict(turn: Turn) -> dict[str, Any]:
 
 
 def branches_from_dict(state: Mapping[str, Any]) -> list[Branch]:
-    """The branches that `branches_to_dict` was given.
+    """Restore branches from `branches_to_dict`.
 
     >>> span = Span(number=0, kind="prompt", ids=(1, 2))
     >>> branches_from_dict(branches_to_dict([Branch(number=0, spans=[span])])) == [Branch(number=0, spans=[span])]
@@ -321,17 +321,17 @@ def branches_from_dict(state: Mapping[str, Any]) -> list[Branch]:
 
 DriftPolicy = Literal["keep", "fork"]
 NextTokens = tuple[list[int], Drift | None]
-"""The tokens that a turn comes after, and what rendering the conversation anew says of them."""
+"""The tokens before a turn, and their comparison with a new rendering."""
 Parse = Callable[[str], Mapping[str, Any] | None]
 FORMAT = 1
-"""The version of what `Tree.to_dict` gives."""
+"""Version of the format of `Tree.to_dict`."""
 _OBSERVE = "expected an observation before the next"
-_OPAQUE = "token ids were put in without a message"
+_OPAQUE = "token ids were observed without a message"
 
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """What an engine is asked, and the state of the branch that its answer is for."""
+    """A request to an engine, and the state of the branch that it is for."""
 
     prompt: Prompt | Sample
     sampling: Sampling
@@ -341,7 +341,7 @@ class TurnRequest:
 
 @dataclass(kw_only=True)
 class Tree:
-    """An episode: what it is given, its branches, and the rewards of its turns by `Turn.key`."""
+    """An episode: its settings, its branches, and the rewards of its turns by `Turn.key`."""
 
     renderer: Renderer | None
     prompt: Prompt
@@ -350,27 +350,26 @@ class Tree:
     context_limit: int | None
     group_size: int | None
     policies: Mapping[str, DriftPolicy]
-    """What to do about `realigned` and about `forked`."""
+    """Policies for the outcomes `realigned` and `forked`."""
     parse: Parse | None
     branches: list[Branch] = field(default_factory=list)
     turn_rewards: dict[int, float] = field(default_factory=dict)
     spans: int = 0
-    """How many were made."""
+    """Number of spans so far."""
 
     @property
     def chat(self) -> bool:
-        """Whether the conversation is one of messages."""
+        """Whether the conversation consists of messages."""
         return self.renderer is not None and self.renderer.chat
 
     def id_of(self, branch: Branch) -> EID:
-        """The id of a branch's record."""
+        """Return the id of a branch's record."""
         return branch_eid(self.eid, branch.number)
 
     def tail(self, branch: Branch, generation: bool) -> list[int]:
-        """What is pending, as the tokens that come after those that are kept."""
-        rendered = [
-            observation for observation in branch.pending if observation.ids is None
-        ]  # ids hold their images' placeholders
+        """Render the pending observations to the tokens that follow those so far."""
+        # Observations of ids contain their placeholders already.
+        rendered = [observation for observation in branch.pending if observation.ids is None]
         return self._tail(branch, generation, [image for observation in rendered for image in observation.images])
 
     def _tail(self, branch: Branch, generation: bool, images: Sequence[Any]) -> list[int]:
@@ -389,14 +388,14 @@ class Tree:
         return rendered + raw
 
     def next(self, branch: Branch) -> NextTokens:
-        """What the next turn would come after."""
+        """Return the tokens before the next turn."""
         renderer, conversation = self.renderer, full_conversation(branch)
         try:
             tokens = branch.ids + self.tail(branch, True)
         except ValueError:
             if renderer is None or not branch.turns or self.policies["forked"] != "fork":
                 raise
-            # What cannot be put after a turn can be where the whole conversation is rendered anew.
+            # Messages that cannot be rendered after a turn may be rendered with the whole conversation.
             anew = renderer.prompt(conversation, True, branch.images)
             return anew, Drift(outcome="forked", what="text", kept=len(branch.ids), rendered=len(anew), policy="fork")
         if not branch.turns or not branch.pending:
@@ -406,10 +405,10 @@ class Tree:
             return tokens, Drift(outcome="unchecked", what=reason or "there is no tokenizer")
         try:
             before, now = renderer.text(branch.messages[:-1], True), renderer.text(conversation, True)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise any exception
             return tokens, Drift(outcome="unchecked", what=f"{type(error).__name__}: {error}")
-        # Compared with the rendering before this turn, so that what was found earlier is not found again; and without
-        # images on both sides, since a processor does the same to a placeholder wherever it stands.
+        # Compared with the rendering before this turn, so that earlier differences are not reported again; and without
+        # images on both sides, since a processor expands placeholders in the same way everywhere.
         pictured = any(observation.images for observation in branch.pending)
         tail = self._tail(branch, True, ()) if pictured else tokens[len(branch.ids) :]
         start, rendered = renderer.endings(before, now)
@@ -419,10 +418,10 @@ class Tree:
             tokens = renderer.prompt(conversation, True, branch.images)
         return tokens, replace(drift, policy=policy)
 
-    # --- asking an engine -------------------------------------------------------------------------------------------
+    # --- requests --------------------------------------------------------------------------------------------------
 
     def ask(self, branch: Branch, following: NextTokens, options: Mapping[str, Any]) -> TurnRequest | Sample:
-        """What to ask an engine for a turn after `following`; where the context is full, the sample that says so."""
+        """Return the request for the next turn; if the context is full, a sample that says so."""
         begun = branch.open
         if begun is None and branch.turns and not branch.pending:
             raise ValueError(f"act: the last turn ended ({branch.turns[-1].finish_reason}), {_OBSERVE}")
@@ -449,7 +448,7 @@ class Tree:
         if begun is not None:
             return TurnRequest(self._unfinished(branch, begun, prompt), settings, branch.state, following)
         if settings.seed is not None:
-            # A stream for each turn (and by their ids each branch): one for all would draw the same numbers in each.
+            # Each turn (and, by its id, each branch) has its own random stream.
             settings = replace(settings, seed=derive_seed(settings.seed, len(branch.turns)))
         return TurnRequest(prompt, settings, branch.state, following)
 
@@ -467,7 +466,7 @@ class Tree:
         )
 
     def _unfinished(self, branch: Branch, turn: Turn, prompt: Prompt) -> Sample:
-        """The sample that an engine goes on with."""
+        """Return the unfinished sample for an engine to continue."""
         return Sample(
             prompt=prompt,
             eid=self.id_of(branch),
@@ -483,10 +482,10 @@ class Tree:
             media=branch.engine_media,
         )
 
-    # --- appending its answer ---------------------------------------------------------------------------------------
+    # --- turns ------------------------------------------------------------------------------------------------------
 
     def append(self, branch: Branch, sample: Sample, following: NextTokens | None = None) -> Branch:
-        """Append a turn; gives the branch that has it: this one, or a fork. `asked` is what `next` gave for it."""
+        """Append a turn, and return its branch: this one or a fork. `following` is the result of `next`."""
         if sample.failed:
             branch.failed = sample.error
             branch.errors.append({"turn": len(branch.turns), "error": sample.error})
@@ -499,8 +498,8 @@ class Tree:
             raise ValueError(f"sample: got a turn after one that ended ({branch.turns[-1].finish_reason}), {_OBSERVE}")
         tokens, drift = following or self.next(branch)
         if given_ids and given_ids != tokens:
-            # What the model was given is a fact. What came after the last turn was open until now; what came before
-            # was not, and a turn that followed something else is in another branch.
+            # The engine was given other tokens. If they differ only after the last turn, they replace the pending
+            # observations; if they differ before, the turn belongs to another branch.
             drift = None
             if given_ids[: len(own_ids)] != own_ids:
                 decode = _spell_ids if self.renderer is None else self.renderer.decode
@@ -509,16 +508,17 @@ class Tree:
                 drift = Drift(outcome="clean", by="engine")
             branch.media = [drop_token_types(media) for media in branch.media]
             tokens = given_ids
-        return self._append(branch, sample, tokens, drift, "an engine was given what was not observed" if ended else "")
+        unchecked = "an engine was given tokens that were not observed" if ended else ""
+        return self._append(branch, sample, tokens, drift, unchecked)
 
     def _append(self, branch: Branch, sample: Sample, tokens: list[int], drift: Drift | None, unchecked: str) -> Branch:
-        piece = self._piece(branch, sample, 0)  # refused before anything is changed
+        piece = self._piece(branch, sample, 0)  # raises before anything is changed
         unchecked = branch.unchecked or unchecked or (_OPAQUE if _has_raw_ids(branch) else "")
         if drift is not None and drift.policy == "fork":
             branch = self._fork(branch)
         branch.unchecked = unchecked
         before = self._span("observation" if branch.spans else "prompt", tokens[len(branch.ids) :])
-        branch.messages = [*full_conversation(branch), {}]  # the turn's own is put there when it is known
+        branch.messages = [*full_conversation(branch), {}]  # the message of the turn follows
         branch.pending = []
         branch.turns.append(Turn(pieces=(piece,), text=None, message=None, finish_reason="abort", drift=drift))
         branch.spans += [before] if before.ids or before.kind == "prompt" else []
@@ -527,10 +527,10 @@ class Tree:
         return branch
 
     def _fork(self, branch: Branch) -> Branch:
-        """A branch that goes on with this one's conversation, rendered anew; this one is over."""
+        """Create the branch that continues this conversation from a new rendering."""
         fork = branch.copy(len(self.branches))
         fork.spans, fork.reward = [], branch.reward
-        fork.media = [drop_token_types(media) for media in fork.media]  # its tokens lie elsewhere
+        fork.media = [drop_token_types(media) for media in fork.media]  # its tokens are at other positions
         now = len(branch.turns)
         fork.errors = [error for error in branch.errors if error["turn"] == now]
         branch.errors = [error for error in branch.errors if error["turn"] != now]
@@ -539,7 +539,7 @@ class Tree:
         return fork
 
     def _go_on(self, branch: Branch, turn: Turn, sample: Sample) -> bool:
-        """Append the rest of an unfinished turn, if that is what the sample is."""
+        """Append the rest of an unfinished turn; return whether the sample is that."""
         done, own_ids = turn.ids, branch.ids
         ids, given_ids = tuple(sample.response_ids), list(sample.prompt_ids)
         complete = ids[: len(done)] == done and given_ids in ([], own_ids[: len(own_ids) - len(done)])
@@ -553,7 +553,7 @@ class Tree:
         return True
 
     def _finish(self, branch: Branch, turn: Turn, sample: Sample) -> None:
-        """Put a turn, and its message, in the place of the last, which is its beginning."""
+        """Replace the last turn, which is the beginning of this one, and its message."""
         text, ids, message = sample.text, turn.ids, sample.message
         exact = None
         if self.renderer is not None:
@@ -564,7 +564,7 @@ class Tree:
                 message = self.parse(text)
                 if message is not None and (not isinstance(message, Mapping) or "role" not in message):
                     raise ValueError(f"got {message!r}, expected a message with a role, or None")
-            except Exception as error:  # what the model wrote may not parse; it wrote it all the same
+            except Exception as error:  # the text of the model may not parse
                 problem = f"parse: {type(error).__name__}: {error}"
                 branch.errors.append({"turn": len(branch.turns) - 1, "error": problem})
                 message = None
@@ -587,19 +587,19 @@ class Tree:
             branch.engine_media = sample.media
 
     def _piece(self, branch: Branch, sample: Sample, start: int) -> Span:
-        """What a sample adds, from `start` on, once it is sure that it goes with the other turns."""
+        """Return the tokens of a sample from `start` on as a span, after checking that it matches the other turns."""
         columns: dict[str, Any] = {"logprobs": sample.logprobs, "versions": sample.versions}
         ids = sample.response_ids[start:]
         earlier = [piece for turn in branch.turns for piece in turn.pieces if piece.ids]
         for name, values in columns.items():
             if ids and earlier and (values is None) != (getattr(earlier[0], name) is None):
                 actual, expected = ("None", "some") if values is None else ("some", "None")
-                raise ValueError(f"sample.{name}: got {actual}, expected {expected}, as of the turns before")
+                raise ValueError(f"sample.{name}: got {actual}, expected {expected}, as in the turns before")
             columns[name] = tuple(values[start:]) if values is not None else None if ids else ()
         kinds = [turn.logprobs_kind for turn in branch.turns if turn.ids]
         if ids and kinds and columns["logprobs"] is not None and kinds[0] != sample.logprobs_kind:
             raise ValueError(
-                f"sample.logprobs_kind: got {sample.logprobs_kind!r}, expected {kinds[0]!r}, as of the turns before"
+                f"sample.logprobs_kind: got {sample.logprobs_kind!r}, expected {kinds[0]!r}, as in the turns before"
             )
         experts = None if sample.routed_experts is None else sample.routed_experts[start:]
         return self._span("model", ids, experts=experts, **columns)
@@ -609,10 +609,10 @@ class Tree:
         self.spans += 1
         return span
 
-    # --- as plain values, and back ----------------------------------------------------------------------------------
+    # --- serialization ----------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, but for the engine, the tokenizer and `parse`."""
+        """Convert to plain values, without the engine, the tokenizer and `parse`."""
         names = ("text", "messages", "token_ids", "tools", "videos", "reference", "label", "info")
         prompt = {name: getattr(self.prompt, name) for name in names}
         return {
@@ -631,16 +631,14 @@ class Tree:
         }
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any], tokenizer: Any, parse: Parse | None) -> Tree:
-        """The tree that `to_dict` was given; the tokenizer must have the same chat template."""
+    def from_dict(cls, state: Mapping[str, Any], tokenizer: Tokenizer | None, parse: Parse | None) -> Tree:
+        """Restore a tree from `to_dict`. The tokenizer must have the same chat template."""
         if state.get("format") != FORMAT:
             raise ValueError(f"format: got {state.get('format')!r}, expected {FORMAT}")
         prompt = Prompt(**state["prompt"])
         renderer = make_renderer(tokenizer, prompt, state["template_options"])
         if _template(renderer) != state["template"]:
-            raise ValueError(
-                f"tokenizer: got one with the chat template {_template(renderer)}, expected {state['template']}"
-            )
+            raise ValueError(f"tokenizer: got chat template {_template(renderer)}, expected {state['template']}")
         return cls(
             renderer=renderer,
             prompt=prompt,
@@ -660,8 +658,8 @@ def _template(renderer: Renderer | None) -> str | None:
     return template_fingerprint(renderer.tokenizer) if renderer is not None and renderer.chat else None
 
 
-def make_renderer(tokenizer: Any, prompt: Prompt, options: Mapping[str, Any] | None) -> Renderer | None:
-    """What renders a prompt of this form; `None` where all is token ids."""
+def make_renderer(tokenizer: Tokenizer | None, prompt: Prompt, options: Mapping[str, Any] | None) -> Renderer | None:
+    """Return the renderer of a prompt; `None` for token ids without a tokenizer."""
     if tokenizer is None:
         if prompt.token_ids is None:
             raise ValueError("tokenizer: got None, expected one for a prompt that is not token ids")
@@ -670,11 +668,9 @@ def make_renderer(tokenizer: Any, prompt: Prompt, options: Mapping[str, Any] | N
 
 
 def check_single(settings: Sampling) -> Sampling:
-    """Options that ask for a single sample, else an error that says how to have several."""
+    """Check that options are for a single sample."""
     if settings.n != 1:
-        raise ValueError(
-            f"sampling.n: got {settings.n}, expected 1: Episode.group makes several episodes, branch() several branches"
-        )
+        raise ValueError(f"sampling.n: got {settings.n}, expected 1; see Episode.group and Episode.branch for several")
     return settings
 
 
@@ -683,5 +679,5 @@ def _has_raw_ids(branch: Branch) -> bool:
 
 
 def _spell_ids(ids: Sequence[int], special: bool = True) -> str:
-    """Ids as a text, where there is no tokenizer: other ids are another text."""
+    """Convert ids to a text without a tokenizer."""
     return " ".join(map(str, ids))

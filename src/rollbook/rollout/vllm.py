@@ -9,10 +9,10 @@ from rollbook.rollout.server import Dialect, ServerRequest
 
 
 class VLLM(Dialect):
-    """vLLM's server, from 0.10.2 on: token ids with every reply, all options, n samples by one request.
+    """vLLM from 0.10.2 on: token ids with every reply, all options, n samples per request.
 
-    Sample k of a request with a seed is sampled by seed + k. Log-probs are `raw` unless the server was started with
-    `--logprobs-mode processed_logprobs`, which it does not tell: then say `logprobs_kind="processed"`.
+    Sample k of a request has seed `seed + k`. Log-probs are `raw` unless the server was started with
+    `--logprobs-mode processed_logprobs`, which is not reported: then set `logprobs_kind="processed"`.
     """
 
     name = "vllm"
@@ -26,8 +26,7 @@ class VLLM(Dialect):
     ids_from = "vLLM gives them from 0.10.2 on (return_token_ids)"
     logprobs_from = "vLLM gives them when it is asked (logprobs), unless extra= or a proxy takes that out"
     interval = 8
-    """Tokens of one event of a stream: fewer cost both sides more than they are worth, since a cancel loses less than
-    this; servers that do not know the option send each token."""
+    """Tokens per event of a stream. Smaller events are slower; a cancel loses fewer tokens than this."""
 
     def shares_request(self, sampling: Sampling) -> bool:
         return True

@@ -35,7 +35,7 @@ from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models.forward import forward, without_adapters
 from rollbook.rewards.recipes import as_reward
 from rollbook.rewards.types import RewardInput, RewardResult
-from rollbook.rollout.engine import BaseEngine
+from rollbook.rollout.engine import Engine
 from rollbook.rollout.environment import EnvironmentConfig, play_episodes
 from rollbook.train.algorithm import AlgorithmConfig
 
@@ -72,7 +72,7 @@ class Models:
 
 
 def generate(
-    engine: BaseEngine,
+    engine: Engine,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     environment: EnvironmentConfig | None = None,
