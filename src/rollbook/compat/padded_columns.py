@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, Records, from_experiences
 from rollbook.compat.lightrft.replay_buffer import make_experience_batch, split_experience_batch
 from rollbook.core.experience import Experience, split_preference_pairs
 from rollbook.core.experiences import Experiences, as_experiences
@@ -98,7 +98,11 @@ def custom_names(row_extras: Sequence[RowExtras]) -> set[str]:
 
 
 def to_columns(
-    experiences: Any, whose: str, pad_token_id: int, prompt_width: int | None = None, response_width: int | None = None
+    experiences: Records | ExperienceBatch,
+    whose: str,
+    pad_token_id: int,
+    prompt_width: int | None = None,
+    response_width: int | None = None,
 ) -> PaddedColumns:
     """Convert records or a batch to columns: prompts padded on the left to P, responses on the right to R."""
     batch, records = _batch_of(experiences, pad_token_id)
@@ -146,7 +150,7 @@ def to_columns(
     )
 
 
-def _batch_of(experiences: Any, pad_token_id: int) -> tuple[ExperienceBatch, Experiences | None]:
+def _batch_of(experiences: Records | ExperienceBatch, pad_token_id: int) -> tuple[ExperienceBatch, Experiences | None]:
     if isinstance(experiences, ExperienceBatch):
         return experiences, None
     if not isinstance(experiences, Sequence):

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 from rollbook.core.experience import CustomField, Experience, dtype_name, implied_mask, result_dtype
 from rollbook.core.experience import split_preference_pairs as split_dpo_experience_to_single_turn
@@ -45,7 +46,7 @@ def _shapes(experiences: Records, max_prompt: int | None, max_response: int) -> 
     return prompts, responses
 
 
-def _fits(name: str, limit: int, lengths: Any, experiences: Records) -> None:
+def _fits(name: str, limit: int, lengths: NDArray[np.int64], experiences: Records) -> None:
     over = np.flatnonzero(lengths > limit)
     if limit < 0 or over.size:
         if not over.size:
@@ -102,8 +103,8 @@ def _padded(
     name: str,
     width: int,
     fill: float,
-    starts: Any,
-    lengths: Any,
+    starts: NDArray[np.int64] | Sequence[int],
+    lengths: NDArray[np.int64],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [N, width, ...]: the field `name`, `lengths[i]` entries from column `starts[i]`, the rest `fill`."""

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from rollbook.compat.lightrft.batch import ExperienceBatch
+from rollbook.compat.lightrft.batch import ExperienceBatch, Records
 from rollbook.compat.padded_columns import (
     COLUMN,
     LAYOUT,
@@ -61,7 +61,7 @@ _BY_IMAGE = ("image_sizes", "image_position_ids")
 
 
 def to_trl(
-    experiences: Any,
+    experiences: Records | ExperienceBatch,
     *,
     pad_token_id: int,
     max_prompt_length: int | None = None,

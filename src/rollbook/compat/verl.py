@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from rollbook.batch.media import TYPES, config_of, sample_positions
-from rollbook.compat.lightrft.batch import ExperienceBatch
+from rollbook.compat.lightrft.batch import ExperienceBatch, Records
 from rollbook.compat.padded_columns import (
     COLUMN,
     LAYOUT,
@@ -64,7 +64,7 @@ _POSITIONS_ONLY = TYPES
 
 
 def to_verl(
-    experiences: Any,
+    experiences: Records | ExperienceBatch,
     *,
     pad_token_id: int,
     max_prompt_length: int | None = None,
@@ -166,7 +166,9 @@ def _seqlens(media: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     return None if grid is None else torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
 
 
-def _rope_positions(tensors: Mapping[str, torch.Tensor], out: PaddedColumns, get_rope_index: Any) -> torch.Tensor:
+def _rope_positions(
+    tensors: Mapping[str, torch.Tensor], out: PaddedColumns, get_rope_index: Callable[..., Any]
+) -> torch.Tensor:
     """Return [B, 4, P + R]: the positions of the text, then the three of images and videos."""
     ids, attention = tensors["input_ids"], tensors["attention_mask"]
     config = config_of(get_rope_index)

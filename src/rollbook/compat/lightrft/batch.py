@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,10 +26,15 @@ from rollbook.core.rows import NUMPY, Rows, memory, unbind_copy
 if TYPE_CHECKING:
     from rollbook.algorithms.inputs import Inputs
     from rollbook.compat.lightrft.ragged_batch import RaggedBatch
+    from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
     from rollbook.core.ids import EID
 
 
+Device: TypeAlias = torch.device | str | int | None
+Records: TypeAlias = "Sequence[Experience] | Experiences"
+TokenColumn: TypeAlias = torch.Tensor | list[torch.Tensor]
+"""A per-token field: (B, A), or 1-D tensors, such as `Rows`."""
 Path = tuple[Any, ...]
 Kind = tuple[torch.dtype, tuple[int, ...]]
 """What a number was as an entry of a tensor: its type, and its shape there (`(1,)` in a (B, 1) tensor)."""
@@ -180,7 +185,7 @@ def _holds(dtype: torch.dtype, value: Any) -> bool:
 
 
 def split_info(
-    info: Any, count: int, origin: InfoOrigin | None = None
+    info: dict[Any, Any] | None, count: int, origin: InfoOrigin | None = None
 ) -> tuple[list[dict[Any, Any]], dict[Path, Kind] | None]:
     """The `info` of each of `count` items, and what is to be remembered of its numbers (see `collate_info`).
 
@@ -266,7 +271,7 @@ def _tensor_entries(
     return shown
 
 
-def info_arrays(info: Any, origin: InfoOrigin) -> dict[Any, Any] | None:
+def info_arrays(info: Mapping[Any, Any] | None, origin: InfoOrigin) -> dict[Any, Any] | None:
     """A collated `info` for `pick_info`, if it is all tensors with an entry for each row: their memory and types."""
     if origin.missing or origin.originals or origin.kinds:
         return None
@@ -671,7 +676,7 @@ class ExperienceBatch(Movable):
                 return self._packed("action_cu_seqlens", value).cu_seqlens
         return torch.zeros(len(self) + 1, dtype=torch.int32, device=self.cu_seqlens.device)
 
-    def _packed(self, name: str, column: Any) -> Rows:
+    def _packed(self, name: str, column: Rows | list[torch.Tensor]) -> Rows:
         if self.layout != "packed":
             raise ValueError(f"{name}: the batch is padded; pack() gives one that has it")
         return column if isinstance(column, Rows) else Rows(column)
@@ -801,7 +806,7 @@ if not TYPE_CHECKING:
     ExperienceBatch.__signature__ = constructor_signature(ExperienceBatch)
 
 
-def token_fields(holder: Any, axis: str | None = None) -> list[tuple[str, Any]]:
+def token_fields(holder: ExperienceBatch | BufferItem, axis: str | None = None) -> list[tuple[str, Any]]:
     """The per-token fields of a batch or item and their values; extras as `extras.NAME`."""
     columns = [(f.name, getattr(holder, f.name)) for f in BATCH_FIELDS.values() if axis in (None, f.axis)]
     if axis in (None, "response") and holder.extras:
@@ -917,12 +922,12 @@ else:
 
 
 def from_experiences(
-    experiences: Any,
+    experiences: Records,
     *,
     packing_samples: bool = False,
     pad_token_id: int = 0,
     layout: str = "left",
-    device: Any = None,
+    device: Device = None,
 ) -> ExperienceBatch:
     """A batch of records, straight from their columns: no rows are made, and each column is copied once.
 

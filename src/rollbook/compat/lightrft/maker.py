@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from reprlib import repr as shortened
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,10 +52,11 @@ from rollbook.algorithms.results import Advantages, Report, as_advantages
 from rollbook.algorithms.shaping import RunningNorm, clip_advantages, clip_scores, normalize_advantages, shape_rewards
 from rollbook.batch.device import pin_memory, to
 from rollbook.compat.lightrft.batch import ExperienceBatch as Experience
-from rollbook.compat.lightrft.batch import ExperienceVL, Samples
+from rollbook.compat.lightrft.batch import ExperienceVL, Samples, TokenColumn
 from rollbook.compat.lightrft.models import call_model, checked_answer, is_native
-from rollbook.compat.lightrft.rewards import Scorer
+from rollbook.compat.lightrft.rewards import RewardModels, Scorer
 from rollbook.compat.lightrft.samples import (
+    PromptsLike,
     RolloutBatches,
     batch_of,
     finished_records,
@@ -434,6 +435,12 @@ _BLOCK_FORMULAS = (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline)
 # --- the maker --------------------------------------------------------------------------------------------------------
 
 
+class KLController(Protocol):
+    """LightRFT's controller of the KL coefficient."""
+
+    value: float
+
+
 class _ModelColumn(NamedTuple):
     """One output of a model: the record's column and the batch's field."""
 
@@ -550,11 +557,11 @@ class NaiveExperienceMaker:
         self,
         actor: Any,
         critic: Callable[..., Any] | None,
-        reward_model: object,
+        reward_model: RewardModels,
         initial_model: Callable[..., Any] | None,
         tokenizer: Any,
         prompt_max_len: int,
-        kl_controller: object,
+        kl_controller: float | torch.Tensor | KLController | None,
         strategy: object = None,
         remote_rm_url: str | Sequence[str] | None = None,
         reward_fn: Callable[..., Any] | Mapping[str, Any] | None = None,
@@ -664,7 +671,7 @@ class NaiveExperienceMaker:
         return {name: tensor.to(target) for name, tensor in tokenized.items()}
 
     @torch.no_grad()
-    def generate_samples(self, all_prompts: Any, **generate_kwargs: Any) -> list[Samples]:
+    def generate_samples(self, all_prompts: PromptsLike, **generate_kwargs: Any) -> list[Samples]:
         """Sample n responses to each prompt.
 
         Args:
@@ -681,7 +688,7 @@ class NaiveExperienceMaker:
         return list(parts)
 
     def _read_prompts(
-        self, all_prompts: Any, generate_kwargs: Mapping[str, Any]
+        self, all_prompts: PromptsLike, generate_kwargs: Mapping[str, Any]
     ) -> tuple[list[Prompt], dict[str, Any]]:
         """A call's prompts, with their columns, and the options of its sampling."""
         options = dict(generate_kwargs)
@@ -700,7 +707,7 @@ class NaiveExperienceMaker:
         return prompts, options
 
     def _generate(
-        self, all_prompts: Any, generate_kwargs: Mapping[str, Any], n: int
+        self, all_prompts: PromptsLike, generate_kwargs: Mapping[str, Any], n: int
     ) -> tuple[list[Samples], Experiences | None]:
         """Samples in batches, and their records if an engine made them."""
         prompts, options = self._read_prompts(all_prompts, generate_kwargs)
@@ -989,7 +996,7 @@ class NaiveExperienceMaker:
         return list(experiences), [part.to(device) for part, device in zip(rewards, devices, strict=True)]
 
     def get_advantages_and_returns(
-        self, values: Any, rewards: Any, action_mask: Any, gamma: float, lambd: float
+        self, values: TokenColumn, rewards: TokenColumn, action_mask: TokenColumn | None, gamma: float, lambd: float
     ) -> tuple[Any, Any]:
         """Compute GAE. Slots that do not count are skipped by the recursion, and 0.
 
@@ -1014,7 +1021,7 @@ class NaiveExperienceMaker:
             return list(estimate.advantages), list(estimate.returns)
         return estimate.advantages, estimate.returns
 
-    def get_cumulative_returns(self, rewards: Any, action_mask: Any, gamma: float) -> Any:
+    def get_cumulative_returns(self, rewards: TokenColumn, action_mask: TokenColumn | None, gamma: float) -> Any:
         """Compute the discounted return of each slot.
 
         Args:
@@ -1033,7 +1040,7 @@ class NaiveExperienceMaker:
         return list(returns) if isinstance(rewards, list) and not isinstance(rewards, Rows) else returns
 
     @torch.no_grad()
-    def make_experience_list(self, all_prompts: Any, **generate_kwargs: Any) -> list[Experience]:
+    def make_experience_list(self, all_prompts: PromptsLike, **generate_kwargs: Any) -> list[Experience]:
         """Make finished experience: generate, score, compare within groups, estimate advantages.
 
         Args:
@@ -1074,7 +1081,7 @@ class NaiveExperienceMaker:
                 f"initial_model: got None, expected the reference model of the KL penalty (kl_coef is {coef:g})"
             )
 
-    def _greedy_rewards(self, all_prompts: Any, generate_kwargs: Mapping[str, Any]) -> dict[Any, float]:
+    def _greedy_rewards(self, all_prompts: PromptsLike, generate_kwargs: Mapping[str, Any]) -> dict[Any, float]:
         """ReMax's baselines by group id: the reward of each prompt's greedy response."""
         parts, records = self._generate(all_prompts, {**generate_kwargs, "do_sample": False}, 1)
         batches = [batch_of(samples) for samples in parts]
@@ -1295,7 +1302,7 @@ class NaiveExperienceMaker:
 
     # --- records and metrics ------------------------------------------------------------------------------------
 
-    def make_records(self, all_prompts: Any, **generate_kwargs: Any) -> Experiences:
+    def make_records(self, all_prompts: PromptsLike, **generate_kwargs: Any) -> Experiences:
         """Make the same experience as records, a row for each sample: what bytes, Parquet and a book take.
 
         Each record has what the engine reported (texts, messages, log-probs, versions, sampling options), `reward`,
@@ -1355,7 +1362,7 @@ class NaiveExperienceMaker:
         return Progress(label, total, show=self.config.progress)
 
 
-def _check_model(name: str, model: Any) -> Any:
+def _check_model(name: str, model: Callable[..., Any]) -> Any:
     """Return the model of a constructor's argument, or raise `ValueError` if it cannot be called."""
     if not callable(model):
         raise ValueError(f"{name}: got {type(model).__name__} ({shortened(model)}), expected a model to call, or None")
@@ -1365,7 +1372,7 @@ def _check_model(name: str, model: Any) -> Any:
     return model
 
 
-def _is_trained(model: Any) -> bool:
+def _is_trained(model: Callable[..., Any] | None) -> bool:
     """Whether a model goes back to training mode afterwards, as in LightRFT: not one that is frozen."""
     if isinstance(model, torch.nn.Module):
         return any(parameter.requires_grad for parameter in model.parameters())

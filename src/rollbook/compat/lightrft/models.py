@@ -16,7 +16,7 @@ from rollbook.algorithms.layout import as_column
 from rollbook.batch import Batch
 from rollbook.batch.columns import BatchColumns, Lengths
 from rollbook.batch.media import BY_TOKEN, placeholders
-from rollbook.compat.lightrft.batch import ExperienceBatch, Origin, token_fields
+from rollbook.compat.lightrft.batch import Device, ExperienceBatch, Origin, token_fields
 from rollbook.compat.lightrft.ragged_batch import (
     action_starts,
     checked,
@@ -34,6 +34,7 @@ from rollbook.core.sampling import ALIASES, Prompt, Sample, Sampling
 from rollbook.models.actor import Actor as NativeActor
 from rollbook.models.forward import TOKEN_BUDGET, run_micro_batches
 from rollbook.models.head import check_matrix
+from rollbook.models.protocols import Policy, ValueModel
 from rollbook.rollout.transformers import TransformersEngine
 
 # What calls to transformers carry along, with the values that ask for nothing else than is done here.
@@ -54,7 +55,7 @@ _HARMLESS: dict[str, tuple[Any, ...] | None] = {
 }
 
 
-def _ids(ids: Any, name: str) -> list[int]:
+def _ids(ids: int | Sequence[int] | torch.Tensor | None, name: str) -> list[int]:
     if ids is None:
         return []
     if isinstance(ids, torch.Tensor):
@@ -63,7 +64,7 @@ def _ids(ids: Any, name: str) -> list[int]:
 
 
 def process_sequences(
-    sequences: torch.Tensor, input_len: int, eos_token_id: Any, pad_token_id: int
+    sequences: torch.Tensor, input_len: int, eos_token_id: int | Sequence[int] | torch.Tensor | None, pad_token_id: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(sequences (B, S), attention_mask (B, S) int64, action_mask (B, S - input_len) bool) of generated rows.
 
@@ -95,7 +96,7 @@ def process_sequences(
 
 
 def laid_out(
-    samples: Sequence[Sample], pad_token_id: int, device: Any
+    samples: Sequence[Sample], pad_token_id: int, device: Device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Samples as (sequences, attention_mask int64, action_mask bool); masks come from lengths, not from what tokens
     look like."""
@@ -251,7 +252,11 @@ class Actor(NativeActor):
         return laid_out(TransformersEngine(self).generate(prompts, sampling, batch="generate"), pad, self.device)
 
     def process_sequences(
-        self, sequences: torch.Tensor, input_len: int, eos_token_id: Any, pad_token_id: int
+        self,
+        sequences: torch.Tensor,
+        input_len: int,
+        eos_token_id: int | Sequence[int] | torch.Tensor | None,
+        pad_token_id: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Masks of generated rows; see `rollbook.compat.lightrft.models.process_sequences`."""
         return process_sequences(sequences, input_len, eos_token_id, pad_token_id)
@@ -260,7 +265,7 @@ class Actor(NativeActor):
 # --- models over LightRFT's batches ---------------------------------------------------------------------------------
 
 
-def is_native(model: object) -> bool:
+def is_native(model: Callable[..., Any]) -> bool:
     """Return whether a model is one of `rollbook.models`, which run over whole rollouts."""
     return hasattr(type(model), "token_stats") or hasattr(type(model), "token_values")
 
@@ -300,12 +305,12 @@ def checked_answer(model: Callable[..., Any], answer: object, shape: tuple[int, 
 
 
 def forward_batch(
-    model: Any,
+    model: Policy | ValueModel,
     batch: ExperienceBatch,
     outputs: Sequence[str],
     *,
     token_budget: int = TOKEN_BUDGET,
-    device: Any = None,
+    device: Device = None,
     stats: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """Compute per-token outputs of a model for every row of a batch, without gradients and without dropout.
@@ -387,14 +392,14 @@ class BatchRows:
         tokens = as_column(flat.long(), offsets_of(sheet.tokens))
         return cls(tokens, sheet.responses, _model_names(sheet.media), spans, device)
 
-    def batch(self, rows: Lengths, packed: bool, device: Any) -> Batch:
+    def batch(self, rows: Lengths, packed: bool, device: torch.device) -> Batch:
         """Some rows as a model takes them."""
         tokens = self.tokens.take(rows)
         media = {name: [parts[i] for i in rows.tolist()] for name, parts in self.media.items()}
         columns = BatchColumns(tokens.lengths, self.response_lengths[rows], tokens, media=media)
         return Batch.from_columns(columns, packed=packed, device=device)
 
-    def lay_out(self, flat: torch.Tensor, device: Any) -> Any:
+    def lay_out(self, flat: torch.Tensor, device: Device) -> Any:
         """Results of all response slots, row after row, in the batch's layout."""
         placed = flat.to(self.device if device is None else device)
         return Rows(placed, self.response_lengths.tolist()) if self.spans is None else self.spans.pad(placed, 0)

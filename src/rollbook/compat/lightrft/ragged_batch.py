@@ -6,7 +6,7 @@ gets of it is a copy. An item made from a sheet reads as if it held its fields f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -20,6 +20,7 @@ from rollbook.algorithms.inputs import Inputs, all_of, group_id, run_id
 from rollbook.batch.device import copy_columns, to
 from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, sample_positions, token_types
 from rollbook.compat.lightrft.batch import (
+    Device,
     ExperienceBatch,
     InfoOrigin,
     Origin,
@@ -92,7 +93,9 @@ def _counts(batch: ExperienceBatch, number: str) -> list[int] | None:
     return [int(c) for c in counts]
 
 
-def _pixel_rows(name: str, data: torch.Tensor, grids: Any, counts: list[int] | None, count: int) -> list[int]:
+def _pixel_rows(
+    name: str, data: torch.Tensor, grids: list[Any] | None, counts: list[int] | None, count: int
+) -> list[int]:
     if grids is not None:
         return [0 if grid is None else int(grid.reshape(-1, grid.shape[-1]).prod(-1).sum()) for grid in grids]
     if counts and sum(counts) and len(data) % sum(counts) == 0:
@@ -103,7 +106,14 @@ def _pixel_rows(name: str, data: torch.Tensor, grids: Any, counts: list[int] | N
     raise ValueError(f"{name}: got {len(data)} rows for {count} samples, expected grids that say how many each has")
 
 
-def _divided(name: str, value: Any, rows: list[int] | None, count: int, absent: Any, empty: int | None) -> Any:
+def _divided(
+    name: str,
+    value: torch.Tensor | Sequence[Any] | None,
+    rows: list[int] | None,
+    count: int,
+    absent: frozenset[int] | None,
+    empty: int | None,
+) -> Any:
     """Each sample's part: `None` where it is absent, or where it is empty and that is what emptiness means."""
     if value is None:
         return None
@@ -133,7 +143,7 @@ def count_media(media: Mapping[str, Any], info: dict[Any, Any], origin: InfoOrig
         info[number] = torch.tensor(counts)
 
 
-def sample_list(name: str, value: Any, count: int) -> list[Any] | None:
+def sample_list(name: str, value: Sequence[Any] | NDArray[Any] | None, count: int) -> list[Any] | None:
     """An entry for each sample, once there are as many."""
     if value is None:
         return None
@@ -341,7 +351,7 @@ class RaggedBatch:
 
     # --- devices --------------------------------------------------------------------------------------------
 
-    def move(self, device: Any) -> None:
+    def move(self, device: torch.device | str | int) -> None:
         """Take everything to a device; what comes from the host is gathered in one pinned buffer and copied at once."""
         target = torch.device(device)
         columns = {name: column for name, column in self.columns.items() if column is not None}
@@ -441,7 +451,7 @@ _MASKS = tuple(name for name, one in BATCH_FIELDS.items() if one.absent)
 _LISTED = {item: batch for batch, item in SAMPLE_LISTS.items()}
 
 
-def constant(value: float, length: int, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
+def constant(value: float, length: int, dtype: torch.dtype, device: Device = "cpu") -> torch.Tensor:
     """(length,) One value throughout, in the memory of one."""
     return torch.full((1,), value, dtype=dtype, device=device).expand(length)
 

@@ -24,9 +24,11 @@ from rollbook.compat.lightrft.batch import (
     ITEM_DEFAULTS,
     BufferItem,
     BufferItemVL,
+    Device,
     ExperienceBatch,
     InfoOrigin,
     Origin,
+    Records,
     collate_info,
     peek,
     pick_info,
@@ -103,7 +105,7 @@ def sheet_of_items(items: Sequence[Any]) -> RaggedBatch:
     return sheet
 
 
-def check_item(i: int, item: Any) -> None:
+def check_item(i: int, item: BufferItem) -> None:
     """Refuse what is no item, or holds what an item cannot."""
     if not isinstance(item, BufferItem):
         raise ValueError(f"items[{i}]: got {type(item).__name__}, expected a BufferItem")
@@ -432,7 +434,7 @@ def _measured(name: str, rows: list[Any], axis_lengths: list[int] | None) -> lis
     return lengths
 
 
-def _check_row(name: str, i: int, row: Any) -> None:
+def _check_row(name: str, i: int, row: torch.Tensor | None) -> None:
     if row is None:
         return
     if not isinstance(row, torch.Tensor):
@@ -556,7 +558,7 @@ def _sample_lists(states: list[dict[str, Any]]) -> dict[str, list[Any] | None]:
 _REQUIRED = tuple(name for name in BATCH_FIELDS if name not in ITEM_DEFAULTS)
 
 
-def _already_bare(i: int, item: Any) -> BufferItem | None:
+def _already_bare(i: int, item: BufferItem) -> BufferItem | None:
     """The item without padding if a sheet has it: that of an item whose per-token fields nobody has read."""
     state = item.__dict__ if isinstance(item, BufferItem) else {}
     if "_source" not in state or not _PER_TOKEN.isdisjoint(state):
@@ -623,7 +625,7 @@ def padding_removed(items: Sequence[Any]) -> Sequence[Any]:
     return items if all(map(_bare, items)) else without_padding(items)
 
 
-def _bare(item: Any) -> bool:
+def _bare(item: BufferItem) -> bool:
     if not isinstance(item, BufferItem):
         return True  # it is refused later, by name
     state = item.__dict__
@@ -640,7 +642,7 @@ def _bare(item: Any) -> bool:
 # --- to items -----------------------------------------------------------------------------------------------------
 
 
-def items_of_batch(batch: ExperienceBatch, pool: Pool, device: Any = None) -> list[BufferItem]:
+def items_of_batch(batch: ExperienceBatch, pool: Pool, device: Device = None) -> list[BufferItem]:
     """The samples of a batch without their padding, on the sheet's memory; media shared through the pool."""
     sheet = sheet_of_batch(batch, in_one=True)
     if device is not None and torch.device(device) != torch.device(sheet.device):
@@ -672,7 +674,7 @@ def padded_items_of_batch(batch: ExperienceBatch, pool: Pool) -> list[BufferItem
     return [BufferItem.of(wide, i) for i in range(len(wide))]
 
 
-def sheet_of_experiences(experiences: Any) -> RaggedBatch:
+def sheet_of_experiences(experiences: Records) -> RaggedBatch:
     """The sheet of records, from their columns."""
     records = mask_unpredicted(as_experiences(experiences))
     count = len(records)
@@ -733,7 +735,7 @@ def _record_column(records: Experiences, source: str, name: str, sheet: RaggedBa
     return column_of(name, values, sheet)
 
 
-def _raise_length(records: Experiences, name: str, lengths: Any, expected: Lengths) -> None:
+def _raise_length(records: Experiences, name: str, lengths: Sequence[int] | Lengths, expected: Lengths) -> None:
     i = next(i for i, (a, b) in enumerate(zip(lengths, expected, strict=True)) if a != b)
     raise ValueError(f"record {i} ({records.eids()[i]}): {name}: got {lengths[i]} entries, expected {expected[i]}")
 
@@ -774,7 +776,7 @@ class PaddingSideError(RollbookError, ValueError, AssertionError):
     """The padding side is neither left nor right."""
 
 
-def is_vl_experience(experience: Any) -> bool:
+def is_vl_experience(experience: ExperienceBatch | BufferItem) -> bool:
     """Whether a batch or an item carries media: pixels, grids, images, videos.
 
     >>> is_vl_experience(BufferItemVL(torch.tensor([1])))
@@ -934,7 +936,7 @@ class NaiveReplayBuffer:
         *,
         pad_token_id: int = 0,
         seed: int | None = None,
-        device: Any = None,
+        device: Device = None,
     ) -> None:
         if isinstance(sample_batch_size, bool) or not isinstance(sample_batch_size, int) or sample_batch_size < 1:
             raise ValueError(f"sample_batch_size: got {sample_batch_size!r}, expected a whole number of at least 1")
@@ -945,9 +947,9 @@ class NaiveReplayBuffer:
         self.cpu_offload = cpu_offload
         self.packing_samples = packing_samples
         self.pad_token_id = pad_token_id
-        if device is None:
-            device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-        self.target_device = torch.device(device)
+        if device is None and torch.accelerator.is_available():
+            device = torch.accelerator.current_accelerator()
+        self.target_device = torch.device("cpu" if device is None else device)
         self.items: list[BufferItem] = []
         self._random = None if seed is None else random.Random(seed)
         self._pool = Pool()

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,6 +23,9 @@ from rollbook.rewards.functions import PARAMETER_NAMES
 from rollbook.rewards.recipes import LightRFTReward, Recipe, as_reward, check_label, lightrft_reward
 from rollbook.rewards.types import Reward, RewardInput, RewardResult, WrongCountError, is_reward
 from rollbook.train import pipeline
+
+RewardFunction: TypeAlias = Callable[..., Any] | Mapping[str, Any] | str
+RewardModels: TypeAlias = RewardFunction | Sequence[Any] | None
 
 
 class TokenReward(Reward):
@@ -109,7 +112,7 @@ class Scorer(Reward):
 
     def __init__(
         self,
-        reward_model: object,
+        reward_model: RewardModels,
         *,
         remote_rm_url: str | Sequence[str] | None = None,
         reward_fn: Any = None,
@@ -283,7 +286,7 @@ def put_rewards(batches: Sequence[ExperienceBatch], scores: RewardResult) -> Non
         start = stop
 
 
-def _wrap_models(models: Any) -> tuple[Any, list[TokenReward]]:
+def _wrap_models(models: RewardModels) -> tuple[Any, list[TokenReward]]:
     """Reward models with plain callables of tokens wrapped in `TokenReward`, and these."""
     token_rewards: list[TokenReward] = []
 
@@ -302,7 +305,7 @@ def _wrap_models(models: Any) -> tuple[Any, list[TokenReward]]:
     return wrap(models), token_rewards
 
 
-def _remote_reward(urls: str | Sequence[str], reward_fn: Any) -> Reward:
+def _remote_reward(urls: str | Sequence[str], reward_fn: Callable[..., Any] | None) -> Reward:
     if reward_fn is None:
         return as_reward(urls)
     if len(_parameter_names(reward_fn)) > 1:
@@ -313,19 +316,19 @@ def _remote_reward(urls: str | Sequence[str], reward_fn: Any) -> Reward:
     return as_reward([urls] if isinstance(urls, str) else urls, combine=reward_fn)
 
 
-def _is_lightrft(function: object) -> bool:
+def _is_lightrft(function: RewardFunction) -> bool:
     """Whether a function has the arguments of LightRFT's `reward_fn`."""
     names = _parameter_names(function)
     return "model_reward_list" in names or "label_map" in names
 
 
-def _reads_samples(function: object) -> bool:
+def _reads_samples(function: RewardFunction) -> bool:
     """Whether a callable's parameters are fields of a sample, so that it is a function of responses."""
     names = _parameter_names(function)
     return isinstance(function, (str, Mapping)) or is_reward(function) or (bool(names) and names[0] in PARAMETER_NAMES)
 
 
-def _parameter_names(function: object) -> list[str]:
+def _parameter_names(function: RewardFunction) -> list[str]:
     """The parameters that a callable takes by position."""
     try:
         parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]

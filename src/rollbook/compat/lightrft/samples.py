@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rollbook.algorithms.inputs import group_id, run_id
-from rollbook.compat.lightrft.batch import ExperienceBatch, Samples, from_experiences
+from rollbook.compat.lightrft.batch import ExperienceBatch, Samples, TokenColumn, from_experiences
 from rollbook.compat.lightrft.models import end_to_end, sampling_of
 from rollbook.compat.lightrft.ragged_batch import action_starts, predicted_mask, spans_of_rows
 from rollbook.core.experience import Experience
@@ -28,9 +28,12 @@ from rollbook.core.ragged import offsets_of
 from rollbook.core.rows import NUMPY, Rows, Spans, memory
 from rollbook.core.sampling import Prompt, Sample, Sampling, as_media
 
+PromptsLike: TypeAlias = str | Prompt | Sequence[Any]
+"""A prompt or a list of them: texts, chats, token ids or `Prompt`s."""
+
 
 def prompts_of(
-    all_prompts: Any,
+    all_prompts: PromptsLike | None,
     *,
     labels: Sequence[Any] | None = None,
     references: Sequence[Any] | None = None,
@@ -586,13 +589,13 @@ def mean_by_row(values: NDArray[np.float64], lengths: NDArray[np.int64], counts:
     return torch.from_numpy(sums / np.maximum(counts, 1).astype(np.float32))
 
 
-def _described(value: Any) -> str:
+def _described(value: TokenColumn) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _cut(value: Any, spans: Spans | None) -> tuple[torch.Tensor, list[int]]:
+def _cut(value: TokenColumn, spans: Spans | None) -> tuple[torch.Tensor, list[int]]:
     """A response-axis field of one batch without padding, on the CPU: its rows end to end, and their lengths."""
-    if spans is not None:
+    if spans is not None and isinstance(value, torch.Tensor):
         return spans.unpad(value.detach().cpu()), spans.lengths.tolist()
     rows = value if isinstance(value, Rows) else Rows(value)
     return rows.values.detach().to("cpu", copy=True), rows.lengths
@@ -644,7 +647,7 @@ def _field(batch: ExperienceBatch, name: str) -> Any:
     return getattr(batch, name)
 
 
-def _set_field(batch: ExperienceBatch, name: str, value: Any) -> None:
+def _set_field(batch: ExperienceBatch, name: str, value: TokenColumn) -> None:
     if name.startswith("extras."):
         batch.extras = {**(batch.extras or {}), name.removeprefix("extras."): value}
     else:

@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -64,13 +64,21 @@ from rollbook.io.trajectories import (
     to_numpy,
 )
 
+Saved: TypeAlias = (
+    ExperienceBatch
+    | BufferItem
+    | Experience
+    | Experiences
+    | Sequence[ExperienceBatch | BufferItem | Experience | Experiences]
+)
+"""What `save_trajectories` takes."""
 _RESPONSE_FIELDS = tuple(name for name, field in BATCH_FIELDS.items() if field.axis == "response")
 _VALUE_FIELDS = tuple(name for name in _RESPONSE_FIELDS if name != "action_mask")
 _CHECK_ORDER = ("attention_mask", "action_mask", *_VALUE_FIELDS, "action_starts", "info", *SAMPLE_LISTS)
 """Masks first: the others are checked against them."""
 
 
-def read_sources(experiences: Any, problems: list[str]) -> Iterator[TrajectorySource]:
+def read_sources(experiences: Saved, problems: list[str]) -> Iterator[TrajectorySource]:
     """Read batches, buffer items and records, in any mix. What cannot be read is reported in `problems`."""
     if isinstance(experiences, (ExperienceBatch, Experience, Experiences, BufferItem)):
         experiences = [experiences]
@@ -155,7 +163,7 @@ class BatchSource(TrajectorySource):
 class ItemSource(TrajectorySource):
     """One buffer item, also LightRFT's, with padding or without."""
 
-    def __init__(self, experience: int, item: Any) -> None:
+    def __init__(self, experience: int, item: BufferItem) -> None:
         super().__init__([(experience, 0)])
         self.item = item
         tokens = self.get("sequences")
@@ -323,7 +331,7 @@ def _coerce_layout(name: str, content: Any, accepted: ExperienceBatch, sheet: Ra
 # --- info -----------------------------------------------------------------------------------------------------------
 
 
-def split_info(info: Any, count: int) -> tuple[Any, dict[Any, Any]]:
+def split_info(info: Mapping[Any, Any] | None, count: int) -> tuple[Any, dict[Any, Any]]:
     """Split an `info` into the entries per sample and those of the whole batch: tensors and arrays of another length.
 
     >>> split_info({"reward": torch.ones(2), "bins": np.arange(3), "parts": {"a": torch.ones(1)}}, 2)
@@ -493,7 +501,7 @@ class TrajectorySaver:
 
     def save_trajectories(
         self,
-        experiences: Any,
+        experiences: Saved,
         step: int,
         num_samples: int = 10,
         prefix: str = DEFAULT_PREFIX,
@@ -535,7 +543,7 @@ class TrajectorySaver:
     # --- one save, in every process ---------------------------------------------------------------------------
 
     def _save(
-        self, experiences: Any, step: int, count: int, prefix: str, compute_stats: bool | Literal["all"]
+        self, experiences: Saved, step: int, count: int, prefix: str, compute_stats: bool | Literal["all"]
     ) -> tuple[str | None, Stats | None]:
         """Gather a few numbers of every sample in the first process, which selects; then the selected samples."""
         process_group = self._process_group
@@ -708,7 +716,7 @@ class TrajectorySaver:
         return {**(stats or {}), "trajectory/save_errors": float(count)} if count else stats
 
 
-def _read_samples(experiences: Any, step: int, rank: int) -> TrajectorySet:
+def _read_samples(experiences: Saved, step: int, rank: int) -> TrajectorySet:
     problems: list[str] = []
     return TrajectorySet(read_sources(experiences, problems), step, rank, problems)
 
