@@ -23,15 +23,12 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.core.errors import WireError
-
-Tokenizer: TypeAlias = Any
-"""A tokenizer or processor of `transformers`, or a `Tokenizer` of `tokenizers`; both are optional packages."""
 
 MOST_IDS = 1 << 22
 MOST_BYTES = 1 << 26

@@ -150,9 +150,9 @@ class EnvironmentConfig:
             random choices can be seeded.
         max_turns: Largest number of turns of the model.
         context_limit: Largest number of tokens of an episode, including the prompt. By default the model's positions.
-        on_truncation: What happens after a truncated turn. `end`: the episode is over, and the environment does not see the
-            turn. `respond`: the environment replies as usual, as in a game whose moves have a fixed number of tokens.
-            An episode that the environment then ends has finish reason `stop`.
+        on_truncation: What happens after a truncated turn. `end`: the episode is over, and the environment does not
+            see the turn. `respond`: the environment replies as usual, as in a game whose moves have a fixed number of
+            tokens. An episode that the environment then ends has finish reason `stop`.
         rewards: Whether the reward of an episode is the `sum` of the rewards of its turns or the `last` of them; 0
             without any. With `sum`, `token_level_reward` has the reward of each turn on its last token, for estimators
             over time (`ppo`, `gae`, `reinforce`, ...).
