@@ -49,18 +49,26 @@ _CLEANED = (
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer. Those of transformers have it, and so do its processors.
+    """A tokenizer or processor of `transformers`, or an object that is called like one.
 
-    Some uses need more: chat messages an `apply_chat_template`, stop conditions an `eos_token_id`.
+    Chat messages also need `apply_chat_template`, and stopping at the end token needs `eos_token_id`.
     """
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Tokenize a text; the ids are under `input_ids`."""
         ...
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
         """Return the text of token ids."""
         ...
+
+
+class VocabularySource(Protocol):
+    """A tokenizer of `transformers` or `tokenizers`."""
+
+    @property
+    def get_vocab(self) -> Callable[..., dict[str, int]]:
+        """Return the ids by token."""
 
 
 class Vocabulary:
@@ -159,7 +167,7 @@ class Vocabulary:
     # --- making -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
+    def of(cls, tokenizer: VocabularySource | Tokenizer) -> Vocabulary:
         """The vocabulary of a tokenizer of `transformers` or `tokenizers`: byte-level, with byte fallback, WordPiece,
         WordLevel, with added tokens.
 
@@ -169,7 +177,7 @@ class Vocabulary:
         >>> Vocabulary.of(made).text_and_ends([0, 2])[0]
         'h h'
         """
-        backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if backend is not tokenizer and not hasattr(backend, "get_added_tokens_decoder"):
             backend = tokenizer
         if not hasattr(backend, "get_vocab"):
@@ -312,7 +320,7 @@ def _byte_level(token: str) -> bytes:
     return token.encode("utf-8", "replace")
 
 
-def _steps(decoder: Tokenizer) -> list[dict[str, Any]]:
+def _steps(decoder: Any) -> list[dict[str, Any]]:
     """The parts of a decoder of `tokenizers`, in order; without one, tokens are joined by spaces."""
     if decoder is None:
         return [{"type": "Spaces"}]
@@ -435,7 +443,7 @@ def load_module_file(path: str | Path) -> ModuleType:
     return module
 
 
-def source_fingerprint(target: Tokenizer) -> str | None:
+def source_fingerprint(target: Callable[..., Any]) -> str | None:
     """Fingerprint the source of a user's function or class by the syntax of its module, without comments and layout.
 
     A function of the main program or of a notebook goes by its own source alone.
@@ -477,7 +485,7 @@ def join_fingerprints(parts: Mapping[str, str | None]) -> str | None:
     return text_fingerprint(repr(sorted(present.items()))) if present else None
 
 
-def tokenizer_fingerprint(tokenizer: Tokenizer) -> str | None:
+def tokenizer_fingerprint(tokenizer: Tokenizer | None) -> str | None:
     """16 hex digits for a tokenizer, `None` for none; truncation and padding, which calls set, do not count.
 
     >>> tokenizer_fingerprint(None) is None
@@ -491,13 +499,13 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str | None:
         parts.pop("truncation", None)
         parts.pop("padding", None)
     else:
-        parts = {"class": type(tokenizer).__name__, "vocabulary": dict(tokenizer.get_vocab())}
+        parts = {"class": type(tokenizer).__name__, "vocabulary": dict(getattr(tokenizer, "get_vocab", dict)())}
     special = {name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()}
     plain = json.dumps([parts, special], sort_keys=True)
     return hashlib.blake2b(plain.encode(), digest_size=8).hexdigest()
 
 
-def template_fingerprint(tokenizer: Tokenizer) -> str | None:
+def template_fingerprint(tokenizer: Tokenizer | None) -> str | None:
     """16 hex digits for a tokenizer's or processor's chat template, `None` where there is none.
 
     >>> template_fingerprint(object()) is None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import binascii
 import os
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import orjson
@@ -27,7 +27,7 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.fields import DTYPES, FIELDS, owner
 from rollbook.core.ids import EID, step_of
 from rollbook.core.ragged import Ragged, check_shape
-from rollbook.core.vocabulary import Vocabulary
+from rollbook.core.vocabulary import Vocabulary, VocabularySource
 from rollbook.inspect.images import Album, Looked, Reference, place
 from rollbook.inspect.measures import declared_in, parts_of, status_of
 from rollbook.inspect.serialization import json_safe
@@ -46,15 +46,7 @@ _PLACED = ("segments", "label", "reference", "kept", "reward_parts")
 _NO_WORDS = Vocabulary(())
 
 
-class Tokenizer(Protocol):
-    """A tokenizer of `transformers` or `tokenizers`."""
-
-    @property
-    def get_vocab(self) -> Callable[..., dict[str, int]]:
-        """Return the ids by token."""
-
-
-TokenizerLike: TypeAlias = "str | os.PathLike[str] | Vocabulary | Tokenizer"
+TokenizerLike: TypeAlias = "str | os.PathLike[str] | Vocabulary | VocabularySource"
 """A tokenizer, a vocabulary, or the path of a tokenizer.json or its folder."""
 
 

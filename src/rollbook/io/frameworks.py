@@ -63,7 +63,7 @@ class Sample:
 class Texts:
     """Tokenizes texts and conversations."""
 
-    def __init__(self, tokenizer: Tokenizer, who: str) -> None:
+    def __init__(self, tokenizer: Tokenizer | str | os.PathLike[str] | None, who: str) -> None:
         self.who = who
         if isinstance(tokenizer, (str, os.PathLike)):
             from transformers import AutoTokenizer
@@ -224,7 +224,13 @@ Split = Callable[[Row], tuple[list[Sample], set[str]]]
 
 
 def _read(
-    path: str, batch_rows: int, errors: ErrorHandler, who: str, split: Split, tokenizer: Tokenizer, max_row_bytes: int
+    path: str,
+    batch_rows: int,
+    errors: ErrorHandler,
+    who: str,
+    split: Split,
+    tokenizer: Tokenizer | str | None,
+    max_row_bytes: int,
 ) -> Iterator[Experiences]:
     make = _Maker(Texts(tokenizer, who), who)
     pending: list[Experience] = []
@@ -262,7 +268,7 @@ _STEPS = {"step", "global_step"}
 
 
 def read_verl(
-    path: str, batch_rows: int, errors: ErrorHandler, *, tokenizer: Tokenizer = None, max_row_bytes: int
+    path: str, batch_rows: int, errors: ErrorHandler, *, tokenizer: Tokenizer | str | None = None, max_row_bytes: int
 ) -> Iterator[Experiences]:
     """Rows of `{step}.jsonl` (input, output, gts, score, step and what the reward function said), of the Parquet that
     its generation writes (prompt, responses and the dataset's columns), and of Parquet with its batch's columns
@@ -344,7 +350,7 @@ def read_trl(
     batch_rows: int,
     errors: ErrorHandler,
     *,
-    tokenizer: Tokenizer = None,
+    tokenizer: Tokenizer | str | None = None,
     rewards: Sequence[str] | Mapping[str, float] | None = None,
     max_row_bytes: int,
 ) -> Iterator[Experiences]:
@@ -422,7 +428,7 @@ def _trl_reward(row: Row, weights: Mapping[str, float]) -> float | None:
 
 
 def read_openrlhf(
-    path: str, batch_rows: int, errors: ErrorHandler, *, tokenizer: Tokenizer = None, max_row_bytes: int
+    path: str, batch_rows: int, errors: ErrorHandler, *, tokenizer: Tokenizer | str | None = None, max_row_bytes: int
 ) -> Iterator[Experiences]:
     """Rows of its batch inference (input, output, reward), of pairs that it makes from those (prompt, chosen,
     rejected), of samples (prompts, responses, rewards, labels, in the singular too), and of what its agents give

@@ -196,7 +196,7 @@ class RewardInput:
 def _prompt_text(ids: Sequence[int], messages: Sequence[Mapping[str, Any]] | None, tokenizer: Tokenizer | None) -> str:
     """Return the text of a prompt that was not recorded: decoded, else the contents of its messages."""
     if tokenizer is not None and len(ids):
-        return tokenizer.decode(list(ids))
+        return str(tokenizer.decode(list(ids)))
     return "\n".join(_content(message) for message in messages or ())
 
 
