@@ -230,7 +230,7 @@ class Denominators:
     tokens: int
     """Tokens that count in the loss."""
     sequences: int
-    """Samples that have such a token."""
+    """Number of samples that have such a token."""
     samples: int
     """All samples."""
 
@@ -250,7 +250,7 @@ class MicroBatch:
     """What they occupy: `tokens` if packed, samples times the longest if padded."""
     loss_tokens: int
     sequences: int
-    """Samples with a token in the loss."""
+    """Number of samples with a token in the loss."""
     images: int
     cost: float
     modality: Hashable
@@ -309,7 +309,7 @@ class Plan:
     lower_bound: int | None
     """No plan under these caps has fewer; `None` without caps."""
     oversize: tuple[int, ...]
-    """Samples that alone exceed a cap."""
+    """The samples that alone exceed a cap."""
     longest: int | None
     """The sample with the most tokens; `None` if there is none."""
     longest_tokens: int
@@ -318,7 +318,7 @@ class Plan:
     split_groups: int | None
     """How many groups have samples on several ranks."""
     modalities: Mapping[Hashable, tuple[int, int]]
-    """Samples and tokens of each modality."""
+    """Numbers of samples and tokens of each modality."""
 
     def __len__(self) -> int:
         return self.ranks
@@ -399,7 +399,7 @@ class PlanReport:
     groups: int | None
     split_groups: int | None
     modalities: Mapping[Hashable, tuple[int, int]]
-    """Samples and tokens of each modality."""
+    """Numbers of samples and tokens of each modality."""
 
     @classmethod
     def of(cls, plan: Plan) -> PlanReport:
@@ -718,7 +718,7 @@ class Request:
     atom_of: Ints | None
     """[N] Each sample's atom, if atoms are groups."""
     kinds: Ints
-    """[N] Samples that are equal in everything but the group have the same number."""
+    """[N] Rows that are equal in everything but the group have the same number."""
     atoms: Atoms
 
     def atoms_of(self, codes: Ints | None) -> Atoms:

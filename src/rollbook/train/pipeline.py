@@ -34,7 +34,7 @@ from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models.forward import forward, without_adapters
 from rollbook.rewards.recipes import as_reward
-from rollbook.rewards.types import RewardInput, RewardResult
+from rollbook.rewards.types import RewardInput, RewardResult, is_reward
 from rollbook.rollout.engine import Engine
 from rollbook.rollout.environment import EnvironmentConfig, play_episodes
 from rollbook.train.algorithm import AlgorithmConfig
@@ -144,7 +144,7 @@ def score(
     [1.0, 0.0]
     """
     metrics = StepMetrics() if metrics is None else metrics
-    source = as_reward(reward)
+    source = reward if is_reward(reward) else as_reward(reward)
     rows = records.rows()
     with metrics.time("reward"):
         last_of_run = {row.eid.rid: row for row in rows if row.finish_reason != "error"}

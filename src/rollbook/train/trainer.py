@@ -176,7 +176,7 @@ class Trainer:
         book: Where records are kept and leased from.
         prompts: What rollouts (or, for supervised algorithms, given answers) come from; `None`: others append records.
         reward: Scores rollouts: whatever `rollbook.rewards.as_reward` takes.
-        engine: Samples rollouts; by default the actor's own.
+        engine: Generates rollouts; by default a `TransformersEngine` with the actor's weights.
         environment: For multi-turn episodes. With a `reward` too, the two are added.
         sampling: Sampling options; the number of responses per prompt is the algorithm's, the seed the trainer's.
         prompts_per_step: Prompts (groups) of a step.

@@ -491,7 +491,7 @@ class Evaluation:
     prompts: int | None = key(None, low=1)
     """Maximum number of prompts, the same in each evaluation; null: all."""
     k: int = key(1, low=1, high=10**4)
-    """Samples per prompt."""
+    """Number of samples per prompt."""
     greedy: bool = key(False)
     """Greedy decoding instead of sampling; requires `k` 1."""
     temperature: float | None = key(None, above=0, high=1e4)
