@@ -12,6 +12,7 @@ import pytest
 import rollbook
 from tests.train.step_trace import MAX_FILES, MAX_FRAMES, MAX_FUNCTIONS, MAX_LAYOUTS, StepTrace, trace_step
 
+
 @pytest.fixture(scope="module")
 def trace() -> StepTrace:
     return trace_step()

@@ -155,7 +155,8 @@ def evaluate(
 ) -> Evaluation:
     """Sample k answers to each prompt, or play k episodes, score them, and say how many succeed.
 
-    - `prompts`: a list of whatever an engine takes, or what has `.every(batch=)` (`rollbook.train.Prompts`). The samples
+    - `prompts`: a list of whatever an engine takes, or what has `.every(batch=)` (`rollbook.train.Prompts`).
+      The samples
       have the ids `{name}-{step}/{row}/{run}`: `row` is the task of a prompt that has an id, else its place. Several
       sets that are evaluated into one book have a `name` each.
     - `reward`: whatever `rollbook.rewards.as_reward` takes; with an `environment` it may be missing. `success`: a
