@@ -213,7 +213,7 @@ def test_sections_have_the_fields_and_defaults_of_what_they_are_handed_to() -> N
     assert {*SECTIONS["batch"].keys} == {one.name for one in dataclasses.fields(MinibatchConfig)} | {"prompts_per_step"}
     assert [*SECTIONS["algorithm"].keys] == ["preset", *(one.name for one in dataclasses.fields(AlgorithmConfig))]
     assert [*SECTIONS["optimizer"].keys] == [one.name for one in dataclasses.fields(OptimizerConfig)]
-    assert all(Config(intake={"kind": "replay", "sampler": name}).intake.sampler == name for name in SAMPLERS)
+    assert all(Config(replay={"kind": "replay", "sampler": name}).replay.sampler == name for name in SAMPLERS)
 
 
 @pytest.mark.parametrize("preset", PRESET_NAMES)
@@ -254,7 +254,7 @@ BAD = {
     "model.precision: got 'bf16', expected one of float32, bfloat16, autocast": {"model": {"precision": "bf16"}},
     "model.builder: got it beside path, expected one of path, config, builder":
         {"model": {"path": "a", "builder": "b:c"}},
-    "model.config.model_type: is missing": {"model": {"config": {"hidden_size": 8}}},
+    "model.config.model_type: missing, expected a model type": {"model": {"config": {"hidden_size": 8}}},
     "model.options: got {'x': 1} without builder, which it is for": {"model": {"path": "a", "options": {"x": 1}}},
     "model: got 3, expected a mapping of its keys, or its path": {"model": 3},
     "model.options.x.y: got nan, expected text, a number":

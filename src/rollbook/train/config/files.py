@@ -458,10 +458,11 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 def shown(config: Config) -> str:
     """The whole configuration, defaults included: what a key is for stands over it, its default beside another value.
 
-    >>> print(shown(Config(name="mine", optimizer={"lr": 1e-5}))[:100])
-    # What the run is called.
+    >>> for line in shown(Config(name="mine", optimizer={"lr": 1e-5})).splitlines()[:4]:
+    ...     print(line)
+    # Name of the run.
     name: mine  # default: run
-    # The run's folder; null: runs/NAME.
+    # Folder of the run; null: runs/NAME.
     out: null
     """
     return "\n".join(_section(config.to_dict(), section_of(Config), "")) + "\n"
