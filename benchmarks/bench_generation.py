@@ -1,10 +1,11 @@
 """On a CUDA device: tokens per second of rollout engines on a model of 0.5B parameters, with a roofline.
 
 Run as `python -m benchmarks.bench_generation [--rounds 3] [--slow] [--results FOLDER]` from the project root, on a
-machine with a CUDA device and transformers (`--cpu` tries the script out, small). The model has Qwen2-0.5B's shape with random weights
-in bfloat16. Workload: 32 prompts of U(64, 512) random tokens, eight samples each, 256 new tokens. Times include the
-prompts. "Captured" rows are not engines but bounds for comparison: one decode step of the plain transformers forward
-pass over a `StaticCache`, captured in a CUDA graph and replayed, without prompts, stop conditions or refilling.
+machine with a CUDA device and transformers (`--cpu` tries the script out, small). The model has Qwen2-0.5B's shape with
+random weights in bfloat16. Workload: 32 prompts of U(64, 512) random tokens, eight samples each, 256 new tokens. Times
+include the prompts. "Captured" rows are not engines but bounds for comparison: one decode step of the plain
+transformers forward pass over a `StaticCache`, captured in a CUDA graph and replayed, without prompts, stop conditions
+or refilling.
 
 The ragged workload ends a response at any of 1/200 of the vocabulary's ids (mean about 200 tokens, at most 512).
 """

@@ -106,6 +106,8 @@ def find_stop_start(text: str, ids: Sequence[int], decode: Decode) -> int:
     return text_now.find(text, max(0, before - len(text) + 1))
 
 
+COLD_TEMPERATURE = 0.5
+"""Below it, the largest logit is subtracted before logits are divided by the temperature."""
 MIN_TEMPERATURE = 1e-30
 """Lower temperatures count as 0: logits divided by them would overflow."""
 NUCLEUS_SIZE = 1024
@@ -205,7 +207,7 @@ class Rules:
         self.greedy = torch.tensor(greedy, device=device) if any(greedy) else None
         self.temperature = torch.tensor(temperatures, device=device)
         self.tempers = set(temperatures) != {1.0}
-        self.cold = min(temperatures) < 0.5
+        self.cold = min(temperatures) < COLD_TEMPERATURE
         """Whether logits divided by a temperature would lose precision."""
 
         row_kinds = np.array(kinds)

@@ -26,6 +26,7 @@ from rollbook.core.errors import RollbookError
 from rollbook.core.sampling import KINDS
 from rollbook.models.head import text_config
 from rollbook.rollout.decoding import (
+    COLD_TEMPERATURE,
     MIN_TEMPERATURE,
     Blocks,
     DecodingRow,
@@ -361,6 +362,10 @@ class Variant(NamedTuple):
     rows: int
     greedy: str
     """`none`, `some` or `all`."""
+    tempers: bool
+    """Whether a temperature is not 1."""
+    cold: bool
+    """Whether logits divided by a temperature would lose precision."""
     top_k: bool
     top_p: bool
     min_p: bool
@@ -380,11 +385,11 @@ class StepRules(Rules):
         self.all_greedy = variant.greedy == "all"
         self.greedy = None if variant.greedy == "none" else state.integers[_GREEDY, :rows] > 0
         self.temperature = state.floats[_TEMPERATURE, :rows].float()
-        self.tempers = self.cold = True
+        self.tempers, self.cold = variant.tempers, variant.cold
         self.only = variant.kinds[0] if len(variant.kinds) == 1 else None  # type: ignore[assignment]
         kind = state.integers[_KIND, :rows]
         self.kinds = {name: kind == KINDS.index(name) for name in variant.kinds}  # type: ignore[misc]
-        self.forbidden = None
+        self.forbidden = state.forbidden if variant.forbidden else None  # type: ignore[assignment]
         self.truncates = variant.top_k or variant.top_p or variant.min_p
 
     def forbid(self, scores: torch.Tensor) -> torch.Tensor:
@@ -521,7 +526,10 @@ class PagedDecoder:
 
     def _model_fingerprint(self) -> tuple[Any, ...]:
         """Return what a graph depends on beyond its inputs: addresses of the weights, and which adapters are active."""
-        adapters = getattr(self.runner.model, "active_adapters", ())
+        # A transformers model without adapters has the attribute, too, and raises.
+        adapters = (
+            getattr(self.runner.model, "active_adapters", ()) if hasattr(self.runner.model, "peft_config") else ()
+        )
         disabled = [
             bool(getattr(module, "disable_adapters", False)) or bool(getattr(module, "merged", False))
             for module in self.runner.model.modules()
@@ -882,8 +890,8 @@ class PagedBatch:
         self._upload(variant, steps)
         decoder.run_steps(variant, steps)
         state = decoder.state
-        ids = state.ids[:steps, : len(self.live)].T.cpu().numpy()
-        logprobs = state.logprobs[:steps, : len(self.live)].T.double().cpu().numpy()
+        ids = state.ids[:steps, : len(self.live)].T.cpu().tolist()
+        logprobs = state.logprobs[:steps, : len(self.live)].T.cpu().tolist()
         stats = decoder.runner.stats
         stats.steps += steps
         stats.rows += steps * len(self.live)
@@ -925,6 +933,7 @@ class PagedBatch:
         rules = [live.row.request.sampling for live in self.live]
         greedy = [sampling.temperature < MIN_TEMPERATURE for sampling in rules]
         cut = [sampling for sampling, is_greedy in zip(rules, greedy, strict=True) if not is_greedy]
+        coldest = min((sampling.temperature for sampling in cut), default=1.0)
         forbidden = max(len(live.forbidden) for live in self.live)
         columns = 1 << (forbidden - 1).bit_length() if forbidden else 0
         self.decoder.widen_forbidden(columns)
@@ -932,6 +941,8 @@ class PagedBatch:
         return Variant(
             rows=self.decoder.rows_for(len(self.live)),
             greedy="all" if all(greedy) else "some" if any(greedy) else "none",
+            tempers=any(sampling.temperature != 1 for sampling in cut),
+            cold=coldest < COLD_TEMPERATURE,
             top_k=any(0 < sampling.top_k < state.vocabulary for sampling in cut),
             top_p=any(sampling.top_p < 1 for sampling in cut),
             min_p=any(sampling.min_p > 0 for sampling in cut),
@@ -946,27 +957,28 @@ class PagedBatch:
         integers = np.zeros((_STEP + 1, rows), np.int64)
         floats = np.zeros((_NUMBERS + WINDOW, rows))
         floats[_TEMPERATURE] = 1.0
-        table = np.zeros((rows, max(len(live.pages) for live in self.live)), np.int32)
+        integer_fields: list[tuple[int, ...]] = []
+        float_fields: list[tuple[float, ...]] = []
         seeds: list[int] = []
         starts: list[int] = []
-        for i, live in enumerate(self.live):
+        width = max(len(live.pages) for live in self.live)
+        for live in self.live:
             row = live.row
             sampling, length, done = row.request.sampling, _length(row) - 1, len(row.ids)
             greedy = sampling.temperature < MIN_TEMPERATURE
             top_k = sampling.top_k if 0 < sampling.top_k < state.vocabulary else state.vocabulary
             kind = KINDS.index(row.kind or "processed")
-            integers[:_STEP, i] = (
-                *(row.ids[-1], length + live.offset, length, done, 1),
-                *(row.limit, live.stop_set, greedy, kind, top_k),
-            )
-            floats[:_NUMBERS, i] = (1.0 if greedy else sampling.temperature, sampling.top_p, sampling.min_p)
-            table[i, : len(live.pages)] = live.pages
+            place = (row.ids[-1], length + live.offset, length, done, 1)
+            integer_fields.append((*place, row.limit, live.stop_set, greedy, kind, top_k))
+            float_fields.append((1.0 if greedy else sampling.temperature, sampling.top_p, sampling.min_p))
             seeds.append(row.request.seeds[row.k])
             starts.append(done)
+        integers[:_STEP, :count] = np.array(integer_fields).T
+        floats[:_NUMBERS, :count] = np.array(float_fields).T
+        table = np.zeros((rows, width), np.int32)
+        table[:count] = [live.pages + [0] * (width - len(live.pages)) for live in self.live]
         if variant.greedy != "all":
-            floats[_NUMBERS : _NUMBERS + steps, :count] = uniform_numbers(
-                seeds, integers[_COUNT, :count].tolist(), steps
-            ).T
+            floats[_NUMBERS : _NUMBERS + steps, :count] = uniform_numbers(seeds, starts, steps).T
         state.integers[:, :rows].copy_(torch.from_numpy(integers))
         state.floats[:, :rows].copy_(torch.from_numpy(floats))
         state.table[:rows, : table.shape[1]].copy_(torch.from_numpy(table))
@@ -984,41 +996,35 @@ def _sample_first(rows: Sequence[DecodingRow], logits: torch.Tensor, version: in
     seeds = [row.request.seeds[row.k] for row in rows]
     numbers = uniform_numbers(seeds, [len(row.ids) for row in rows], 1)[:, 0]
     chosen = choose_tokens(logits, rules, torch.from_numpy(numbers).to(logits.device))
-    ids, logprobs = chosen.ids[:, None].cpu().numpy(), chosen.logprobs[:, None].double().cpu().numpy()
-    ends = [_take_tokens(row, ids[i], logprobs[i], version) for i, row in enumerate(rows)]
+    ids, logprobs = chosen.ids.tolist(), chosen.logprobs.tolist()
+    ends = [_take_tokens(row, ids[i : i + 1], logprobs[i : i + 1], version) for i, row in enumerate(rows)]
     return [end for end in ends if end is not None]
 
 
-def _take_tokens(row: DecodingRow, ids: np.ndarray, logprobs: np.ndarray, version: int) -> Finished | None:
+def _take_tokens(row: DecodingRow, ids: list[int], logprobs: list[float], version: int) -> Finished | None:
     """Append tokens to a row up to the one that ends it, and return how it ends, or `None`."""
     count = min(len(ids), row.limit - len(row.ids))
-    broken = np.isnan(logprobs[:count])
-    valid = int(broken.argmax()) if broken.any() else count
-    stops = row.ends | row.stop_ids
-    tokens: list[int] = ids[:valid].tolist()
-    candidates = {i for i, token in enumerate(tokens) if token in stops}
-    if row.texts is not None:
+    # A log-prob of NaN, which differs from itself, means that no token could be chosen.
+    valid = next((i for i, logprob in enumerate(logprobs[:count]) if logprob != logprob), count)
+    candidates = {i for i, token in enumerate(ids[:valid]) if token in row.ends or token in row.stop_ids}
+    if row.texts is not None and valid:
         try:
-            candidates |= set(row.texts.may_end(ids[:valid]).nonzero()[0].tolist())
+            candidates |= set(row.texts.may_end(np.array(ids[:valid])).nonzero()[0].tolist())
         except Exception:  # a failure of the decoder, which `ended` reports
             candidates = set(range(valid))
     if valid == count:
         candidates.add(count - 1)
     taken = 0
-    for i in sorted(candidates):
-        row.ids += tokens[taken : i + 1]
-        row.versions += [version] * (i + 1 - taken)
+    for stop in sorted({*(i + 1 for i in candidates), valid}):
+        row.ids += ids[taken:stop]
+        row.versions += [version] * (stop - taken)
         if row.kind is not None:
-            row.logprobs += logprobs[taken : i + 1].tolist()
-        taken = i + 1
-        end = row.ended()
+            row.logprobs += logprobs[taken:stop]
+        taken = stop
+        end = row.ended() if stop - 1 in candidates else None
         if end is not None:
             return end
     if valid < count:
-        row.ids += tokens[taken:]
-        row.versions += [version] * (valid - taken)
-        if row.kind is not None:
-            row.logprobs += logprobs[taken:valid].tolist()
         error = ValueError(f"token {len(row.ids)}: the model's logits are NaN, infinite or all forbidden")
         return row, "error", error
     return None

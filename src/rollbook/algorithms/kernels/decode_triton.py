@@ -216,7 +216,7 @@ def _floor_kernel(shares, row_stride, vocabulary, targets, floors, MASS: tl.cons
     target = tl.load(targets + row)
     column = tl.arange(0, BLOCK)
     digit = tl.arange(0, 16)
-    prefix: Any = 0
+    prefix = 0
     for step in tl.static_range(8):
         candidate = prefix + (digit << (28 - 4 * step))
         reached = tl.zeros([16], tl.float32)
@@ -230,7 +230,7 @@ def _floor_kernel(shares, row_stride, vocabulary, targets, floors, MASS: tl.cons
         if step == 0:
             possible = possible & (digit < 4)  # shares are below 2; larger digits overflow
         prefix += tl.max(tl.where(possible, digit, 0), 0) << (28 - 4 * step)
-    tl.store(floors + row, prefix.to(tl.float32, bitcast=True))
+    tl.store(floors + row, prefix.to(tl.float32, bitcast=True))  # type: ignore[attr-defined]
 
 
 def find_floors(shares: torch.Tensor, targets: torch.Tensor, *, mass: bool) -> torch.Tensor:
