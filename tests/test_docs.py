@@ -58,17 +58,17 @@ TESTED = [
     "experience",
     "batches",
     "algorithms",
-    "adapters",
-    "making",
-    "episodes",
+    "integrations",
+    "rollouts",
+    "multi_turn",
     "book",
-    "seeing",
+    "inspecting",
     "doctor",
     "training",
     "get_started",
     "mix",
-    "migration-lightrft",
-    "migration-trinity",
+    "migration_lightrft",
+    "migration_trinity",
 ]
 """Pages whose code a test of their own runs."""
 
@@ -151,10 +151,10 @@ def test_algorithms_page() -> None:
             assert f"`{name}`" in text, f"docs/algorithms.md: {registry.kind} {name} is not named"
 
 
-def test_adapters_page() -> None:
+def test_integrations_page() -> None:
     peers.verl()
     scope: dict[str, Any] = {}
-    for code in blocks(ROOT / "docs" / "adapters.md"):
+    for code in blocks(ROOT / "docs" / "integrations.md"):
         exec(code, scope)
     assert scope["again"].values("advantages")[0].tolist() == [1.0] * 3
     assert scope["back"].ids == scope["records"].eids()
@@ -162,7 +162,7 @@ def test_adapters_page() -> None:
 
 
 def test_migration_pages() -> None:
-    for name in ("migration-lightrft.md", "migration-trinity.md"):
+    for name in ("migration_lightrft.md", "migration_trinity.md"):
         scope: dict[str, Any] = {}
         for code in blocks(ROOT / "docs" / name):
             exec(code, scope)
@@ -174,10 +174,10 @@ def test_pictures_are_drawn_by_the_code() -> None:
         assert (ROOT / "docs" / "pictures" / name).read_text() == picture, f"python docs/draw.py docs/pictures: {name}"
 
 
-def test_making_page() -> None:
+def test_rollouts_page() -> None:
     scope: dict[str, Any] = {}
     try:
-        for code in blocks(ROOT / "docs" / "making.md"):
+        for code in blocks(ROOT / "docs" / "rollouts.md"):
             exec(code, scope)
     finally:
         ESTIMATORS.withdraw("best_of_group")
@@ -188,9 +188,9 @@ def test_making_page() -> None:
     assert set(scores) == {0.0, 0.5}  # the best of each group, and the others
 
 
-def test_episodes_page() -> None:
+def test_multi_turn_page() -> None:
     scope: dict[str, Any] = {}
-    for code in blocks(ROOT / "docs" / "episodes.md"):
+    for code in blocks(ROOT / "docs" / "multi_turn.md"):
         exec(code, scope)
     assert scope["expression"] == "6 * 7" and scope["record"].reward == 1.0
     assert [row.reward for row in scope["rows"]] == [1.0, 0.0]
@@ -210,14 +210,14 @@ def test_book_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         scope[name].close()
 
 
-def test_seeing_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspecting_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's code runs, and every command and every lens with a key is named on it."""
     from rollbook.cli.parser import COMMANDS
     from rollbook.inspect import filters
     from rollbook.inspect.trajectory import LENSES
 
     monkeypatch.chdir(tmp_path)
-    page = ROOT / "docs" / "seeing.md"
+    page = ROOT / "docs" / "inspecting.md"
     scope: dict[str, Any] = {}
     for code in blocks(page):
         exec(code, scope)

@@ -800,7 +800,7 @@ for _peer, _names in _ALIKE.items():
 
 
 # --- the page about peers -------------------------------------------------------------------------------------------
-# For each section of docs/peers.md and each row of its table, what stands there. Of peers that pip can install here,
+# For each section of docs/other_frameworks.md and each row of its table, what stands there. Of peers that pip can install here,
 # what they return; of others (LightRFT, OpenRLHF, SkyRL, slime, prime-rl) their formula, by `reference` or in float32.
 
 TOOL = {

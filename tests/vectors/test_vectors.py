@@ -373,7 +373,7 @@ def test_the_example_of_a_check_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def page() -> dict[str, str]:
-    parts = re.split(r"^## (.+)\n", (DOCS / "peers.md").read_text(), flags=re.MULTILINE)
+    parts = re.split(r"^## (.+)\n", (DOCS / "other_frameworks.md").read_text(), flags=re.MULTILINE)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
