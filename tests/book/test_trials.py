@@ -299,8 +299,8 @@ def test_the_check_finds_what_was_left_undone(told: tuple[str, Log]) -> None:
 
 
 def test_the_table_of_faults_names_tests_and_trials_that_exist() -> None:
-    page = (ROOT / "docs" / "book.md").read_text()
-    rows = page.partition("### What is promised under which fault\n")[2].partition("\n#")[0]
+    page = (ROOT / "docs" / "book_storage.md").read_text()
+    rows = page.partition("## Guarantees under faults\n")[2].partition("\n#")[0]
     sources = "".join(path.read_text() for path in (ROOT / "tests" / "book").glob("test_*.py"))
     names = re.findall(r"`(test_\w+)`", rows)
     assert names
