@@ -130,7 +130,7 @@ def test_batches_page() -> None:
     for code in blocks(ROOT / "docs" / "batches.md"):
         exec(code, scope)
     assert len(scope["minibatch"]) == 2
-    assert scope["found"].ranks == 2
+    assert scope["micro_plan"].ranks == 2
 
 
 def test_algorithms_page() -> None:
