@@ -19,7 +19,8 @@ from rollbook.core.columns import to_arrays
 from rollbook.core.fields import DTYPES, FIELDS, SIDES
 from rollbook.io.arrow import from_table
 
-PAGE = (Path(__file__).parents[1] / "docs" / "wire.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "wire.md").read_text()
 
 
 def record(**changes: Any) -> Experience:
@@ -58,7 +59,7 @@ def block(kind: str, containing: str) -> str:
 
 
 def test_hex_dump_is_what_the_code_writes_and_reads() -> None:
-    frame = undump(block("hexdump", "00000000"))
+    frame = undump((DOCS / "wire_example.txt").read_text())
     scope: dict[str, Any] = {}
     exec(block("python", "EID(1, 2, 3, 4"), scope)
     assert scope["frame"] == frame
@@ -66,7 +67,7 @@ def test_hex_dump_is_what_the_code_writes_and_reads() -> None:
 
 
 def test_hex_dump_ranges() -> None:
-    frame = undump(block("hexdump", "00000000"))
+    frame = undump((DOCS / "wire_example.txt").read_text())
     ranges = {
         text: frame[int(a, 16) : int(b, 16) + 1]
         for a, b, text in re.findall(r"\| `(0x\w+)`–`(0x\w+)` \| (.*) \|", PAGE)
@@ -83,9 +84,9 @@ def test_hex_dump_ranges() -> None:
 
 def test_a_stranger_reads_it() -> None:
     """The reader on the page uses the header layout, stock Arrow and JSON, and nothing of ours."""
-    scope: dict[str, Any] = {"frame": undump(block("hexdump", "00000000"))}
+    scope: dict[str, Any] = {"frame": undump((DOCS / "wire_example.txt").read_text())}
     exec(block("python", "def read("), scope)
-    row = scope["read"](undump(block("hexdump", "00000000")))[0]
+    row = scope["read"](undump((DOCS / "wire_example.txt").read_text()))[0]
     assert (row["tokens"], row["logprobs"], row["reward"]) == ([11, 12, 13], [-0.5, -0.25], 1.0)
     assert row["info"] == {"a": {"$tuple": [1]}}
     assert row["eid"] == {"batch": "1", "task": "2", "run": 3, "step": 4, "suffix": "abc123", "ints": 3}
