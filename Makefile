@@ -43,6 +43,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_names.py src
 
 bench: $(STAMP)  ## side by side with peers and the hardware's bounds; installs the peer into .bench/
 	$(BIN)/python -m benchmarks

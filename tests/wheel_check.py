@@ -44,7 +44,7 @@ def build_wheel(folder: Path) -> Path:
     sources = folder / "sources"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "src", sources / "src", ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
     run_command([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder / "dist", sources], folder)
     (wheel,) = (folder / "dist").glob("*.whl")
@@ -52,7 +52,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def check_files(wheel: Path) -> None:
-    """Check that the wheel has every file of the package, recipes and static files among them, and no other."""
+    """Check that the wheel has every file of the package and no other, and that its description has no broken link."""
     package = ROOT / "src" / "rollbook"
     expected = {
         path.relative_to(package.parent).as_posix()
@@ -61,6 +61,9 @@ def check_files(wheel: Path) -> None:
     }
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    if relative := re.findall(r"\]\((?!https?://)([^)]*)\)", metadata):
+        raise SystemExit(f"relative links in the description: {relative}")
     if packed != expected:
         raise SystemExit(f"missing: {sorted(expected - packed)}\nunexpected: {sorted(packed - expected)}")
     suffixes = {Path(name).suffix for name in packed}

@@ -800,8 +800,8 @@ for _peer, _names in _ALIKE.items():
 
 
 # --- the page about peers -------------------------------------------------------------------------------------------
-# For each section of docs/other_frameworks.md and each row of its table, what stands there. Of peers that pip can install here,
-# what they return; of others (LightRFT, OpenRLHF, SkyRL, slime, prime-rl) their formula, by `reference` or in float32.
+# Expected results for each section of docs/other_frameworks.md and each row of its table. For packages that pip can
+# install, the functions call them; for LightRFT, OpenRLHF, SkyRL, slime and prime-rl they compute the formula.
 
 TOOL = {
     "token_rewards": [[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]],
