@@ -6,6 +6,8 @@ import re
 import shutil
 from pathlib import Path
 
+from sphinx.application import Sphinx
+
 from rollbook import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -34,3 +36,30 @@ default_role = "code"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
 napoleon_numpy_docstring = False
+
+
+def to_rst(docstring: str) -> str:
+    """Convert the Markdown of a docstring: backticks mark code, and other characters mean themselves.
+
+    >>> to_rst("Lists of `Row`s, |x| <= 1")
+    'Lists of ``Row``\\\\ s, \\\\|x\\\\| <= 1'
+    """
+    # Code that is followed by a letter needs a separator. Doctests, up to the next blank line, stay as they are.
+    spans = re.split(r"(^ *>>> .*?(?:\n\s*\n|\Z)|``.+?``|`[^`]+`)", docstring, flags=re.DOTALL | re.MULTILINE)
+    for number, span in enumerate(spans):
+        if number % 2 == 0:
+            spans[number] = re.sub(r"[*|]", r"\\\g<0>", span)
+        elif span.startswith("`"):
+            separator = r"\ " if spans[number + 1][:1].isalnum() else ""
+            spans[number] = f"``{span.strip('`')}``{separator}"
+    return "".join(spans)
+
+
+def process_docstring(app: Sphinx, kind: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Convert a docstring in place, before napoleon reads its sections."""
+    lines[:] = to_rst("\n".join(lines)).split("\n")
+
+
+def setup(app: Sphinx) -> None:
+    """Register the conversion."""
+    app.connect("autodoc-process-docstring", process_docstring, priority=400)
