@@ -77,6 +77,7 @@ def test_payload(name: str) -> None:
     assert Experience.deserialize_many(Experience.serialize_many(records)) == records
 
 
+@pytest.mark.downloads
 def test_trinity_reads_what_rollbook_writes() -> None:
     """The released wheel, installed by pip when this runs, reads our TRXP: fields, types and kind."""
     theirs = peers.trinity()

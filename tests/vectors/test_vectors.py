@@ -259,6 +259,7 @@ def test_shared_cases_that_are_named_exist() -> None:
 # --- peers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.downloads
 @pytest.mark.parametrize("function", sorted({function for calls in peers.CALLS.values() for function in calls}))
 def test_peers_give_what_the_file_says(function: str) -> None:
     for vector in (vector for vector in FILE["vectors"] if vector["function"] == function):
@@ -386,6 +387,7 @@ def test_the_page_about_peers_has_a_section_for_each_difference() -> None:
     assert list(page()) == ["", *peers.PAGE]
 
 
+@pytest.mark.downloads
 def test_numbers_of_the_page_about_peers() -> None:
     """Each row: what the peer gives, and what Rollbook's expression beside it gives."""
     scope: dict[str, Any] = {}
