@@ -1,7 +1,4 @@
-"""The reference page of the configuration, made from the schema: `python docs/config_page.py > PAGE`.
-
-Invariant: the page says nothing about a key that the schema does not say.
-"""
+"""Write the reference page of the configuration from the schema: `python docs/config_page.py > PAGE`."""
 
 from __future__ import annotations
 
@@ -16,16 +13,16 @@ from rollbook.train.config.values import Key, Listing, section_in, section_of
 BEGINNING = """\
 # Configuration
 
-Every key of `rollbook train`. This page is made from the code (`python docs/config_page.py`).
+Every key of `rollbook train`. `python docs/config_page.py` writes this page from the code.
 
 ```sh
-rollbook train                                       # the embedded recipe
-rollbook train letters --show-config > my.yaml       # all of it, defaults included: itself a file that can be run
+rollbook train                                       # the built-in recipe
+rollbook train letters --show-config > my.yaml       # a complete configuration with all defaults
 rollbook train my.yaml --out runs/mine               # a file: YAML or TOML
 rollbook train my.yaml optimizer.lr=1e-4 seed=3 --out runs/slow      # with changes
 ```
 
-A file has the sections below, and only what differs from the defaults:
+A file has only the keys that differ from the defaults:
 
 ```yaml
 base: letters            # a file, relative to this one, or a recipe's name; the keys below change it
@@ -41,19 +38,19 @@ algorithm: grpo          # short for {preset: grpo}
 optimizer: {lr: 1e-5, schedule: linear}
 ```
 
-- **Base.** Mappings are merged key by key, and lists replaced whole. Naming another source or kind (`model.path` where the base has a builder, another `algorithm.preset`, another reward at the same place) drops what the base said about the old one. A section that is null is as by default.
+- **Base.** Mappings are merged key by key; lists are replaced. Naming another source or kind (`model.path` where the base has a builder, another `algorithm.preset`) drops the base's settings of the old one.
 - **Changes.** `section.key=value`, with values as in YAML: numbers, `true`, `null`, `[a, b]`, `{a: 1}`. Text needs no quotes. `rewards.0.weight=2` changes one item of a list.
-- **YAML** is read by the rules of version 1.2: `1e-5` is a number, `no` and `12:30` are text. A key that is there twice is refused, and so are tags. TOML has no null: leave the key out.
-- **Errors** name the key, the file and the line: `optimizer.lr: got -1.0, expected a number from 0 on (my.yaml, line 12)`. A key that does not exist is refused with the nearest one that does.
-- **Paths** in a file are relative to that file; if nothing is there, and on the command line, they are relative to the working directory. `out` is always relative to the working directory.
-- **Code.** Reading a file runs nothing: tags and constructors are refused. Training imports and calls what the file names (`builder`, `function`, reward functions; `module:function` or `file.py:function`), so read a file from others before you train with it. Code inside a model's repository is never run (`trust_remote_code=False`). See [which command runs what](training.md#running-other-people-s-runs).
-- **Secrets** do not belong in a file, because `config.yaml` in the run's folder and `--show-config` repeat it. A password or token written into a URL, a header such as `Authorization`, or an option named like one (`api_key`, `password`, ...) is refused; write `${NAME}` there, and the environment variable is read when it is used: `remote: "https://user:${REWARD_PASSWORD}@host/score"`, `options: {headers: {Authorization: "Bearer ${REWARD_TOKEN}"}}`, `replay: {expert: "postgresql://user:${BOOK_PASSWORD}@host/runs"}`. In URLs the value is percent-encoded for you. `engine.api_key_env` names the variable of the engine's key.
-- **Resuming.** A run that was interrupted goes on under the same values; keys marked ↻ may change in between.
+- **YAML** is read by the rules of version 1.2: `1e-5` is a number, `no` and `12:30` are text. Duplicate keys and tags are errors. TOML has no null: leave the key out.
+- **Errors** name the key, the file and the line: `optimizer.lr: got -1.0, expected a number from 0 on (my.yaml, line 12)`. Unknown keys are errors, with the closest match.
+- **Paths** in a file are relative to that file, or else to the working directory. `out` and paths on the command line are relative to the working directory.
+- **Code.** Reading a file runs no code. Training imports and calls what the file names (`builder`, `function`, reward functions), so read a file from others before you train with it. See [which command runs which code](training.md#running-other-people-s-runs).
+- **Secrets** must not be in a file, because the run folder repeats it. A password or token in a URL, a header or an option such as `api_key` is an error. Write `${NAME}` to read an environment variable: `remote: "https://user:${REWARD_PASSWORD}@host/score"`, `options: {headers: {Authorization: "Bearer ${REWARD_TOKEN}"}}`, `replay: {expert: "postgresql://user:${BOOK_PASSWORD}@host/runs"}`. `engine.api_key_env` names the variable of the engine's key.
+- **Resume.** Only keys marked ↻ may change when a run is resumed.
 """  # noqa: E501
 
 
 def page() -> str:
-    """The whole page, as Markdown."""
+    """Return the page as Markdown."""
     return "\n".join(_lines()) + "\n"
 
 
@@ -81,17 +78,17 @@ def _lines() -> Iterator[str]:
 
 
 def _presets() -> Iterator[str]:
-    yield "\nThese are the defaults of one's own algorithm (`preset: null`). A preset sets some of them otherwise:\n"
-    yield "| preset | what it sets |"
+    yield "\nThese are the defaults without a preset (`preset: null`). A preset changes some of them:\n"
+    yield "| preset | changes |"
     yield "|---|---|"
-    own = AlgorithmConfig().to_dict()
+    defaults = AlgorithmConfig().to_dict()
     for name, preset in presets().items():
-        told = {key: value for key, value in preset.to_dict().items() if value != own[key] and key != "name"}
-        yield f"| `{name}` | {', '.join(f'`{key}: {flow(value)}`' for key, value in told.items())} |"
+        changes = {key: value for key, value in preset.to_dict().items() if value != defaults[key] and key != "name"}
+        yield f"| `{name}` | {', '.join(f'`{key}: {flow(value)}`' for key, value in changes.items())} |"
 
 
 def _table(keys: list[Key], before: str, free: bool = False) -> Iterator[str]:
-    yield "| key | default | what it is | expected |"
+    yield "| key | default | description | expected |"
     yield "|---|---|---|---|"
     for key in keys:
         mark = " ↻" if free or key.free else ""
