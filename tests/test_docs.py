@@ -96,6 +96,15 @@ def test_commands_exist() -> None:
             assert command in targets, f"{page.name}: make {command}"
 
 
+def test_configuration_keys_exist() -> None:
+    """Keys such as `optimizer.lr` on the pages are keys of the configuration."""
+    reference = (ROOT / "docs" / "configuration.md").read_text()
+    sections = "|".join(re.findall(r"^## `(\w+)`", reference, flags=re.MULTILINE))
+    for page in DOCS:
+        for key in re.findall(rf"`((?:{sections})\.[a-z_]+)(?=[`=]|: (?!unknown key))", page.read_text()):
+            assert f"| `{key}`" in reference, f"{page.name}: {key}"
+
+
 def test_printed_scripts_exist() -> None:
     """The files and modules of `python FILE` and `python -m MODULE` on the pages have the options that are printed."""
     for page in PAGES:
