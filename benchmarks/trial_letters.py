@@ -1,7 +1,7 @@
 """Does a tiny model get better by reinforcement, for every seed, and not if its rewards are chance?
 
     python -m benchmarks.trial_letters                                      # the demo, five seeds, with its control
-    python -m benchmarks.trial_letters --what letters ppo calculator colours --seeds 0 1 2
+    python -m benchmarks.trial_letters --what letters ppo calculator colors --seeds 0 1 2
 
 Every run is the command that a user types (`rollbook train letters`, `python examples/calculator.py`, ...) in a process
 of its own on one thread, with a seed; its control differs in nothing but the reward it learns from, which is chance.
@@ -69,12 +69,12 @@ WHAT = {
     "calculator": What(
         "Ask a calculator, by GRPO over episodes: `python examples/calculator.py`",
         "calculator",
-        _example("examples/calculator.py", ["--chance"]),
+        _example("examples/calculator.py", ["--random-reward"]),
     ),
-    "colours": What(
-        "Name a colour and its quarter in a picture, by GRPO: `python examples/colours.py`",
-        "colours",
-        _example("examples/colours.py", ["--reward", "random"]),
+    "colors": What(
+        "Name a color and its quadrant in a picture, by GRPO: `python examples/colors.py`",
+        "colors",
+        _example("examples/colors.py", ["--reward", "random"]),
         "exact",
     ),
 }

