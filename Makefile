@@ -23,7 +23,7 @@ test: $(STAMP) lint  ## lint, types, doctests, unit, property, conformance and a
 FAST := tests/algorithms tests/conformance tests/vectors tests/train/test_pipeline.py \
 	tests/test_batch.py tests/test_experience.py tests/test_fields.py tests/test_planner.py tests/test_wire.py
 test-fast: $(STAMP)  ## the tests to run while editing: records, batches, algorithms, the pipeline; no downloads
-	$(BIN)/python -m pytest -n $(WORKERS) -x -m 'not downloads' $(FAST)
+	$(BIN)/python -m pytest -n $(WORKERS) -x -m 'not downloads and not slow' $(FAST)
 
 test-gpu:  ## on a machine with a CUDA device, with the Python that has its torch: what only a device shows
 	PYTHONPATH=src $(PYTHON) -m pytest tests_gpu

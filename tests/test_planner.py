@@ -544,6 +544,7 @@ def test_every_promise_has_one_test() -> None:
 # --- all at once ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(requests())
 def test_all_promises_at_once(asked: Request) -> None:

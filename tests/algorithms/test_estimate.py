@@ -242,6 +242,7 @@ def worker(rank: int, parts: list[list[int]], folder: str) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_groups_that_lie_across_processes_are_still_groups(tmp_path: Path) -> None:
     # The second of three processes has no rows at all.
     parts = [[0, 1, 2, 4, 8], [], [3, 5, 6, 7]]

@@ -120,6 +120,7 @@ def unpadded(matrix: torch.Tensor, lengths: list[int], side: str) -> torch.Tenso
     return torch.cat(rows)
 
 
+@pytest.mark.slow
 @given(
     rows_of_tokens,
     discount,
@@ -326,6 +327,7 @@ def run(code: str) -> str:
     return made.stdout.strip()
 
 
+@pytest.mark.slow
 def test_only_a_large_call_loads_numba() -> None:
     found = run(
         "import sys, torch\n"
@@ -339,6 +341,7 @@ def test_only_a_large_call_loads_numba() -> None:
     assert found == "(False, 'numpy') True numba"
 
 
+@pytest.mark.slow
 def test_without_numba_a_large_call_gives_the_same_numbers() -> None:
     found = run(
         "import sys\n"

@@ -425,6 +425,7 @@ def one_process(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_several_processes_estimate_what_one_does(tmp_path: Path) -> None:
     mp.spawn(one_process, args=(str(tmp_path),), nprocs=len(SPLIT))
     expected = estimates(slice(0, 6))

@@ -690,6 +690,7 @@ def test_bad_arguments_are_named(call: object, message: str) -> None:
         call()  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_memory_beside_the_logits_is_small() -> None:
     # In a process of its own, whose largest size nothing else has raised.
     script = """
