@@ -88,7 +88,7 @@ COMPAT_TORCH ?= 2.11.0
 compat:  ## the tests on another Python and torch (downloads that torch from the package index)
 	@test -x .compat/bin/python || $(COMPAT_PYTHON) -m venv .compat
 	.compat/bin/python -m pip install --quiet --disable-pip-version-check 'torch==$(COMPAT_TORCH)' -e '.[dev]'
-	.compat/bin/python -m pytest
+	.compat/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 wheel-check: $(STAMP)  ## the wheel in a clean environment: its files, a short run of the demo, the viewer (takes minutes)
 	$(BIN)/python -m tests.wheel_check
