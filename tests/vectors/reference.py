@@ -1040,16 +1040,16 @@ def diagnostics(old_logprobs, logprobs, mask=None):
 def softmax(row, temperature):
     top = max(x for x in row if x is not None)
     powers = [0.0 if x is None else math.exp((x - top) / temperature) for x in row]
-    return [p / sum(powers) for p in powers]
+    return [p / math.fsum(powers) for p in powers]
 
 
 def token_entropy(row, temperature):
-    return -sum(p * math.log(p) for p in softmax(row, temperature) if p > 0)
+    return -math.fsum(p * math.log(p) for p in softmax(row, temperature) if p > 0)
 
 
 def from_logits(logits, labels, *, temperature=1.0):
     def total(logits, frozen, labels, temperature):
-        return sum(
+        return math.fsum(
             math.log(softmax(row, temperature)[y]) for row, y in zip(logits, labels, strict=True) if y is not None
         )
 
@@ -1063,7 +1063,7 @@ def from_logits(logits, labels, *, temperature=1.0):
 
 def entropy_from_logits(logits, *, temperature=1.0):
     def total(logits, frozen):
-        return sum(token_entropy(row, temperature) for row in logits)
+        return math.fsum(token_entropy(row, temperature) for row in logits)
 
     slopes = differentiated(total, ("logits",), {"logits": logits}, {})
     return {"entropy": [token_entropy(row, temperature) for row in logits], "gradient": slopes["gradient"]}
