@@ -556,9 +556,17 @@ class Experience:
     __hash__ = None  # type: ignore[assignment]
 
     def _repr_html_(self) -> str:
-        from rollbook.core.notebook import record_html
+        from rollbook.core.terminal import html_table
 
-        return record_html(self)
+        rows = []
+        for name in FIELDS:
+            entry = getattr(self, name)
+            if name == "eid" or entry is None or entry == {}:
+                continue
+            if isinstance(entry, torch.Tensor):
+                entry = f"{dtype_name(entry)} {list(entry.shape)}: {entry.flatten()[:12].tolist()}"
+            rows.append((name, entry))
+        return html_table(f"Experience {self.eid}", ["field", "value"], rows)
 
     def __repr__(self) -> str:
         if "eid" not in self.__dict__:

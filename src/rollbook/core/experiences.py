@@ -7,10 +7,11 @@ selects rows either shares memory (slices) or gathers (filter, sort, index lists
 from __future__ import annotations
 
 import gc
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import islice, repeat
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
@@ -33,6 +34,10 @@ ColumnValues: TypeAlias = Any
 """A field of many records: a `Ragged`, `Rows`, a pair (values, offsets), an array, or a sequence of values."""
 
 ID_TYPES = {"task": "tid", "run": "rid", "step": "sid"}
+"""Parts of an id that records are grouped by, and the property of `EID` for each."""
+
+HTML_ROWS = 20
+"""Rows of a table in a notebook; its caption counts all."""
 
 
 @contextmanager
@@ -224,9 +229,14 @@ class Experiences(Sequence["Experience"]):
         return f"Experiences({self._count} records, {int(self.token_lengths().sum())} tokens)"
 
     def _repr_html_(self) -> str:
-        from rollbook.core.notebook import records_html
+        from rollbook.core.terminal import html_table
 
-        return records_html(self)
+        first = self[:HTML_ROWS]
+        texts = [first.values(name) for name in ("reward", "finish_reason", "prompt_text", "response_text")]
+        responses = first.token_lengths() - first.prompt_lengths()
+        rows = zip((eid.uid for eid in first.eids()), responses.tolist(), *texts, strict=True)
+        headers = ["id", "response tokens", "reward", "finish reason", "prompt", "response"]
+        return html_table(_html_caption(self._count, "record"), headers, rows)
 
     def __reduce__(self) -> Any:
         from rollbook.core.wire import decode, encode
@@ -487,9 +497,21 @@ class Groups(dict[str, Experiences]):
     """Records by group id: a dict that notebooks show as a table."""
 
     def _repr_html_(self) -> str:
-        from rollbook.core.notebook import groups_html
+        from rollbook.core.terminal import html_table
 
-        return groups_html(self)
+        rows = []
+        for name, group in islice(self.items(), HTML_ROWS):
+            rewards = [reward for reward in group.values("reward") if reward is not None and not math.isnan(reward)]
+            statistics = [sum(rewards) / len(rewards), min(rewards), max(rewards)] if rewards else [None] * 3
+            rows.append([name, len(group), *statistics, group.values("prompt_text")[0]])
+        headers = ["group", "records", "mean reward", "lowest", "highest", "prompt"]
+        return html_table(_html_caption(len(self), "group"), headers, rows)
+
+
+def _html_caption(count: int, noun: str) -> str:
+    """Return the number of rows, and how many of them the table shows."""
+    limit = f", the first {HTML_ROWS}" if count > HTML_ROWS else ""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}{limit}"
 
 
 def as_experiences(rows: Iterable[Experience]) -> Experiences:
