@@ -937,7 +937,7 @@ def encode_vocabulary(book: Book) -> str | None:
             book.pending_tokenizer = None
             return None
     try:
-        vocabulary = Vocabulary.of(book.pending_tokenizer)
+        vocabulary = Vocabulary.from_tokenizer(book.pending_tokenizer)
     except Exception as error:  # A user's tokenizer may raise anything; records are admitted without its vocabulary.
         advise(f"tokenizer: its vocabulary is not kept, texts will show as ids: {type(error).__name__}: {error}")
         book.pending_tokenizer = None

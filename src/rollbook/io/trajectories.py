@@ -52,7 +52,7 @@ from rollbook.core.media import (
     source_key,
     unwrap,
 )
-from rollbook.core.vocabulary import Tokenizer, Vocabulary
+from rollbook.core.vocabulary import Ids, Tokenizer, Vocabulary
 
 __all__ = [
     *["REFLECTIONS", "Decoder", "reflections", "repeat_score"],
@@ -107,8 +107,8 @@ class Decoder:
     ...     def decode(self, ids):
     ...         return "".join("." if i == 0 else chr(96 + i) for i in ids)
     >>> decoder = Decoder(Letters())
-    >>> text, ends = decoder.text_and_ends([3, 1, 2, 0])
-    >>> text, ends.tolist(), decoder.special([2, 0]).tolist()
+    >>> text, ends = decoder.decode_with_ends([3, 1, 2, 0])
+    >>> text, ends.tolist(), decoder.is_special([2, 0]).tolist()
     ('cab.', [1, 2, 3, 4], [False, True])
     """
 
@@ -124,12 +124,12 @@ class Decoder:
             {},
         ]
         ends = getattr(tokenizer, "eos_token_id", None)
-        self.end_ids = frozenset(_ids(ends))
+        self.end_ids = frozenset(_as_list(ends))
         """The ids that end a response."""
         special_ids = getattr(tokenizer, "all_special_ids", None)
         if special_ids is None:
             others = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "pad"))
-            special_ids = [*self.end_ids, *(i for ids in others for i in _ids(ids))]
+            special_ids = [*self.end_ids, *(i for ids in others for i in _as_list(ids))]
         self.special_ids = frozenset(int(i) for i in special_ids)
         self._vocabulary = self._tested_vocabulary()
 
@@ -143,22 +143,22 @@ class Decoder:
                     raise
                 del self._options[0]  # the tokenizer does not have this option
 
-    def special(self, ids: Any) -> NDArray[np.bool_]:
+    def is_special(self, ids: Ids) -> NDArray[np.bool_]:
         """Return which of `ids` [L] are special tokens."""
         if self._vocabulary is not None:
-            return self._vocabulary.special(ids)
+            return self._vocabulary.is_special(ids)
         return np.isin(np.asarray(ids, dtype=np.int64), np.array(sorted(self.special_ids), dtype=np.int64))
 
-    def text(self, ids: Any) -> str:
+    def text(self, ids: Ids) -> str:
         """Return the text of `ids` [L], special tokens included."""
-        return (
-            self.decode([int(i) for i in ids]) if self._vocabulary is None else self._vocabulary.text_and_ends(ids)[0]
-        )
+        if self._vocabulary is None:
+            return self.decode([int(i) for i in ids])
+        return self._vocabulary.decode_with_ends(ids)[0]
 
-    def text_and_ends(self, ids: Any) -> tuple[str, NDArray[np.int64]]:
+    def decode_with_ends(self, ids: Ids) -> tuple[str, NDArray[np.int64]]:
         """Return the text of `ids` [L], special tokens included, and where each token ends in it [L]."""
         if self._vocabulary is not None:
-            return self._vocabulary.text_and_ends(ids)
+            return self._vocabulary.decode_with_ends(ids)
         token_ids = [int(i) for i in ids]
         text = self.decode(token_ids)
         ends = self._ends_stepwise(token_ids, text)
@@ -169,7 +169,7 @@ class Decoder:
     def _tested_vocabulary(self) -> Vocabulary | None:
         """Return the tokenizer's vocabulary if it decodes as that says."""
         try:
-            vocabulary = Vocabulary.of(self.tokenizer)
+            vocabulary = Vocabulary.from_tokenizer(self.tokenizer)
             generator = random.Random(0)
             sampled = generator.sample(range(len(vocabulary)), min(len(vocabulary), 4096))
             complete = [i for i in sampled if _is_utf8(vocabulary[i])]
@@ -178,7 +178,7 @@ class Decoder:
                 probe = generator.choices(complete, k=_PROBE_LENGTH) if complete else []
                 if special_ids and turn % 2:
                     probe[generator.randrange(_PROBE_LENGTH)] = generator.choice(special_ids)
-                if not probe or vocabulary.text_and_ends(probe)[0] != self.decode(probe):
+                if not probe or vocabulary.decode_with_ends(probe)[0] != self.decode(probe):
                     return None
         except Exception:  # tokenizers of other libraries raise anything when asked for their vocabulary
             return None
@@ -217,17 +217,17 @@ class Decoder:
         return ends
 
 
-def _valid_text(text: Any) -> str:
+def _valid_text(text: str) -> str:
     """Replace unpaired surrogates, which UTF-8 cannot encode."""
     if not isinstance(text, str):
         raise ValueError(f"tokenizer: decode gave {type(text).__name__}, expected a str")
     return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def _ids(token_ids: Any) -> list[int]:
+def _as_list(token_ids: int | Iterable[int] | None) -> list[int]:
     if token_ids is None:
         return []
-    return [int(i) for i in token_ids] if isinstance(token_ids, (list, tuple, set, frozenset)) else [int(token_ids)]
+    return [int(i) for i in token_ids] if isinstance(token_ids, Iterable) else [int(token_ids)]
 
 
 def _is_utf8(piece: bytes) -> bool:
@@ -1425,8 +1425,8 @@ def extract_response(trajectory: Trajectory, decoder: Decoder) -> Response:
     """Decode the tokens that the model sampled."""
     sampled = trajectory.mask if trajectory.mask.any() else np.ones_like(trajectory.mask)
     ids = trajectory.tokens[trajectory.prompt :][sampled]
-    special = decoder.special(ids)
-    text, text_ends = decoder.text_and_ends(ids[~special])
+    special = decoder.is_special(ids)
+    text, text_ends = decoder.decode_with_ends(ids[~special])
     ends = np.zeros(len(ids), dtype=np.int64)
     ends[~special] = text_ends
     ended = len(ids) > 0 and (bool(special[-1]) or int(ids[-1]) in decoder.end_ids)
@@ -1470,7 +1470,7 @@ class TrajectoryEncoder:
 
     def encode(self, trajectory: Trajectory, step: int, paths: list[str | None]) -> tuple[bytes, ResponseStats]:
         """Return the JSON of a trajectory, with `paths` of its images, and its statistics."""
-        text, ends = self.decoder.text_and_ends(trajectory.tokens)
+        text, ends = self.decoder.decode_with_ends(trajectory.tokens)
         response = extract_response(trajectory, self.decoder)
         stats = measure_response(trajectory, response)
         entropy = trajectory.arrays.get("action_entropy")
@@ -1570,7 +1570,7 @@ class TrajectoryEncoder:
             keys["image_sha256"] = [None if image is None else image.sha256 for image in trajectory.images]
         if trajectory.rejected is not None:
             rejected = np.concatenate([trajectory.tokens[:prompt], trajectory.rejected])
-            rejected_text, rejected_ends = self.decoder.text_and_ends(rejected)
+            rejected_text, rejected_ends = self.decoder.decode_with_ends(rejected)
             keys["rejected"] = {"text": rejected_text, "token_ids": rejected, "token_ends": rejected_ends}
         if trajectory.nonfinite:
             keys["nonfinite"] = trajectory.nonfinite
