@@ -674,7 +674,7 @@ def offsets(array: pa.Array, limit: int) -> NDArray[np.int64]:
         raise WireError("an offsets buffer is too short")
     values = np.frombuffer(buffer, dtype=np.int64, count=len(array) + 1, offset=8 * array.offset)
     if values[0] < 0 or values[-1] > limit or bool((values[1:] < values[:-1]).any()):
-        raise WireError("offsets fall, or leave their values")
+        raise WireError("offsets decrease, or exceed their values")
     return values
 
 

@@ -10,13 +10,13 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-_FOLDER_MODE = 0o700
-_FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
 
 
 def private_opener(path: str, flags: int) -> int:
     """Open a file, created with mode 0600 if missing: an `opener` for `open`."""
-    return os.open(path, flags, _FILE_MODE)
+    return os.open(path, flags, FILE_MODE)
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
@@ -31,17 +31,17 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     if not os.path.isdir(path):
         make_folder(Path(path).absolute().parent)
         with suppress(FileExistsError):
-            os.mkdir(path, _FOLDER_MODE)
+            os.mkdir(path, FOLDER_MODE)
 
 
 def make_private(path: str | os.PathLike[str]) -> None:
     """Set mode 0600 or 0700 on a file or folder that was just created, and on all that it contains."""
-    os.chmod(path, _FOLDER_MODE if os.path.isdir(path) else _FILE_MODE)
+    os.chmod(path, FOLDER_MODE if os.path.isdir(path) else FILE_MODE)
     for folder, folders, files in os.walk(path):
         for name in folders:
-            os.chmod(os.path.join(folder, name), _FOLDER_MODE)
+            os.chmod(os.path.join(folder, name), FOLDER_MODE)
         for name in files:
-            os.chmod(os.path.join(folder, name), _FILE_MODE)
+            os.chmod(os.path.join(folder, name), FILE_MODE)
 
 
 _KINDS = {

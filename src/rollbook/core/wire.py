@@ -765,7 +765,7 @@ class RowLayout:
                 stop = at + int(piece.offsets[-1]) * piece.memory.itemsize
                 values = memory[at:stop].view(piece.memory.dtype)
                 piece.copy_to(values)
-                piece.settle(values)
+                piece.set_memory(values)
                 at = stop
 
     # --- columns ----------------------------------------------------------------------------------------------
@@ -1068,7 +1068,7 @@ class _Layout:
         memory = target.view(source.memory.dtype).reshape(source.memory.shape)
         source.copy_to(memory)
         if self.settle:
-            source.settle(memory)
+            source.set_memory(memory)
 
 
 def _layout(experiences: Iterable[Experience], settle: bool = False) -> _Layout | RowLayout:

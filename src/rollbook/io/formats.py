@@ -29,7 +29,7 @@ from rollbook.core.checks import check_bool, check_choice, check_int, suggest
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import owner
-from rollbook.core.files import FOLDER, check_regular, make_private
+from rollbook.core.files import FOLDER_MODE, check_regular, make_private
 from rollbook.core.trxp import MAGIC as TRXP
 from rollbook.core.wire import DEFAULT_LIMITS, Limits
 from rollbook.core.wire import MAGIC as FRAME
@@ -422,7 +422,7 @@ def write(
     # In a private folder, which also has the temporary files of the writer.
     aside = f"{final}.{os.urandom(4).hex()}.partial"
     partial = os.path.join(aside, os.path.basename(final))
-    os.mkdir(aside, FOLDER)
+    os.mkdir(aside, FOLDER_MODE)
     try:
         count = writer(regroup(parts, rows), partial, **options)
         make_private(partial)
