@@ -166,7 +166,7 @@ def _prepare(records: Experiences | list[Any], evaluation: bool) -> PendingAppen
         else:
             columns = records if isinstance(records, Experiences) else from_rows(records, copy=False)
             extracted = extract(columns, evaluation=[evaluation] * len(columns))
-            frame = encode(extracted.stripped, out=_scratch.of, settle=columns is not records)
+            frame = encode(extracted.stripped, out=_scratch.of, adopt=columns is not records)
             if extracted.blobs:
                 blobs, uses = extracted.blobs, extracted.uses
         ids = content_hash.printed_ids(columns.columns["eid"])
