@@ -54,6 +54,9 @@ class PostgresAddress:
         query: The parameters except `schema`.
         schema: Schema of the book.
         parameters: Decoded values by libpq's names.
+
+    >>> PostgresAddress.parse("postgresql://ana:word@db/runs?schema=demo").shown()
+    'postgresql://ana:***@db/runs?schema=demo'
     """
 
     base: str = field(repr=False)
@@ -223,6 +226,9 @@ def is_conninfo(text: str) -> bool:
 
     Returns:
         Whether it has that form.
+
+    >>> is_conninfo("host=db dbname=runs"), is_conninfo("runs/a=b")
+    (True, False)
     """
     names = [entry.partition("=")[0] for entry in text.split() if "=" in entry]
     return bool({"host", "hostaddr", "dbname", "password", "service"} & set(names))

@@ -464,13 +464,13 @@ class Experience:
 
     else:
 
-        def __init__(self, **given: FieldValue) -> None:
-            for name in given:
+        def __init__(self, **arguments: FieldValue) -> None:
+            for name in arguments:
                 if name not in FIELDS:
                     raise TypeError(f"Experience() got an unexpected keyword argument {name!r}")
-            if "tokens" not in given:
+            if "tokens" not in arguments:
                 raise TypeError("Experience() missing the required keyword argument 'tokens'")
-            _build(self, given)
+            _build(self, arguments)
             validate(self)
 
     def serialize(self) -> bytes:

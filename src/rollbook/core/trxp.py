@@ -77,6 +77,10 @@ class Record:
         module: Module of the class.
         name: Name of the class.
         state: Attributes of the instance.
+
+    >>> data = b"\\x80\\x04cthings\\nThing\\n)\\x81}X\\x01\\x00\\x00\\x00aK\\x01sb."
+    >>> load(data, records=[("things", "Thing")])
+    Record(module='things', name='Thing', state={'a': 1})
     """
 
     module: str

@@ -1222,6 +1222,12 @@ def write_frame(file: BinaryIO, experiences: Iterable[Experience], *, compressio
 
     Returns:
         Number of bytes written.
+
+    >>> import io
+    >>> from rollbook import Experience
+    >>> file = io.BytesIO()
+    >>> write_frame(file, [Experience(tokens=[1, 2, 3])]) == len(file.getvalue())
+    True
     """
     frame = encode(experiences, compression=compression)
     file.write(frame)
@@ -1267,6 +1273,11 @@ def read_header(data: Buffer, start: int = 0, limits: Limits = DEFAULT_LIMITS) -
 
     Raises:
         WireError: The header is not valid or exceeds the limits.
+
+    >>> from rollbook import Experience
+    >>> frame = read_header(encode([Experience(tokens=[1, 2, 3])], compression="zstd"))
+    >>> frame.count, frame.compression
+    (1, 'zstd')
     """
     view = memoryview(data).cast("B")
     head = bytes(view[start : start + HEADER_BYTES])
@@ -1312,6 +1323,10 @@ def decode(data: Buffer, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS
 
     Raises:
         WireError: The bytes are not valid frames.
+
+    >>> from rollbook import Experience
+    >>> decode(encode([Experience(tokens=[1, 2])]) + encode([Experience(tokens=[3, 4, 5])]))
+    Experiences(2 records, 5 tokens)
     """
     view = memoryview(data)
     if not view.c_contiguous:
@@ -1508,6 +1523,10 @@ def to_trxp(experiences: Iterable[Experience]) -> bytes:
 
     Returns:
         The payload.
+
+    >>> from rollbook import Experience
+    >>> Experience.deserialize_many(to_trxp([Experience(tokens=[1, 2, 3])]))[0].tokens.tolist()
+    [1, 2, 3]
     """
     from rollbook.core import trxp
 
