@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _plain() -> Any:
     """What one test says of colours is not what the next one gets."""
     yield
-    terminal.use_colour("auto")
+    terminal.set_color_mode("auto")
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

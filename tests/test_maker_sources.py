@@ -172,8 +172,8 @@ def test_urls_and_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["slow", 500, "garbage", "nan"])
 def test_faults_of_a_server_are_its_samples(fault: Any) -> None:
-    from rollbook.core.retry import Backoff
     from rollbook.rewards import as_reward
+    from rollbook.rollout.server import Backoff
 
     quick = Backoff(tries=2, first=0.01)
     tries = 2 if fault in ("slow", 500) else 1  # the others are not asked again
@@ -189,8 +189,8 @@ def test_faults_of_a_server_are_its_samples(fault: Any) -> None:
 
 
 def test_a_server_that_is_not_there_and_one_that_cannot_count() -> None:
-    from rollbook.core.retry import Backoff
     from rollbook.rewards import as_reward
+    from rollbook.rollout.server import Backoff
 
     source = as_reward(nobody(), backoff=Backoff(tries=2, first=0.01))
     (batch,) = maker(model=source).make_experience_list(["ab", "c"])

@@ -26,7 +26,7 @@ def test_it_is_there_after_the_first_append_and_not_before(url: str) -> None:
     with rollbook.open(url, tokenizer=bytes_()) as book:
         assert book.vocabulary is None
         book.append(record())
-        assert book.vocabulary == Vocabulary.of(bytes_())
+        assert book.vocabulary == Vocabulary.from_tokenizer(bytes_())
         assert book.pending_tokenizer is None, "the tokenizer is let go of"
 
 
@@ -44,14 +44,14 @@ def test_without_a_tokenizer_there_is_none(url: str) -> None:
 
 def test_it_outlives_its_writer_and_is_built_once(durable_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    of = Vocabulary.of
-    monkeypatch.setattr(Vocabulary, "of", lambda tokenizer: built.append(1) or of(tokenizer))
+    build = Vocabulary.from_tokenizer
+    monkeypatch.setattr(Vocabulary, "from_tokenizer", lambda tokenizer: built.append(1) or build(tokenizer))
     for number in range(3):
         with rollbook.open(durable_url, tokenizer=words()) as book:
             book.append(record(number))
             book.append(record(number + 10))
     with rollbook.open(durable_url, "r") as book:
-        assert book.vocabulary == of(words())
+        assert book.vocabulary == build(words())
         assert check(book).ok
     assert len(built) == 1
 
@@ -72,7 +72,7 @@ def test_copies_have_it(url: str, tmp_path: Path) -> None:
         book.append(record())
         saved = book.checkpoint()
         with snapshot(book, tmp_path / "copy") as copy, fork(book, saved, "memory:") as twin:
-            assert copy.vocabulary == twin.vocabulary == Vocabulary.of(words())
+            assert copy.vocabulary == twin.vocabulary == Vocabulary.from_tokenizer(words())
 
 
 def test_damage_is_one_error(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from rollbook.inspect.trajectory import LENSES, Trajectory, derive, prompt_hash
 from rollbook.rollout import Prompt, Sample
 from tests.tiny import bytes_
 
-VOCABULARY = Vocabulary.of(bytes_())
+VOCABULARY = Vocabulary.from_tokenizer(bytes_())
 
 
 def written(text: str) -> list[int]:

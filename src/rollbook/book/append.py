@@ -166,7 +166,7 @@ def _prepare(records: Experiences | list[Any], evaluation: bool) -> PendingAppen
         else:
             columns = records if isinstance(records, Experiences) else from_rows(records, copy=False)
             extracted = extract(columns, evaluation=[evaluation] * len(columns))
-            frame = encode(extracted.stripped, out=_scratch.of, settle=columns is not records)
+            frame = encode(extracted.stripped, out=_scratch.of, adopt=columns is not records)
             if extracted.blobs:
                 blobs, uses = extracted.blobs, extracted.uses
         ids = content_hash.printed_ids(columns.columns["eid"])
@@ -937,7 +937,7 @@ def encode_vocabulary(book: Book) -> str | None:
             book.pending_tokenizer = None
             return None
     try:
-        vocabulary = Vocabulary.of(book.pending_tokenizer)
+        vocabulary = Vocabulary.from_tokenizer(book.pending_tokenizer)
     except Exception as error:  # A user's tokenizer may raise anything; records are admitted without its vocabulary.
         advise(f"tokenizer: its vocabulary is not kept, texts will show as ids: {type(error).__name__}: {error}")
         book.pending_tokenizer = None

@@ -668,13 +668,13 @@ class Book:
         return f"Book({self.url!r}: {counts.admitted:,} records, {states})"
 
     def _repr_html_(self) -> str:
-        from rollbook.core.notebook import table
+        from rollbook.core.terminal import html_table
 
         headers = ["consumer", "records", "waiting", "leased", "trained", "dropped"]
         counts = [self.counts(name) for name in self.consumers()]
         rows = [[c.consumer, c.admitted, c.waiting, c.leased, c.trained, sum(c.dropped.values())] for c in counts]
         evaluation = f", and {counts[0].evaluation:,} for evaluation" if counts and counts[0].evaluation else ""
-        return table(f"Book {self.url}{evaluation}", headers, rows)
+        return html_table(f"Book {self.url}{evaluation}", headers, rows)
 
     def __reduce__(self) -> Any:
         """Pickle by reopening: the copy is another open book on the same records.

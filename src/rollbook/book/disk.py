@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rollbook.core.files import FILE, FOLDER
+from rollbook.core.files import FILE_MODE, FOLDER_MODE
 
 failpoints_active = False
 """Whether a callback is set. Hot paths check it before they call `hit_failpoint`."""
@@ -131,11 +131,11 @@ class Disk:
 
     def mkdir(self, path: str) -> None:
         """Create one folder; durable once its parent is synced."""
-        os.mkdir(path, FOLDER)
+        os.mkdir(path, FOLDER_MODE)
 
     def create(self, path: str) -> File:
         """Create a new file, open for appending."""
-        return File(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, FILE), path)
+        return File(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, FILE_MODE), path)
 
     def open_append(self, path: str) -> tuple[File, bool]:
         """Open a plain file for appending, or create it; return it and whether it was created."""

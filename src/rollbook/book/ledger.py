@@ -37,7 +37,7 @@ from rollbook.book.errors import (
     moved,
 )
 from rollbook.core.errors import RollbookError
-from rollbook.core.files import FILE
+from rollbook.core.files import FILE_MODE
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -535,7 +535,7 @@ class SQLiteLedger:
             try:
                 if not self.read_only and not self.path.exists():
                     # SQLite gives the files beside a database the mode of the database.
-                    os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE))
+                    os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
                 connection = sqlite3.connect(
                     f"{self.path.resolve().as_uri()}?mode={mode}",
                     uri=True,
@@ -707,7 +707,7 @@ class SQLiteLedger:
         end = math.inf if seconds is None else time.monotonic() + seconds
         with self._turns.take(consumer, end, stop) as mine, ExitStack() as stack:
             if mine and self.path is not None:
-                fd = os.open(f"{self.path}.turn{consumer}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE)
+                fd = os.open(f"{self.path}.turn{consumer}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
                 stack.callback(os.close, fd)
                 while mine:
                     try:

@@ -59,7 +59,7 @@ from rollbook.book.segments.files import ALIGN, FileSegmentStore, Place, is_name
 from rollbook.core.addresses import POSTGRES, redacted
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
-from rollbook.core.files import FOLDER, make_private, private_opener
+from rollbook.core.files import FOLDER_MODE, make_private, private_opener
 from rollbook.core.wire import HEADER_BYTES, decode, read_header
 
 if TYPE_CHECKING:
@@ -532,7 +532,7 @@ def take_rows(book: Book, aside: str, report: Report) -> Lost:
         lost.tables = dict.fromkeys(_SALVAGED, "there is no ledger")
         return lost
     working = os.path.join(aside, "working")
-    os.mkdir(working, FOLDER)
+    os.mkdir(working, FOLDER_MODE)
     try:
         for tail in ("", "-wal", "-journal"):
             if os.path.exists(copied + tail):
@@ -933,7 +933,7 @@ def _aside(folder: Path) -> str:
     for n in range(1000):
         name = base if not n else f"{base}-{n}"
         try:
-            os.mkdir(name, FOLDER)
+            os.mkdir(name, FOLDER_MODE)
         except FileExistsError:
             continue
         return name
@@ -1284,7 +1284,7 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
             _copy(disk, f"{path}{tail}", os.path.join(aside, LEDGER + tail))
     # In a folder of its own, which has a lock of its own.
     work_folder = folder / f".repair.{os.urandom(8).hex()}.tmp"
-    work_folder.mkdir(FOLDER)
+    work_folder.mkdir(FOLDER_MODE)
     fresh = work_folder / LEDGER
     try:
         ledger = SQLiteLedger(fresh)

@@ -16,10 +16,10 @@ from rollbook.cli.run import OpenRun, open_run, resolve_uid
 from rollbook.core.terminal import (
     OK,
     block,
-    coloured,
     columns,
     cut,
     figure,
+    has_color,
     percent,
     print_json,
     printable,
@@ -204,6 +204,6 @@ def _words(options: argparse.Namespace) -> int:
         for side, sign, color in (("a", "-", "red"), ("b", "+", "green")):
             if change[side]:
                 text = block(change[side])
-                pieces_shown.append(styled(text, color) if coloured() else f"[{sign}{text}{sign}]")
+                pieces_shown.append(styled(text, color) if has_color() else f"[{sign}{text}{sign}]")
     print("\n".join(map(wrapped, "".join(pieces_shown).split("\n"))))
     return OK

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from rollbook.core import __version__
 from rollbook.core.errors import explain_missing
-from rollbook.core.terminal import OK, UNREADABLE, WHEN, print_json, printable, use_colour, wrapped
+from rollbook.core.terminal import COLOR_MODES, OK, UNREADABLE, print_json, printable, set_color_mode, wrapped
 
 BOOK = "a book: its folder or postgresql://..."
 RUN = "a book, the folder of a run, or saved rollouts of this or another tool"
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build_parser().print_help()
         return OK
     options = build_parser().parse_args(words)
-    use_colour(options.color)
+    set_color_mode(options.color)
     module, _, name = options.run.partition(":")
     try:
         with warnings.catch_warnings():
@@ -192,7 +192,9 @@ def build_parser() -> argparse.ArgumentParser:
         if path is not None:
             subparser.add_argument("path", metavar="PATH", help=path)
         subparser.add_argument("--json", action="store_true", help="print JSON")
-        subparser.add_argument("--color", choices=WHEN, default="auto", help="when to use colors (auto: on a terminal)")
+        subparser.add_argument(
+            "--color", choices=COLOR_MODES, default="auto", help="when to use colors (auto: on a terminal)"
+        )
         subparser.set_defaults(run=run)
         return subparser
 

@@ -20,12 +20,12 @@ from rollbook.core.addresses import redacted
 from rollbook.core.terminal import (
     OK,
     block,
-    broken,
-    coloured,
+    break_lines,
     columns,
     cut,
     figure,
-    painted,
+    has_color,
+    paint,
     percent,
     print_json,
     printable,
@@ -219,7 +219,7 @@ def _trajectory(run: OpenRun, uid: str, options: argparse.Namespace) -> int:
         print()
         print(_painted(trajectory, 0, trajectory.tokens, buckets, kind))
         return OK
-    wide = dataclasses.replace(trajectory, text=broken(trajectory.text))
+    wide = dataclasses.replace(trajectory, text=break_lines(trajectory.text))
     for segment in trajectory.segments:
         marks = [f"turn {segment.turn + 1}", f"{segment.stop - segment.start} tokens"]
         marks += [segment.kind] * (segment.kind != "text") + [segment.name] * bool(segment.name)
@@ -290,7 +290,7 @@ def _buckets(values: NDArray[np.float32], name: str, scale: dict[str, Any]) -> N
 
 def _legend(scale: dict[str, Any], name: str) -> str:
     palette = DIVERGING if scale["kind"] == "diverging" else SEQUENTIAL
-    bar = "".join(painted("  ", color, color) for color in palette) if coloured() else "low to high"
+    bar = "".join(paint("  ", color, color) for color in palette) if has_color() else "low to high"
     ends = (figure(scale["low"]), figure(scale["high"]))
     return f"{ends[0]} {bar} {ends[1]}" + (" (negated)" if name == "logprob" else "")
 
@@ -300,7 +300,7 @@ def _painted(trajectory: Trajectory, start: int, stop: int, buckets: NDArray[np.
     begin = int(trajectory.ends[start - 1]) if start else 0
     if stop <= start:
         return ""
-    if buckets is None or not coloured():
+    if buckets is None or not has_color():
         return block(trajectory.text[begin : int(trajectory.ends[stop - 1])])
     palette = DIVERGING if kind == "diverging" else SEQUENTIAL
     quiet = (2, 3) if kind == "diverging" else (0,)
@@ -316,7 +316,7 @@ def _painted(trajectory: Trajectory, start: int, stop: int, buckets: NDArray[np.
         else:
             back = palette[bucket]
             front = (0, 0, 0) if 0.299 * back[0] + 0.587 * back[1] + 0.114 * back[2] > 140 else (255, 255, 255)
-            pieces.append("\n".join(painted(line, back, front, underline=bucket == 5) for line in text.split("\n")))
+            pieces.append("\n".join(paint(line, back, front, underline=bucket == 5) for line in text.split("\n")))
         at = end
     return "".join(pieces)
 

@@ -56,7 +56,7 @@ def vocabulary_of(tokenizer: TokenizerLike | None) -> Vocabulary | None:
         return tokenizer
     if isinstance(tokenizer, (str, os.PathLike)):
         return Vocabulary.from_path(tokenizer)
-    return Vocabulary.of(tokenizer)
+    return Vocabulary.from_tokenizer(tokenizer)
 
 
 class Reader:
@@ -363,7 +363,7 @@ class _Maker:
     def trajectory(self, ids: NDArray[np.int64], start: int, mask: NDArray[np.bool_], messages: str) -> Trajectory:
         fields, length = self.fields, len(ids)
         eid: EID = fields["eid"]
-        text, ends = (self.vocabulary or _NO_WORDS).text_and_ends(ids)
+        text, ends = (self.vocabulary or _NO_WORDS).decode_with_ends(ids)
         pair = fields["experience_type"] == "dpo"
         sampled = np.arange(length) >= start if pair else self.sampled(length, start, mask)
         arrays = {} if pair else self.arrays(length, start, mask, sampled)
@@ -397,7 +397,7 @@ class _Maker:
             text=text,
             ends=ends,
             ids=ids,
-            special=np.zeros(length, np.bool_) if self.vocabulary is None else self.vocabulary.special(ids),
+            special=np.zeros(length, np.bool_) if self.vocabulary is None else self.vocabulary.is_special(ids),
             prompt_tokens=start,
             tokenized="ids" if self.vocabulary is None else "exact",
             mask=mask,

@@ -218,7 +218,7 @@ class Bulk:
                 row["status"] = "error"
 
     def _decoded(self, ids: NDArray[Any]) -> str:
-        return "" if self._vocabulary is None or not len(ids) else self._vocabulary.text_and_ends(ids)[0]
+        return "" if self._vocabulary is None or not len(ids) else self._vocabulary.decode_with_ends(ids)[0]
 
     def _opening(self, key: str, ids: NDArray[Any], text: str | None, messages: str | None) -> str:
         # Keyed by its source too, since a prompt's text can be redacted.
@@ -890,7 +890,7 @@ class BookSource:
                         parts = (ids[: lengths[i]], ids[lengths[i] :])
                         for at_, (text, part) in enumerate(zip(texts, parts, strict=True)):
                             if text is None:
-                                texts[at_] = vocabulary.text_and_ends(part)[0]
+                                texts[at_] = vocabulary.decode_with_ends(part)[0]
                     texts_by_number[seq] = (texts[0] or "", texts[1] or "")
         return [texts_by_number.get(seq, ("", "")) for seq in seqs]
 

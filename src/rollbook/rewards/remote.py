@@ -22,7 +22,6 @@ from rollbook.core.addresses import redacted, without_user
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.media import load_picture, names_file, read_encoded
-from rollbook.core.retry import RETRIED, Backoff, asked_wait
 from rollbook.rewards.functions import MissingExtraError, describe_error
 from rollbook.rewards.types import (
     OnError,
@@ -38,6 +37,7 @@ from rollbook.rewards.types import (
     log_failures,
     run_sync,
 )
+from rollbook.rollout.server import RETRY_STATUSES, Backoff, parse_retry_after
 
 if TYPE_CHECKING:
     import httpx
@@ -133,7 +133,7 @@ class RemoteReward(Reward):
         concurrency: Requests in flight.
         timeout: Seconds per try, from connecting to the last byte.
         backoff: Waits between retries (or what the server asks for) after connection errors, timeouts, incomplete
-            replies and the statuses in `core.retry.RETRIED`, at the next replica if there are several.
+            replies and the statuses in `rollout.server.RETRY_STATUSES`, at the next replica if there are several.
         headers: HTTP headers.
         score_key: Key of the scores in the reply.
         send_responses: Add `responses`, the response texts alone.
@@ -302,9 +302,9 @@ class RemoteReward(Reward):
         except httpx.TransportError as error:
             raise _RequestError(describe_error(error), again=True) from None
         if reply.status_code != 200:
-            again = reply.status_code in RETRIED
+            again = reply.status_code in RETRY_STATUSES
             said_so = _error_text(reply.content) or reply.reason_phrase
-            raise _RequestError(f"status {reply.status_code}: {said_so}", again, asked_wait(reply.headers))
+            raise _RequestError(f"status {reply.status_code}: {said_so}", again, parse_retry_after(reply.headers))
         try:
             return json.loads(reply.content)
         except ValueError:

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
 from rollbook.book.disk import hit_failpoint
-from rollbook.core.files import FILE, make_folder, private_opener
+from rollbook.core.files import FILE_MODE, make_folder, private_opener
 from rollbook.core.metrics import advise
 from rollbook.models.loading import transformers_module
 from rollbook.train import builders, checkpoint
@@ -234,7 +234,7 @@ class Run:
     def _lock(self) -> None:
         """Have the folder alone, until this process ends, by whatever death. The lock is a process's own: children that
         outlive it do not have it."""
-        (self.folder / _LOCK).touch(FILE)
+        (self.folder / _LOCK).touch(FILE_MODE)
         file = self._held.enter_context((self.folder / _LOCK).open("a"))
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rollbook.book.reports import finite_numbers, json_number
 from rollbook.core.checks import check_int, suggest
-from rollbook.core.files import FILE, make_folder, private_opener
+from rollbook.core.files import FILE_MODE, make_folder, private_opener
 from rollbook.train.user_code import resolve
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Jsonl:
         make_folder(self.path.parent)
         if self.path.exists():
             self._mend(after)
-        self.path.touch(FILE)
+        self.path.touch(FILE_MODE)
         self._file = self.path.open("a", encoding="utf-8")
 
     def _mend(self, after: int | None) -> None:

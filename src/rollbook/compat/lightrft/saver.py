@@ -39,8 +39,8 @@ from rollbook.core.sampling import Sample
 from rollbook.io.trajectories import (
     DEFAULT_PREFIX,
     IMAGES,
-    KEEP,
     REFLECTIONS,
+    SELECTION_METHODS,
     BackgroundWriter,
     Candidate,
     Decoder,
@@ -464,7 +464,7 @@ class TrajectorySaver:
         self.mark_high_entropy_tokens = check_bool("mark_high_entropy_tokens", mark_high_entropy_tokens)
         self.high_entropy_token_ratio = check_float("high_entropy_token_ratio", high_entropy_token_ratio)
         if not callable(keep):
-            check_choice("keep", keep, KEEP)
+            check_choice("keep", keep, SELECTION_METHODS)
         self.keep = keep
         if not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer: got {type(tokenizer).__name__}, expected an object with decode(ids)")

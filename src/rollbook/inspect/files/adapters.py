@@ -223,8 +223,8 @@ def from_ids(
         starts = [0, *ends.tolist()]
         special[:] = [_SPECIAL.fullmatch(text, a, b) is not None for a, b in pairwise(starts)]
     elif where.vocabulary is not None:
-        text, ends = where.vocabulary.text_and_ends(tokens)
-        special = where.vocabulary.special(tokens)
+        text, ends = where.vocabulary.decode_with_ends(tokens)
+        special = where.vocabulary.is_special(tokens)
     else:
         exact = False
         pieces = [f"⟨{token}⟩" for token in tokens.tolist()]
