@@ -19,6 +19,7 @@ from rollbook.book import (
     ReadOnlyError,
     disk,
     ledger,
+    redact_records,
     snapshot,
 )
 from rollbook.book.book import LEDGER
@@ -58,7 +59,7 @@ def test_modes(durable_url: str) -> None:
             lambda: book.writer(),
             lambda: book.announce(1),
             lambda: book.revise("//0/0/0000", reward=1.0, author="ana"),
-            lambda: book.redact("//0/0/0000", ["info"], author="ana"),
+            lambda: redact_records(book, "//0/0/0000", ["info"], author="ana"),
             lambda: book.delete("//0/0/0000", author="ana"),
             lambda: book.drop("//0/0/0000"),
             lambda: book.fail(records(1)[0].eid),

@@ -12,6 +12,7 @@ from rollbook.core.lazy import lazily
 if TYPE_CHECKING:
     from rollbook.book.append import AppendResult as AppendResult
     from rollbook.book.append import Writer as Writer
+    from rollbook.book.append import read_vocabulary as read_vocabulary
     from rollbook.book.book import Book as Book
     from rollbook.book.book import open as open
     from rollbook.book.check import Finding as Finding
@@ -47,10 +48,12 @@ if TYPE_CHECKING:
     from rollbook.book.mix import Part as Part
     from rollbook.book.query import QueryError as QueryError
     from rollbook.book.query import QueryTimeoutError as QueryTimeoutError
+    from rollbook.book.queue import read_policy_lineage as read_policy_lineage
     from rollbook.book.read import Selection as Selection
     from rollbook.book.recovery import repair as repair
     from rollbook.book.reports import Counts as Counts
     from rollbook.book.reports import keep_rates as keep_rates
+    from rollbook.book.revision import redact_records as redact_records
     from rollbook.book.sampler import Balanced as Balanced
     from rollbook.book.sampler import EasyToHard as EasyToHard
     from rollbook.book.sampler import First as First
@@ -67,6 +70,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "Selection": "rollbook.book.read",
     "Writer": "rollbook.book.append",
+    "read_policy_lineage": "rollbook.book.queue",
+    "read_vocabulary": "rollbook.book.append",
+    "redact_records": "rollbook.book.revision",
     "remove_consumer": "rollbook.book.consumer",
     "keep_rates": "rollbook.book.reports",
     "trained_steps": "rollbook.book.checkpoint",

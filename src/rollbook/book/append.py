@@ -946,7 +946,21 @@ def encode_vocabulary(book: Book) -> str | None:
 
 
 def read_vocabulary(book: Book) -> Vocabulary | None:
-    """Return the vocabulary that the ledger has, or `None`."""
+    """Return the bytes of each token id, from the tokenizer that the book was first written with.
+
+    Args:
+        book: The book.
+
+    Returns:
+        The vocabulary, or `None` if the book has none.
+
+    Raises:
+        CorruptBookError: The vocabulary in the ledger cannot be read.
+
+    >>> import rollbook
+    >>> print(read_vocabulary(rollbook.open("memory:")))
+    None
+    """
     from rollbook.core.vocabulary import Vocabulary
 
     with book.ledger.read() as tx:

@@ -24,7 +24,6 @@ from rollbook.book.append import (
     append_records,
     append_tombstones,
     check_tokenizer,
-    read_vocabulary,
 )
 from rollbook.book.checkpoint import (
     Checkpoint,
@@ -73,7 +72,6 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
     from rollbook.core.ids import EID
-    from rollbook.core.vocabulary import Vocabulary
 
 
 TRAIN = "train"
@@ -334,16 +332,6 @@ class Book:
         with self.ledger.read() as tx:
             return queue.announced_version(tx)
 
-    @property
-    def policy_lineage(self) -> int:
-        """The number of the policy's lineage, which every rewind increases.
-
-        A sampler that reads it with `policy_version` and writes it to `info["policy_lineage"]` of its records lets the
-        book detect records of a version that a rewind abandoned, whenever they are appended.
-        """
-        with self.ledger.read() as tx:
-            return len(queue.read_lineage(tx).branches)
-
     # --- metrics ------------------------------------------------------------------------------------------------
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -411,24 +399,6 @@ class Book:
             raise ValueError("revise: got no field to change")
         check_choice("retrain", retrain, (False, True, "group"))
         return revision.revise_records(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
-
-    def redact(self, uids: RecordIds, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
-        """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
-
-        Records are redacted in chunks: a call that fails leaves the rest unchanged, and repeating it finishes.
-
-        Args:
-            uids: One id or record, or several.
-            fields: Fields, or keys of `info` as `info.NAME`.
-            author: Who redacts; stored in the ledger.
-            reason: Why; stored in the ledger.
-
-        Returns:
-            How many records changed.
-        """
-        check_writable(self, "redact")
-        revision.check_signature(author, reason)
-        return revision.redact_records(self, uids_of(uids), list(fields), author=author, reason=reason)
 
     def delete(self, uids: RecordIds, *, author: str, reason: str | None = None) -> int:
         """Delete records; the next compaction removes their bytes.
@@ -591,11 +561,6 @@ class Book:
             KeyError: The id is not in the book.
         """
         return reports.history(self, uid_of(uid))
-
-    @property
-    def vocabulary(self) -> Vocabulary | None:
-        """The bytes of each token id, from the tokenizer that the book was first written with, or `None`."""
-        return read_vocabulary(self)
 
     # --- maintenance --------------------------------------------------------------------------------------------
 

@@ -175,7 +175,7 @@ def _is_there(tx: Transaction, name: str, state: str) -> bool:
     if row != (last, state):
         raise ConflictError(
             f"checkpoint: got {name!r}, which is the name of another point, {last - row[0]} events ago; expected a new "
-            "name, or book.forget first"
+            "name, or rollbook.book.forget_checkpoint first"
         )
     return True
 

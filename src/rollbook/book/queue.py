@@ -370,6 +370,25 @@ def read_lineage(tx: Transaction, lock: bool = False) -> Lineage:
     return parse_lineage(dict(tx.all(f"SELECT key, value FROM meta WHERE key IN ('policy_version', 'lineage'){end}")))
 
 
+def read_policy_lineage(book: Book) -> int:
+    """Return the number of the policy's lineage, which every rewind increases.
+
+    A sampler that reads it with `Book.policy_version` and writes it to `info["policy_lineage"]` of its records lets the
+    book detect records of a version that a rewind abandoned, whenever they are appended.
+
+    Args:
+        book: The book.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.rewind(book.checkpoint())
+    >>> read_policy_lineage(book)
+    1
+    """
+    with book.ledger.read() as tx:
+        return len(read_lineage(tx).branches)
+
+
 def parse_lineage(values: dict[str, str]) -> Lineage:
     """Parse the announced version and the lineage from rows of `meta`."""
     announced = int(values["policy_version"]) if "policy_version" in values else None

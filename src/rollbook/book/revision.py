@@ -21,9 +21,9 @@ from rollbook.book.consumer import Consumer, all_consumers, save_consumer
 from rollbook.book.content_hash import is_late
 from rollbook.book.disk import Disk, hit_failpoint
 from rollbook.book.errors import BookError, ConflictError
-from rollbook.book.ledger import Transaction, check_text, chunks, let_others
+from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, let_others
 from rollbook.book.media import extract
-from rollbook.book.read import check_present, fetch, locate, seqs_of
+from rollbook.book.read import check_present, fetch, locate, seqs_of, uids_of
 from rollbook.book.segments.files import FileSegmentStore, SegmentStore
 from rollbook.core.checks import suggest
 from rollbook.core.experiences import from_rows
@@ -34,6 +34,7 @@ from rollbook.core.wire import encode
 if TYPE_CHECKING:
     from rollbook.book.append import AppendTransaction, PendingAppend
     from rollbook.book.book import Book
+    from rollbook.book.read import RecordIds
     from rollbook.core.experience import Experience
 
 
@@ -520,8 +521,35 @@ REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messa
 """What can be blanked; `info`, `metrics` and `multi_modal_inputs` too, and single keys of them as `info.NAME`."""
 
 
-def redact_records(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: str, reason: str | None) -> int:
-    """See `Book.redact`."""
+def redact_records(
+    book: Book, uids: RecordIds, fields: Sequence[str], *, author: str, reason: str | None = None
+) -> int:
+    """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
+
+    Records are redacted in chunks: a call that fails leaves the rest unchanged, and repeating it finishes.
+
+    Args:
+        book: The book.
+        uids: One id or record, or several.
+        fields: Fields, or keys of `info` as `info.NAME`.
+        author: Who redacts; stored in the ledger.
+        reason: Why; stored in the ledger.
+
+    Returns:
+        How many records changed.
+
+    Raises:
+        ValueError: A field cannot be redacted.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> record = rollbook.Experience(tokens=[1, 2, 3], info={"name": "Ana", "level": 2})
+    >>> _ = book.append(record)
+    >>> redact_records(book, record, ["info.name"], author="ana"), book[record.eid.uid].info
+    (1, {'level': 2})
+    """
+    check_writable(book, "redact_records")
+    check_signature(author, reason)
     allowed = (*REDACTABLE, "info", "metrics", "multi_modal_inputs")
     for name in fields:
         head, dot, _ = name.partition(".")
@@ -542,7 +570,7 @@ def redact_records(book: Book, uids: Sequence[str], fields: Sequence[str], *, au
         names = [name for name, head in heads.items() if not same(getattr(old, head), getattr(new, head))]
         return (new, names) if names else None
 
-    seqs = list(dict.fromkeys(seqs_of(book, uids)))
+    seqs = seqs_of(book, uids_of(uids))
     return sum(
         len(rewrite_records(book, piece, change, kind="redacted", author=author, reason=reason))
         for piece in _pieces(book, seqs)

@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from rollbook.book.append import read_vocabulary
 from rollbook.book.errors import MissingSegmentError
 from rollbook.book.ledger import chunks
 from rollbook.book.media import OWN, open_blob, references
@@ -84,7 +85,7 @@ class Reader:
     def vocabulary(self) -> Vocabulary | None:
         """Vocabulary, which a new book may get later."""
         if self._vocabulary is None:
-            self._vocabulary = self.book.vocabulary
+            self._vocabulary = read_vocabulary(self.book)
         return self._vocabulary
 
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:
