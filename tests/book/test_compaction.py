@@ -151,15 +151,15 @@ def test_small_segments_are_merged_beside_appends(kind: str, tmp_path: Path, mon
     url = "memory:" if kind == "memory" else str(tmp_path / "book")
     monkeypatch.setattr(compaction, "AUTO_MERGE_INTERVAL", 4)
     monkeypatch.setattr(compaction, "AUTO_MERGE_SEGMENTS", 8)
-    monkeypatch.setattr(compaction, "POINTED_AT_ONCE", 5)
+    monkeypatch.setattr(compaction, "REPOINT_ROWS", 5)
     threads = []
-    move = compaction._move
+    move = compaction._move_segments
 
     def moving(*arguments: Any) -> None:
         threads.append(threading.get_ident())
         move(*arguments)
 
-    monkeypatch.setattr(compaction, "_move", moving)
+    monkeypatch.setattr(compaction, "_move_segments", moving)
     with rollbook.open(url) as book:
         given = {i: record(i) for i in range(40)}
         for each in given.values():
@@ -266,7 +266,7 @@ def test_columns_of_another_version_do_not_stop_it() -> None:
 @given(st.lists(st.integers(0, 3 << 20), max_size=80))
 def test_pieces_are_bounded_and_complete(sizes: list[int]) -> None:
     rows = [compaction._Row(i, "s", 64, 0, i, size) for i, size in enumerate(sizes)]
-    pieces = list(compaction._pieces(rows))
+    pieces = list(compaction._split_rows(rows))
     assert [row for piece in pieces for row in piece] == rows
     assert all(len(piece) == 1 or sum(row.bytes for row in piece) <= compaction.FRAME_BYTES for piece in pieces)
     assert all(len(piece) <= compaction.FRAME_RECORDS for piece in pieces)

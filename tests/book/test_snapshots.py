@@ -190,7 +190,7 @@ def test_bytes_that_are_nobodys_are_not_copied(tmp_path: Path) -> None:
 def test_small_pieces_make_the_same_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollbook.book import transfer
 
-    monkeypatch.setattr(transfer, "PIECE", 2)
+    monkeypatch.setattr(transfer, "_PAGE_ROWS", 2)
     monkeypatch.setattr(transfer, "PUT_BYTES", 100)
     with rollbook.open("memory:") as book:
         lived(book)

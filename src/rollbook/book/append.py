@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from rollbook.core.vocabulary import Vocabulary
 
 
-ATTEMPTS = 50
+MAX_ATTEMPTS = 50
 """How often an append looks again after another writer changed what it had seen."""
-FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
+ID_IS_FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
 """Rows whose ids may be taken again: records that a rewind dropped, and runs that failed and now gave a record."""
 _COLUMNS = (
     *("seq", *IndexColumns._fields, "evaluation", "admitted", "revision", "whole", "core"),
@@ -118,7 +118,7 @@ class PendingAppend:
         return records.take(indices)
 
 
-class _Scratch(threading.local):
+class _FrameBuffer(threading.local):
     """Memory for one frame, used again and again: the first touch of fresh memory takes longer than the copy."""
 
     most = 64 << 20
@@ -134,15 +134,15 @@ class _Scratch(threading.local):
         return self.memory
 
 
-_scratch = _Scratch()
+_frame_buffer = _FrameBuffer()
 
 
-def as_experiences(experiences: Experience | Iterable[Experience]) -> Experiences:
+def to_columns(experiences: Experience | Iterable[Experience]) -> Experiences:
     """Return one record, several, or columns as columns."""
-    return experiences if isinstance(experiences, Experiences) else from_rows(_rows(experiences), copy=False)
+    return experiences if isinstance(experiences, Experiences) else from_rows(_to_rows(experiences), copy=False)
 
 
-def _rows(records: Experience | Iterable[Experience]) -> list[Experience]:
+def _to_rows(records: Experience | Iterable[Experience]) -> list[Experience]:
     from rollbook.core.experience import Experience
 
     if isinstance(records, Experience):
@@ -162,11 +162,11 @@ def _prepare(records: Experiences | list[Any], evaluation: bool) -> PendingAppen
         blobs: Mapping[str, Blob] = {}
         uses: Sequence[tuple[str, ...]] = ()
         if layout is not None and not evaluation and not (_has_long_text(layout) and may_hold_media(layout)):
-            columns, frame = layout, encode(layout, out=_scratch.of)
+            columns, frame = layout, encode(layout, out=_frame_buffer.of)
         else:
             columns = records if isinstance(records, Experiences) else from_rows(records, copy=False)
             extracted = extract(columns, evaluation=[evaluation] * len(columns))
-            frame = encode(extracted.stripped, out=_scratch.of, settle=columns is not records)
+            frame = encode(extracted.stripped, out=_frame_buffer.of, settle=columns is not records)
             if extracted.blobs:
                 blobs, uses = extracted.blobs, extracted.uses
         ids = content_hash.printed_ids(columns.columns["eid"])
@@ -187,7 +187,7 @@ def append_records(
     book: Book, experiences: Experience | Iterable[Experience], *, evaluation: bool, author: str, timeout: float | None
 ) -> tuple[AppendResult, dict[str, str]]:
     """See `Book.append`; also, by id, which records were "admitted", too old as they came ("stale") or "revised"."""
-    records = experiences if isinstance(experiences, Experiences) else _rows(experiences)
+    records = experiences if isinstance(experiences, Experiences) else _to_rows(experiences)
     if not records:
         return AppendResult(), {}
     pending, doubled = _prepare(records, evaluation), 0
@@ -208,9 +208,9 @@ def append_records(
                 fresh, known_count, revisions = _classify(tx, pending)
                 if book.tokenizer is not None:
                     check_tokenizer(tx, book)
-                wait_reason = _limiter_wait(tx, len(fresh)) if fresh and not evaluation else None
+                wait_reason = _find_limiter_reason(tx, len(fresh)) if fresh and not evaluation else None
             if wait_reason is not None:
-                _wait(wait_reason, end)
+                _wait_for_limiter(wait_reason, end)
                 continue
         new = pending if len(fresh) == len(pending.tags) else pending.take(fresh)
         fates: dict[str, str] = {}
@@ -232,10 +232,10 @@ def append_records(
                     book.group_commit.run(book, admit, lock_wait)
         except (_ConcurrentAppendError, ConcurrentChangeError):
             attempts += 1
-            if attempts > ATTEMPTS:
+            if attempts > MAX_ATTEMPTS:
                 raise BookError(
-                    f"append: other writers changed what is new {ATTEMPTS} times while it was written, or its segment "
-                    "was removed; nothing was admitted"
+                    f"append: failed {MAX_ATTEMPTS} times because other writers added the same records or removed its "
+                    "segment; nothing was admitted"
                 ) from None
             continue
         except (ConnectionLostError, OutcomeUnknownError) as error:
@@ -289,7 +289,7 @@ def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, 
         ):
             i = place[uid]
             if gone == "rewound" or (gone is not None and stored_hash is None):
-                continue  # The id is free: see `FREE`.
+                continue  # The id is free: see `ID_IS_FREE`.
             del fresh[i]
             if bool(evaluation) != pending.evaluation:
                 raise ConflictError(
@@ -327,7 +327,7 @@ class Stored:
     media: dict[str, Place]
 
 
-def store_all(book: Book, admits: Sequence[AppendTransaction]) -> None:
+def store_bytes(book: Book, admits: Sequence[AppendTransaction]) -> None:
     """Write the bytes of appends that are not in the store yet, with one sync."""
     admits = [admit for admit in admits if admit.stored is None]
     if not admits:
@@ -365,7 +365,7 @@ def check_quota(book: Book, size: int) -> None:
         )
 
 
-def _limiter_wait(tx: Transaction, count: int) -> str | None:
+def _find_limiter_reason(tx: Transaction, count: int) -> str | None:
     """Return why a limiter holds back an append of `count` records, or `None`."""
     for consumer in all_consumers(tx):
         if consumer.settings.ratio is not None:
@@ -405,7 +405,7 @@ class AppendTransaction:
     def write_bytes(self) -> None:
         """Put their bytes in the store, once."""
         if not self.book.store.transactional:
-            store_all(self.book, [self])
+            store_bytes(self.book, [self])
             return
         if self.book.quota is not None:
             check_quota(self.book, sum(map(len, self.parts(list(self.pending.blobs)))))
@@ -437,7 +437,7 @@ class AppendTransaction:
         book, pending = self.book, self.pending
         uids = pending.uids
         same_uids, consumer_rows, meta_rows, [(base,)] = tx.ask(
-            (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
+            (f"SELECT seq, uid, ({ID_IS_FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
             (SELECT_CONSUMERS, ()),
             ("SELECT key, value FROM meta WHERE key IN ('tokenizer', 'policy_version', 'lineage')", ()),
             tx.next_number("records", len(uids)),
@@ -458,7 +458,7 @@ class AppendTransaction:
         limited = []
         for consumer in listening:
             if consumer.settings.ratio or consumer.settings.max_size:
-                limited.append(_counted(tx, book, consumer))
+                limited.append(_lock_drained(tx, book, consumer))
                 if _limiter_reason(tx, limited[-1], len(uids)):
                     raise _ConcurrentAppendError
         if same_uids:
@@ -468,7 +468,7 @@ class AppendTransaction:
         stale: set[int] = set()
         inbox = []
         lineage = queue.parse_lineage(meta)
-        if lineage.branches and queue.name_lineage(pending.records):
+        if lineage.branches and queue.names_lineage(pending.records):
             lineage = queue.read_lineage(tx, lock=True)
         abandoned: set[int] = set()
         if lineage.branches:
@@ -518,7 +518,7 @@ class AppendTransaction:
         return stored
 
 
-def _counted(tx: Transaction, book: Book, consumer: Consumer) -> Consumer:
+def _lock_drained(tx: Transaction, book: Book, consumer: Consumer) -> Consumer:
     """Lock a consumer and drain its inbox, so that its counts include every record before this append."""
     locked = find_consumer(tx, consumer.name, lock=True)
     if locked is None:
@@ -532,7 +532,7 @@ def _limiter_reason(tx: Transaction, consumer: Consumer, count: int) -> str | No
     ratio = consumer.settings.ratio
     if ratio is None or ratio.inserts_left(consumer.inserts, consumer.samples) >= count:
         return None
-    if not _can_go_on(tx, consumer):
+    if not _can_lease_more(tx, consumer):
         # Nothing is there to be handed out (groups that wait for their other runs): holding back would be for ever.
         return None
     if count > ratio.append_size:
@@ -546,7 +546,7 @@ def _limiter_reason(tx: Transaction, consumer: Consumer, count: int) -> str | No
     )
 
 
-def _can_go_on(tx: Transaction, consumer: Consumer) -> bool:
+def _can_lease_more(tx: Transaction, consumer: Consumer) -> bool:
     """Return whether samples can catch up without more inserts: records are leased, cooling down or can be leased."""
     if queue.count_rows(tx, consumer, queue.LEASED, queue.COOLING)[0]:
         return True
@@ -555,7 +555,7 @@ def _can_go_on(tx: Transaction, consumer: Consumer) -> bool:
     return queue.count_rows(tx, consumer, queue.WAITING)[0] > 0
 
 
-def _wait(why: str, end: float | None) -> None:
+def _wait_for_limiter(why: str, end: float | None) -> None:
     if end is not None and time.monotonic() >= end:
         raise BackPressureError(f"append: held back until the time was up, nothing was written: {why}")
     time.sleep(0.01)
@@ -613,7 +613,7 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
                 f"AND gid {tx.in_texts}",
                 (gids,),
             ),
-            (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (uids,)),
+            (f"SELECT seq, uid, ({ID_IS_FREE}) FROM records WHERE uid {tx.in_texts}", (uids,)),
         )
         known_runs = set(map(tuple, runs))
         taken = {uid for _, uid, free in same_uids if not free}
@@ -695,7 +695,7 @@ class GroupCommit:
                 if not entry.done:
                     group += self._waiting[:MAX_APPENDS]
                     del self._waiting[:MAX_APPENDS]
-            _write(book, group, timeout)
+            _write_group(book, group, timeout)
         finally:
             with self._changed:
                 if entry in self._waiting:
@@ -711,7 +711,7 @@ class GroupCommit:
             raise entry.error
 
 
-def _write(book: Book, group: Sequence[_Entry], timeout: float | None) -> None:
+def _write_group(book: Book, group: Sequence[_Entry], timeout: float | None) -> None:
     """Write entries together, or one by one if one of them is at fault."""
     if len(group) > 1:
         try:
@@ -736,7 +736,7 @@ def _write(book: Book, group: Sequence[_Entry], timeout: float | None) -> None:
 
 def _commit(book: Book, admits: Sequence[AppendTransaction], timeout: float | None) -> None:
     """Write the bytes of appends with one sync, then the ledger with one commit."""
-    store_all(book, admits)
+    store_bytes(book, admits)
     with book.ledger.write(shared=True, timeout=timeout) as tx:
         for admit in admits:
             admit(tx)
@@ -810,7 +810,7 @@ class Writer:
         """
         self._check_process()
         # Columns hold what the records were now, not what the caller makes of them before the flush.
-        columns = as_experiences(experiences).compact()
+        columns = to_columns(experiences).compact()
         receipt = Receipt()
         with self._changed:
             while self._count >= self._most and not self._closing:

@@ -56,11 +56,11 @@ from rollbook.book.ledger import (
     check_files,
     check_text,
     check_writable,
-    layout_of,
-    let_others,
-    prepare,
+    prepare_tables,
+    read_layout,
+    yield_to_writers,
 )
-from rollbook.book.read import Selection, fetch, parse_conditions, seqs_of, uid_of, uids_of
+from rollbook.book.read import Selection, fetch, find_seqs, get_uid, get_uids, parse_conditions
 from rollbook.book.segments.files import FileSegmentStore, MemorySegmentStore, SegmentStore
 from rollbook.core.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
 from rollbook.core.checks import check_choice, check_float, check_int
@@ -214,14 +214,14 @@ class Book:
         """
         check_writable(self, "drop")
         check_text("reason", reason)
-        seqs = seqs_of(self, uids_of(uids))
+        seqs = find_seqs(self, get_uids(uids))
         count = 0
         for start in range(0, len(seqs), queue.CHUNK):
             with queue.write_drained(self) as tx:
                 groups = all_consumers(tx) if consumer is None else [get_consumer(tx, consumer)]
                 chunk = seqs[start : start + queue.CHUNK]
                 count += sum(queue.drop_by_seq(tx, group, chunk, reason) for group in groups)
-            let_others(self.ledger)
+            yield_to_writers(self.ledger)
         return count
 
     # --- leasing ------------------------------------------------------------------------------------------------
@@ -392,9 +392,9 @@ class Book:
         if isinstance(uid, Mapping):
             if fields:
                 raise ValueError(f"revise: got {', '.join(fields)} beside a mapping, expected one of the two")
-            changes = {uid_of(key): dict(values) for key, values in uid.items()}
+            changes = {get_uid(key): dict(values) for key, values in uid.items()}
         else:
-            changes = {uid_of(uid): fields}
+            changes = {get_uid(uid): fields}
         if not retrain and not all(changes.values()):
             raise ValueError("revise: got no field to change")
         check_choice("retrain", retrain, (False, True, "group"))
@@ -416,7 +416,7 @@ class Book:
         """
         check_writable(self, "delete")
         revision.check_signature(author, reason)
-        return revision.delete_records(self, uids_of(uids), author=author, reason=reason)
+        return revision.delete_records(self, get_uids(uids), author=author, reason=reason)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -469,7 +469,7 @@ class Book:
 
     def __getitem__(self, uid: str | EID) -> Experience:
         """Return the record as it is now."""
-        return fetch(self, seqs_of(self, [uid_of(uid)]))[0]
+        return fetch(self, find_seqs(self, [get_uid(uid)]))[0]
 
     def __iter__(self) -> Iterator[Experience]:
         """Iterate over the records as they are now, in the order of admission, without those that have no bytes."""
@@ -488,11 +488,11 @@ class Book:
             KeyError: An id is not in the book.
             BookError: The bytes of a record are gone.
         """
-        return fetch(self, seqs_of(self, uids_of(uids)))
+        return fetch(self, find_seqs(self, get_uids(uids)))
 
     def __contains__(self, uid: object) -> bool:
         with self.ledger.read() as tx:
-            return bool(tx.one("SELECT 1 FROM records WHERE uid = ?", (uid_of(uid),)))  # type: ignore[arg-type]
+            return bool(tx.one("SELECT 1 FROM records WHERE uid = ?", (get_uid(uid),)))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         """Return how many records were admitted, for training and evaluation, including failed runs."""
@@ -549,7 +549,7 @@ class Book:
         Args:
             consumer: The consumer group.
         """
-        return reports.counts(self, consumer)
+        return reports.count_records(self, consumer)
 
     def history(self, uid: str | EID | Experience) -> list[reports.Entry]:
         """Return the events of a record, in order.
@@ -560,12 +560,12 @@ class Book:
         Raises:
             KeyError: The id is not in the book.
         """
-        return reports.history(self, uid_of(uid))
+        return reports.read_history(self, get_uid(uid))
 
     # --- maintenance --------------------------------------------------------------------------------------------
 
     def compact(
-        self, *, garbage: float = 0.5, small: int = compaction.SMALL, grace: float = 3600.0
+        self, *, garbage: float = 0.5, small: int = compaction.SMALL_SEGMENT_BYTES, grace: float = 3600.0
     ) -> CompactionResult:
         """Remove unneeded bytes and merge small segments, concurrently with readers and writers.
 
@@ -712,7 +712,7 @@ def open(
     ledger: Ledger
     store: SegmentStore
     if address.startswith(POSTGRES):
-        ledger, store = _postgres(address, mode, data, storage_options or {}, clock)
+        ledger, store = open_postgres(address, mode, data, storage_options or {}, clock)
     else:
         if data is not None:
             raise ValueError(
@@ -723,7 +723,7 @@ def open(
                 raise NotABookError(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
             ledger = SQLiteLedger(None, clock=clock or time.time)
             store = MemorySegmentStore(segment_bytes)
-            prepare(ledger, create=True, where="memory:", meta={})
+            prepare_tables(ledger, create=True, where="memory:", meta={})
         elif "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
             raise ValueError(f"url: got {redacted(address)!r}, expected a folder, 'memory:' or 'postgresql://...'")
         elif is_conninfo(address) and not Path(address).exists():
@@ -734,8 +734,8 @@ def open(
             if not (folder / LEDGER).exists() and (folder / "book" / LEDGER).exists():
                 # A run's folder stands for its book, as on the command line: an empty book beside it would hide it.
                 folder, address = folder / "book", os.path.join(address, "book")
-            ledger, store = _folder(folder, mode, segment_bytes, clock, disk or Disk())
-    book = Book(address, ledger, store, read_only=read_only, tokenizer=_fingerprint(tokenizer), quota=quota)
+            ledger, store = open_folder(folder, mode, segment_bytes, clock, disk or Disk())
+    book = Book(address, ledger, store, read_only=read_only, tokenizer=_get_fingerprint(tokenizer), quota=quota)
     book.opened_with = {
         "url": address if "://" in address else os.path.abspath(os.path.expanduser(address)),
         "tokenizer": book.tokenizer,
@@ -760,7 +760,7 @@ def open(
     return book
 
 
-def _fingerprint(tokenizer: Any) -> str | None:
+def _get_fingerprint(tokenizer: Any) -> str | None:
     if tokenizer is None or isinstance(tokenizer, str):
         return tokenizer
     from rollbook.core.vocabulary import tokenizer_fingerprint
@@ -772,7 +772,7 @@ def _fingerprint(tokenizer: Any) -> str | None:
     return tokenizer_fingerprint(tokenizer)
 
 
-def _folder(
+def open_folder(
     folder: Path, mode: str, segment_bytes: int, clock: Callable[[], float] | None, disk: Disk
 ) -> tuple[Ledger, SegmentStore]:
     path = folder / LEDGER
@@ -794,12 +794,12 @@ def _folder(
     lost = bool(store.segments())
     new = not path.exists()
     if lost and new:
-        raise _lost(folder)
+        raise _lost_ledger_error(folder)
     ledger = SQLiteLedger(path, read_only=mode == "r", clock=clock or time.time)
     try:
-        if lost and layout_of(ledger) is None:
-            raise _lost(folder)
-        prepare(ledger, create=mode != "r", where=str(folder), meta={})
+        if lost and read_layout(ledger) is None:
+            raise _lost_ledger_error(folder)
+        prepare_tables(ledger, create=mode != "r", where=str(folder), meta={})
         _check_schema(ledger, folder)
         if new:
             disk.sync_folder(str(folder))
@@ -809,7 +809,7 @@ def _folder(
         raise
 
 
-def _lost(folder: Path) -> CorruptBookError:
+def _lost_ledger_error(folder: Path) -> CorruptBookError:
     """Return the error for segments without a ledger: compaction would remove them, since a new one lacks them."""
     return CorruptBookError(
         f"{folder}: it has segments, and its {LEDGER} is missing or empty; `rollbook check --repair` makes one"
@@ -820,9 +820,9 @@ _SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master"
 
 
 @lru_cache(maxsize=1)
-def _expected() -> frozenset[tuple[Any, ...]]:
+def _expected_schema() -> frozenset[tuple[Any, ...]]:
     ledger = SQLiteLedger(None)
-    prepare(ledger, create=True, where="memory:", meta={})
+    prepare_tables(ledger, create=True, where="memory:", meta={})
     with ledger.read() as tx:
         return frozenset(tx.all(_SCHEMA))
 
@@ -833,7 +833,7 @@ def _check_schema(ledger: Ledger, folder: Path) -> None:
     with ledger.read() as tx:
         objects = frozenset(tx.all(_SCHEMA))
     mine = {row for row in objects if row[2] in TABLES}
-    unlike = sorted(mine ^ _expected(), key=str)
+    unlike = sorted(mine ^ _expected_schema(), key=str)
     if unlike:
         kind, name = unlike[0][:2]
         raise CorruptBookError(
@@ -842,7 +842,7 @@ def _check_schema(ledger: Ledger, folder: Path) -> None:
         )
 
 
-def _postgres(
+def open_postgres(
     url: str, mode: str, data: str | None, options: Mapping[str, Any], clock: Callable[[], float] | None
 ) -> tuple[Ledger, SegmentStore]:
     from rollbook.book.postgres import PostgresLedger
@@ -857,9 +857,9 @@ def _postgres(
         if mode == "a":
             ledger.make_schema()
         where = redacted(url)
-        if mode == "r+" and layout_of(ledger) is None:
+        if mode == "r+" and read_layout(ledger) is None:
             raise NotABookError(f"{where}: there is no book here")
-        prepare(ledger, create=mode != "r", where=where, meta={"data": data or ""})
+        prepare_tables(ledger, create=mode != "r", where=where, meta={"data": data or ""})
         with ledger.read() as tx:
             stored_data = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]
         if stored_data != (data or ""):

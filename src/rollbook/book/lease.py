@@ -35,8 +35,8 @@ from rollbook.book.errors import (
     LockTimeoutError,
     UnknownConsumerError,
 )
-from rollbook.book.ledger import RETRY_SECONDS, Transaction, check_text, let_others, write_once
-from rollbook.book.read import fetch, read_numbers, uids_of
+from rollbook.book.ledger import RETRY_SECONDS, Transaction, check_text, write_once, yield_to_writers
+from rollbook.book.read import fetch, get_uids, read_numbers
 from rollbook.book.sampler import First, Proportional
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.metrics import advise
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
 
-AHEAD = 256
+FIFO_DRAIN_RECORDS = 256
 """How many records a lease in order of admission drains from the inbox at once."""
-LOOK_SECONDS = 0.25
+MAX_WAIT_SECONDS = 0.25
 """Longest wait between two attempts, in seconds."""
-LAST_LOOK = 0.5
+LAST_ATTEMPT_SECONDS = 0.5
 """How long the last attempt waits for other writers, in seconds."""
 _NO_STEP = -1
 """The step of a `nack` in the list of calls."""
@@ -191,7 +191,7 @@ class Lease:
             return self.expires
 
         def transact(tx: Transaction) -> float:
-            self._check(tx, tx.all(f"{_LIVES}{tx.for_update}", (self._claim.id,)))
+            self._check(tx, tx.all(f"{_SELECT_LEASE}{tx.for_update}", (self._claim.id,)))
             tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (tx.now + lasts, lasts, self._claim.id))
             return tx.now + lasts
 
@@ -280,7 +280,7 @@ class Lease:
             count = len(rows)
             if count < len(chosen):
                 count += len(self._acknowledged(tx, seqs, step))
-            _train(tx, consumer, rows, step, self._claim.id, priorities, details)
+            _count_use(tx, consumer, rows, step, self._claim.id, priorities, details)
             if chosen.keys() >= self._left.keys():
                 tx.later("leases", "UPDATE leases SET state = 'acked' WHERE id = ?", (self.fence,))
             save_consumer(tx, consumer)
@@ -369,7 +369,7 @@ class Lease:
             raise LeaseLostError(f"lease {self.fence}: all its records were acknowledged or given back already")
         if uids is None:
             return there
-        listed = uids_of(uids)
+        listed = get_uids(uids)
         for uid in listed:
             if uid not in there:
                 raise ValueError(f"uids: got {uid!r}, which this lease does not hold")
@@ -389,13 +389,13 @@ class Lease:
         serial = self._claim.serial or always
         consumer_rows, lease_rows, rows = tx.ask(
             (f"{SELECT_CONSUMER}{tx.for_update if serial else ''}", (name,)),
-            (f"{_LIVES}{tx.for_update}", (fence,)),
+            (f"{_SELECT_LEASE}{tx.for_update}", (fence,)),
             (f"SELECT {queue.ROW_COLUMNS} FROM work WHERE lease = ? ORDER BY seq", (fence,)),
         )
         if not consumer_rows:
             raise LeaseLostError(f"consumer {name!r}: removed from the book")
         [consumer] = parse_consumers(consumer_rows)
-        if not serial and _is_shared(consumer):
+        if not serial and _needs_consumer_lock(consumer):
             self._claim = self._claim._replace(serial=True)
             raise _RetryAckError
         self._check(tx, lease_rows)
@@ -463,7 +463,7 @@ class Lease:
             if error is None:
                 advise(f"{len(self._left)} leased records were not acknowledged and go back: call lease.ack(step=...)")
             try:
-                self.nack("not acknowledged" if error is None else _told(error))
+                self.nack("not acknowledged" if error is None else _format_error(error))
             except LeaseLostError:
                 # Whoever was told by `ack` or `renew` need not hear it again.
                 if error is None and not was_lost:
@@ -478,25 +478,25 @@ class Lease:
         await asyncio.to_thread(self.__exit__, kind, error, trace)
 
 
-def _told(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     """Format an exception as one line that every database can store."""
     text = f"{type(error).__name__}: {error}"[:200].replace("\0", "\ufffd")
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-_LIVES = "SELECT state, expires FROM leases WHERE id = ?"
+_SELECT_LEASE = "SELECT state, expires FROM leases WHERE id = ?"
 
 
 class _RetryAckError(Exception):
     """The consumer's settings changed since the lease: retry with its row locked."""
 
 
-def _is_shared(consumer: Consumer) -> bool:
+def _needs_consumer_lock(consumer: Consumer) -> bool:
     """Return whether an acknowledgement changes what other leases depend on: groups, or a sampler's state."""
     return consumer.grouped or (consumer.settings.sampler.keeps and consumer.settings.max_uses != 1)
 
 
-def _train(
+def _count_use(
     tx: Transaction,
     consumer: Consumer,
     rows: Sequence[queue.Row],
@@ -638,7 +638,7 @@ def drop_stale_records(book: Book, name: str) -> None:
             done = queue.drain_inbox(tx, book, consumer) & queue.drop_stale_rows(tx, consumer, floor, queue.CHUNK)
             save_consumer(tx, consumer)
         if not done:
-            let_others(book.ledger)
+            yield_to_writers(book.ledger)
 
 
 def refresh_consumer(book: Book, name: str) -> None:
@@ -650,7 +650,7 @@ def refresh_consumer(book: Book, name: str) -> None:
             if consumer is not None:
                 save_consumer(tx, consumer)
         if not done:
-            let_others(book.ledger)
+            yield_to_writers(book.ledger)
 
 
 def takes_in_order(consumer: Consumer, request: LeaseRequest) -> bool:
@@ -700,11 +700,11 @@ def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | No
     claim = None
     while not done:
         # The last look is for what is there now: it waits for other writers, too, if only for a moment.
-        lock_wait = max(end - time.monotonic(), LAST_LOOK if last else 0.0) if timeout else None
+        lock_wait = max(end - time.monotonic(), LAST_ATTEMPT_SECONDS if last else 0.0) if timeout else None
         try:
             done, claim = write_once(book.ledger, transact, committed, lock_wait)
             if not done:
-                let_others(book.ledger)
+                yield_to_writers(book.ledger)
         except UnknownConsumerError:
             if not request.create:
                 raise
@@ -714,22 +714,24 @@ def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | No
         except LockTimeoutError as error:
             if timeout is None:
                 raise
-            return _empty(f"asked for {request.most}, got 0: {error}")
+            return _empty_claim(f"asked for {request.most}, got 0: {error}")
     return claim
 
 
-def _empty(why: str) -> Claim:
+def _empty_claim(why: str) -> Claim:
     return Claim(0, [], [], None, 0.0, 0.0, why)
 
 
-_READY = "SELECT gid, rank, weight, size, runs FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?"
-_CLAIMED = (
+_SELECT_READY_GROUPS = (
+    "SELECT gid, rank, weight, size, runs FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?"
+)
+_SELECT_WAITING = (
     f"SELECT {', '.join(f'work.{name}' for name in queue.Row._fields)}, records.uid "
     "FROM work JOIN records ON records.seq = work.seq WHERE work.consumer = ? AND work.state = 'waiting'"
 )
 
 
-def _allowed(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tuple[int, str]:
+def _limit_count(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tuple[int, str]:
     """Return how many records or groups the rate limiters allow, and why not more."""
     settings = consumer.settings
     if settings.min_size:
@@ -741,7 +743,7 @@ def _allowed(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tupl
     left = settings.ratio.samples_left(consumer.inserts, consumer.samples)
     if request.by == "group":
         fits = 0
-        for gid, *_ in tx.all(_READY, (consumer.id, request.most)):
+        for gid, *_ in tx.all(_SELECT_READY_GROUPS, (consumer.id, request.most)):
             left -= len(queue.select_rows(tx, "consumer = ? AND gid = ? AND state = 'waiting'", (consumer.id, gid)))
             fits += left >= 0
         left = fits
@@ -755,10 +757,10 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
     sampler = consumer.settings.sampler
     most, why = request.most, ""
     if consumer.settings.min_size or consumer.settings.ratio is not None:
-        most, why = _allowed(tx, consumer, request)
+        most, why = _limit_count(tx, consumer, request)
     partial: list[str] = []
     if request.by == "group":
-        ready = tx.all(_READY, (consumer.id, most))
+        ready = tx.all(_SELECT_READY_GROUPS, (consumer.id, most))
         units = len(ready)
         if units < request.most and not last:
             return None
@@ -771,7 +773,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
             if size is not None and runs < size:
                 partial.append(gid)
         claimed, [(lease,)] = tx.ask(
-            (f"{_CLAIMED} AND work.gid {tx.in_texts}", (consumer.id, tx.array(list(members)))),
+            (f"{_SELECT_WAITING} AND work.gid {tx.in_texts}", (consumer.id, tx.array(list(members)))),
             tx.next_number("leases", 1),
         )
         for row in queue.check_rows([values[:-1] for values in sorted(claimed)]):
@@ -780,11 +782,13 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
         odds = [weight for gid, _, weight, *_ in ready for _ in members[gid]]
         count, total = consumer.state.get("ready", (0, 0.0))
     else:
-        in_order = (f"{_CLAIMED} ORDER BY work.rank, work.seq LIMIT ?", (consumer.id, most))
+        in_order = (f"{_SELECT_WAITING} ORDER BY work.rank, work.seq LIMIT ?", (consumer.id, most))
         claimed, [(lease,)] = tx.ask(in_order, tx.next_number("leases", 1))
         empty = not takes_in_order(consumer, request)
         while len(claimed) < most and not empty:
-            empty = queue.drain_inbox(tx, book, consumer, max(AHEAD, min(most - len(claimed), queue.CHUNK)))
+            empty = queue.drain_inbox(
+                tx, book, consumer, max(FIFO_DRAIN_RECORDS, min(most - len(claimed), queue.CHUNK))
+            )
             claimed = tx.all(*in_order)
         units = len(claimed)
         if units < request.most and not last:
@@ -796,7 +800,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
     if units < most or not why:
         why = "no more was waiting" if request.by == "experience" else "no more groups were complete"
     if units < request.most and request.exact:
-        return _empty(f"asked for exactly {request.most}, {units} can be leased: {why}")
+        return _empty_claim(f"asked for exactly {request.most}, {units} can be leased: {why}")
     why = f"asked for {request.most}, got {units}: {why}" if units < request.most else ""
     if partial:
         more = f"{len(partial)} of {units} groups are partial, since partial_after has passed: {', '.join(partial[:3])}"
@@ -832,7 +836,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
         seconds,
         why,
         partial,
-        _is_shared(consumer),
+        _needs_consumer_lock(consumer),
     )
 
 
@@ -886,7 +890,7 @@ def forecast(book: Book, request: LeaseRequest) -> Forecast:
             ("SELECT MIN(due) FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL", (number,)),
         )
         due = [moment for [(moment,)] in (leases, rests, partial) if moment is not None]
-    return Forecast(number, max(0.0, min([LOOK_SECONDS, *(moment - tx.now for moment in due)])), enough)
+    return Forecast(number, max(0.0, min([MAX_WAIT_SECONDS, *(moment - tx.now for moment in due)])), enough)
 
 
 def empty_lease(book: Book, consumer: str) -> Lease:
@@ -924,8 +928,8 @@ def lease_records(
     except LockTimeoutError as error:
         if timeout is None:
             raise
-        claim = _empty(f"asked for {request.most}, got 0: {error}")
-    return Lease(book, request, claim or _empty(""))
+        claim = _empty_claim(f"asked for {request.most}, got 0: {error}")
+    return Lease(book, request, claim or _empty_claim(""))
 
 
 async def alease_records(book: Book, request: LeaseRequest, timeout: float | None) -> Lease:

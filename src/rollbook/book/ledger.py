@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollbook.book import disk
-from rollbook.book.disk import folder_lock, identity
+from rollbook.book.disk import file_identity, folder_lock
 from rollbook.book.errors import (
     BookError,
     ConnectionLostError,
@@ -34,7 +34,7 @@ from rollbook.book.errors import (
     NotABookError,
     OutcomeUnknownError,
     ReadOnlyError,
-    moved,
+    moved_error,
 )
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import FILE
@@ -49,25 +49,25 @@ HASH_FORMAT = 1
 """Version of the content hashes; here, so that listing books loads neither numpy nor pyarrow."""
 BUSY_SECONDS = 30.0
 """How long a writer waits for other writers by default, in seconds."""
-_WRITE_LOCK = 120
+_WRITE_LOCK_BYTE = 120
 """The byte of the file `-shm` that a writer locks."""
 RETRY_SECONDS = 30.0
 """How long a write transaction is retried after broken connections, in seconds."""
-LOG = "-wal"
+WAL_SUFFIX = "-wal"
 """What SQLite adds to a database's name for that of its write-ahead log."""
-_DAMAGE = ("malformed", "not a database", "corrupt", "Could not decode", "too big", "integer overflow")
-MOST_BYTES = 64 << 20
+_DAMAGE_PHRASES = ("malformed", "not a database", "corrupt", "Could not decode", "too big", "integer overflow")
+MAX_VALUE_BYTES = 64 << 20
 """The longest text or row that is read or written; SQLite would allow a gigabyte."""
-IN_ONE = 500
+MAX_IN_VALUES = 500
 """How many values one `IN (...)` holds; SQLite's own limit is 999 in old builds."""
 
 Result = TypeVar("Result")
 LedgerValue = int | float | str | bytes | None
 """A value of any column: SQLite stores values of other types than the column's, too."""
-_AMONG = "IN (SELECT value FROM json_each(?))"
+_IN_JSON_ARRAY = "IN (SELECT value FROM json_each(?))"
 
 
-def _array(values: Sequence[Any]) -> str:
+def _to_json_array(values: Sequence[Any]) -> str:
     try:
         return json.dumps(values)
     except TypeError:
@@ -201,7 +201,7 @@ class Ledger(Protocol):
     def close(self) -> None: ...
 
 
-def chunks(values: Sequence[Any], size: int = IN_ONE) -> Iterator[tuple[str, Sequence[Any]]]:
+def chunks(values: Sequence[Any], size: int = MAX_IN_VALUES) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield `values` in chunks, each with the question marks of an `IN (...)`.
 
     >>> [(marks, list(part)) for marks, part in chunks([1, 2, 3], 2)]
@@ -212,7 +212,7 @@ def chunks(values: Sequence[Any], size: int = IN_ONE) -> Iterator[tuple[str, Seq
         yield ",".join("?" * len(part)), part
 
 
-def let_others(ledger: Ledger) -> None:
+def yield_to_writers(ledger: Ledger) -> None:
     """Let other writers run between two steps of a long task: SQLite is not fair, and they poll for the lock."""
     if ledger.dialect == "sqlite":
         time.sleep(0.01)
@@ -283,7 +283,7 @@ def write_once(
             timeout = left
 
 
-def parsed(text: LedgerValue, label: str) -> dict[str, Any]:
+def parse_object(text: LedgerValue, label: str) -> dict[str, Any]:
     """Parse a JSON object from a ledger, which anybody may have written.
 
     Args:
@@ -293,7 +293,7 @@ def parsed(text: LedgerValue, label: str) -> dict[str, Any]:
     Raises:
         CorruptBookError: It is not a JSON object.
 
-    >>> parsed('{"step": 3}', "a detail")
+    >>> parse_object('{"step": 3}', "a detail")
     {'step': 3}
     """
     try:
@@ -307,7 +307,7 @@ def parsed(text: LedgerValue, label: str) -> dict[str, Any]:
 
 class _SQLiteTransaction:
     shard = 0
-    in_ints = in_texts = _AMONG
+    in_ints = in_texts = _IN_JSON_ARRAY
     for_update = ""
 
     def __init__(self, connection: sqlite3.Connection, now: float) -> None:
@@ -357,7 +357,7 @@ class _SQLiteTransaction:
             answers.append(rows.fetchall())
         return answers
 
-    array = staticmethod(_array)
+    array = staticmethod(_to_json_array)
 
     def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
         key = {"records": "seq", "leases": "id"}[table]
@@ -367,11 +367,11 @@ class _SQLiteTransaction:
         return None
 
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 """How often a waiting thread or process polls, in seconds."""
 
 
-class Turns:
+class TurnQueue:
     """Lets the threads of a process wait in line, one line for each consumer."""
 
     def __init__(self) -> None:
@@ -382,7 +382,7 @@ class Turns:
         """Wait in line; give whether the turn came before `end`, on the monotonic clock, and before `stop` was set."""
         line = self._lines[consumer]
         while not stop.is_set():
-            if line.acquire(timeout=max(0.0, min(LOOK_SECONDS, end - time.monotonic()))):
+            if line.acquire(timeout=max(0.0, min(POLL_SECONDS, end - time.monotonic()))):
                 try:
                     yield True
                 finally:
@@ -423,7 +423,7 @@ def check_files(path: Path) -> None:
             raise NotABookError(f"{name}: a link, a pipe, a device or a folder, expected a plain file")
 
 
-def check_plain(connection: sqlite3.Connection, path: Path) -> None:
+def check_no_code(connection: sqlite3.Connection, path: Path) -> None:
     """Raise `NotABookError` if the database has views, triggers, virtual tables or generated columns.
 
     They could run code of whoever wrote the database. A ledger has tables of plain columns, and indices.
@@ -437,7 +437,7 @@ def check_plain(connection: sqlite3.Connection, path: Path) -> None:
         raise NotABookError(f"{path}: not a ledger: it has the {objects[0]} {str(objects[1])[:80]!r}")
 
 
-def _holder(path: Path | None) -> str:
+def _name_lock_holder(path: Path | None) -> str:
     """Name the process that holds SQLite's write lock, where the system lists file locks (Linux).
 
     The file itself must not be opened here: closing it would release this process's own locks on it.
@@ -454,12 +454,12 @@ def _holder(path: Path | None) -> str:
         words = line.split()
         if len(words) != 8 or words[3] != "WRITE" or not words[5].endswith(f":{inode}") or not words[4].isdigit():
             continue
-        if int(words[6]) <= _WRITE_LOCK and (words[7] == "EOF" or int(words[7]) >= _WRITE_LOCK):
+        if int(words[6]) <= _WRITE_LOCK_BYTE and (words[7] == "EOF" or int(words[7]) >= _WRITE_LOCK_BYTE):
             return f": process {words[4]} holds it"
     return ""
 
 
-_left_behind: list[sqlite3.Connection] = []
+_parent_connections: list[sqlite3.Connection] = []
 """Connections of a parent process: closing one in the child would release the parent's locks."""
 
 
@@ -480,14 +480,14 @@ class SQLiteLedger:
     """
 
     dialect = "sqlite"
-    in_ints = _AMONG
+    in_ints = _IN_JSON_ARRAY
 
     def __init__(self, path: Path | None, *, read_only: bool = False, clock: Callable[[], float] = time.time) -> None:
         self.path = path
         self.read_only = read_only
         self.clock = clock
         self._lock = threading.RLock()
-        self._turns = Turns()
+        self._turns = TurnQueue()
         self._pid = os.getpid()
         self._closed = False
         self._identity: tuple[int, int] | None = None
@@ -500,15 +500,15 @@ class SQLiteLedger:
         with nullcontext() if self.read_only else self._shared(self.path):
             while True:
                 # A file system with layers may copy a file, under another inode, when it is first opened for writing.
-                before = identity(self.path)
+                before = file_identity(self.path)
                 connection = self._connect()
-                now = identity(self.path)
+                now = file_identity(self.path)
                 if before == now or before is None:
                     break
                 connection.close()
         if self._identity is not None and self._identity != now:
             connection.close()
-            raise moved(self.path)
+            raise moved_error(self.path)
         self._identity = now
         return connection
 
@@ -519,7 +519,7 @@ class SQLiteLedger:
             try:
                 locked = stack.enter_context(folder_lock(path.parent, shared=True, seconds=BUSY_SECONDS))
             except (FileNotFoundError, NotADirectoryError):
-                raise moved(path) from None
+                raise moved_error(path) from None
             if not locked:
                 raise BookError(f"{path.parent}: a repair held the book for {BUSY_SECONDS:g} s")
             yield
@@ -551,10 +551,10 @@ class SQLiteLedger:
             # Names of functions in a stranger's schema (views, triggers, indices) are not called.
             connection.execute("PRAGMA trusted_schema=OFF")
             connection.execute("PRAGMA cell_size_check=ON")
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
             if self.path is not None:
                 self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
-                check_plain(connection, self.path)
+                check_no_code(connection, self.path)
             if self.path is not None and not self.read_only:
                 self._patiently(connection, "PRAGMA journal_mode=WAL")
                 connection.execute("PRAGMA synchronous=FULL")
@@ -575,7 +575,7 @@ class SQLiteLedger:
 
         SQLite cannot create its shared-memory file there and would refuse to read it.
         """
-        log = path.with_name(path.name + LOG)
+        log = path.with_name(path.name + WAL_SUFFIX)
         return not os.access(path.parent, os.W_OK) and not (log.exists() and log.stat().st_size)
 
     def _explained(self, error: sqlite3.DatabaseError) -> Exception:
@@ -594,8 +594,8 @@ class SQLiteLedger:
                     return OSError(code, text, str(self.path))
             if self.path is not None and "unable to open" in text:
                 return BookError(
-                    f"{self.path}: the ledger cannot be opened ({text}); if {self.path.name}{LOG} is there, the folder "
-                    "has to be one that can be written: copy the book to one that can"
+                    f"{self.path}: the ledger cannot be opened ({text}); with a {self.path.name}{WAL_SUFFIX} beside "
+                    "it, the folder has to be writable: copy the book to one that is"
                 )
         if isinstance(error, sqlite3.ProgrammingError):
             return error
@@ -603,7 +603,7 @@ class SQLiteLedger:
             return CorruptBookError(
                 f"{self.path}: the ledger's rows contradict each other ({text}); see `rollbook check`"
             )
-        if any(phrase in text for phrase in _DAMAGE):
+        if any(phrase in text for phrase in _DAMAGE_PHRASES):
             return CorruptBookError(
                 f"{self.path}: the ledger is damaged ({text}); `rollbook check --repair` recovers what it can"
             )
@@ -623,7 +623,7 @@ class SQLiteLedger:
                     raise
                 if time.monotonic() > end:
                     raise LockTimeoutError(
-                        f"{self.path}: other writers held the ledger for {seconds:.3g} s{_holder(self.path)}"
+                        f"{self.path}: other writers held the ledger for {seconds:.3g} s{_name_lock_holder(self.path)}"
                     ) from None
             time.sleep(pause * (0.5 + random.random()))
             pause = min(pause * 1.5, 0.005)
@@ -634,9 +634,9 @@ class SQLiteLedger:
         if self._pid != os.getpid():
             if self.path is None:
                 raise BookError("memory: a book in memory does not follow into a forked process")
-            _left_behind.append(self._connection)
+            _parent_connections.append(self._connection)
             self._lock = threading.RLock()
-            self._turns = Turns()
+            self._turns = TurnQueue()
             self._pid = os.getpid()
             self._connection = self._open()
         return self._connection
@@ -666,8 +666,8 @@ class SQLiteLedger:
                     # The first query takes the snapshot. It may meet a connection that recovers, clears the log or is
                     # the last to close the book.
                     self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
-                if self.path is not None and identity(self.path) != self._identity:
-                    raise moved(self.path)
+                if self.path is not None and file_identity(self.path) != self._identity:
+                    raise moved_error(self.path)
                 yield _SQLiteTransaction(connection, self.clock())
                 if disk.failpoints_active and begin != "BEGIN":
                     disk.hit_failpoint("before commit")
@@ -693,7 +693,7 @@ class SQLiteLedger:
         with self.read() as tx:
             return tx.all(sql, values)
 
-    array = staticmethod(_array)
+    array = staticmethod(_to_json_array)
 
     def changes(self) -> tuple[int, int]:
         """Return numbers that change when another connection, or this one, has written."""
@@ -714,7 +714,7 @@ class SQLiteLedger:
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         break
                     except BlockingIOError:
-                        mine = time.monotonic() < end and not stop.wait(min(LOOK_SECONDS, end - time.monotonic()))
+                        mine = time.monotonic() < end and not stop.wait(min(POLL_SECONDS, end - time.monotonic()))
             yield _SQLiteWaiter(self) if mine else None
 
     def bounds(self) -> tuple[int, int]:
@@ -783,7 +783,7 @@ TYPES = {
         "BYTES": "BYTEA",
     },
 }
-_TEXT = {"sqlite": "TEXT", "postgresql": 'TEXT COLLATE "C"'}
+_TEXT_TYPES = {"sqlite": "TEXT", "postgresql": 'TEXT COLLATE "C"'}
 """PostgreSQL's own order of texts depends on its locale, SQLite's is that of their bytes."""
 
 TABLES: dict[str, tuple[str, ...]] = {
@@ -965,7 +965,7 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {}
 """The statements that lead from a layout to the next one, by the older one's number."""
 
 
-def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -> bool:
+def prepare_tables(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -> bool:
     """Create the tables, or check and migrate existing ones.
 
     Args:
@@ -981,14 +981,14 @@ def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -
         NotABookError: There are no tables, or tables of another layout.
         NewerLayoutError: A newer version wrote them.
     """
-    layout = layout_of(ledger)
+    layout = read_layout(ledger)
     if layout is None:
         if not create:
             raise NotABookError(f"{where}: there is no book here")
         with ledger.write() as tx:
-            if _layout(tx, ledger.dialect) is not None:  # Another process was faster.
+            if _read_layout(tx, ledger.dialect) is not None:  # Another process was faster.
                 return False
-            _make(tx, ledger.dialect, meta)
+            _create_tables(tx, ledger.dialect, meta)
         return True
     if layout > LAYOUT:
         raise NewerLayoutError(
@@ -1013,13 +1013,13 @@ def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -
     return False
 
 
-def layout_of(ledger: Ledger) -> int | None:
+def read_layout(ledger: Ledger) -> int | None:
     """Return the number of the tables' layout, or `None` if there are no tables."""
     with ledger.read() as tx:
-        return _layout(tx, ledger.dialect)
+        return _read_layout(tx, ledger.dialect)
 
 
-def _layout(tx: Transaction, dialect: str) -> int | None:
+def _read_layout(tx: Transaction, dialect: str) -> int | None:
     if dialect == "sqlite":
         names = {row[0] for row in tx.all("SELECT name FROM sqlite_master WHERE type = 'table'")}
     else:
@@ -1034,10 +1034,10 @@ def _layout(tx: Transaction, dialect: str) -> int | None:
     return int(row[0])
 
 
-def _make(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
+def _create_tables(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
     kinds = TYPES[dialect]
     for name, columns in TABLES.items():
-        body = ", ".join(column.format(**kinds).replace("TEXT", _TEXT[dialect]) for column in columns)
+        body = ", ".join(column.format(**kinds).replace("TEXT", _TEXT_TYPES[dialect]) for column in columns)
         tx.run(f"CREATE TABLE {name} ({body})")
     for sql in INDICES:
         tx.run(sql)
@@ -1060,7 +1060,7 @@ def _make(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
 def migrate(tx: Transaction, dialect: str, steps: dict[int, tuple[str, ...]] | None = None) -> int:
     """Migrate the tables step by step to the newest layout that `steps` leads to, and return its number."""
     steps = MIGRATIONS if steps is None else steps
-    layout: Any = _layout(tx, dialect)
+    layout: Any = _read_layout(tx, dialect)
     while layout in steps:
         for sql in steps[layout]:
             tx.run(sql.format(**TYPES[dialect]))

@@ -24,7 +24,7 @@ import xxhash
 
 from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import BookError, ConnectionLostError, LockTimeoutError, NotABookError, OutcomeUnknownError
-from rollbook.book.ledger import BUSY_SECONDS, ConcurrentChangeError, Turns
+from rollbook.book.ledger import BUSY_SECONDS, ConcurrentChangeError, TurnQueue
 from rollbook.core.addresses import redacted
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ READ_SECONDS = 3600.0
 """The same for a reader, which blocks nobody and may copy data between two statements."""
 RECONNECT_SECONDS = 30.0
 """How long to wait for a server that restarts."""
-NETWORK = {
+NETWORK_LIMITS = {
     "connect_timeout": 10,
     "keepalives": 1,
     "keepalives_idle": 10,
@@ -51,17 +51,17 @@ NETWORK = {
     "tcp_user_timeout": 30_000,
 }
 """libpq's limits for a server that does not answer; what the URL or the environment says comes first."""
-_HOLDERS = (
+_LOCK_HOLDERS = (
     "FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
     "WHERE l.locktype = 'advisory' AND l.granted AND l.classid = %s::bigint::oid "
     "AND l.objid = (hashtext(%s)::bigint & 4294967295)::oid "
     "AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )
 _CLOCK = "SELECT extract(epoch FROM clock_timestamp())"
-_SCANS = ("enable_seqscan", "enable_hashjoin", "enable_mergejoin")
+_SCAN_SETTINGS = ("enable_seqscan", "enable_hashjoin", "enable_mergejoin")
 """Ways to read whole tables: right for queries, wrong for writes, which find a few rows by their keys. Before the
 server has statistics of a new or fast-growing table, it would choose them."""
-_left_behind: list[Any] = []
+_parent_connections: list[Any] = []
 
 
 def connect(url: str, schema: str) -> psycopg.Connection[Any]:
@@ -76,22 +76,22 @@ def connect(url: str, schema: str) -> psycopg.Connection[Any]:
         chosen = conninfo_to_dict(url)
         if "PGCONNECT_TIMEOUT" in os.environ:
             chosen["connect_timeout"] = None
-        options: dict[str, Any] = {name: value for name, value in NETWORK.items() if name not in chosen}
+        options: dict[str, Any] = {name: value for name, value in NETWORK_LIMITS.items() if name not in chosen}
         options["fallback_application_name"] = f"rollbook {socket.gethostname()}/{os.getpid()}"
         connection = psycopg.connect(url, autocommit=True, **options)
         settings = (
             "SET search_path TO {}; SET statement_timeout TO 0; SET synchronous_commit TO on; "
             "SET client_min_messages TO warning; SET lock_timeout TO {}; SET idle_in_transaction_session_timeout TO {}"
-            + "".join(f"; SET {name} TO off" for name in _SCANS)
+            + "".join(f"; SET {name} TO off" for name in _SCAN_SETTINGS)
         )
         limit = sql.Literal(_milliseconds(IDLE_SECONDS))
         connection.execute(sql.SQL(settings).format(sql.Identifier(schema), limit, limit))
     except psycopg.OperationalError as error:
-        raise ConnectionLostError(f"{redacted(url)}: no connection to PostgreSQL: {_line(error)}") from None
+        raise ConnectionLostError(f"{redacted(url)}: no connection to PostgreSQL: {_one_line(error)}") from None
     return connection
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Return an error's message as one line."""
     return " ".join(str(error).split())
 
@@ -120,14 +120,14 @@ class PostgresTransaction:
     def _send(self, sql: str, values: Sequence[Any]) -> psycopg.Cursor[Any]:
         self.flush()
         cursor = self.connection.cursor()
-        return cursor.execute(_marked(sql), values) if values else cursor.execute(sql.encode())
+        return cursor.execute(_to_percent(sql), values) if values else cursor.execute(sql.encode())
 
     def flush(self) -> None:
         """Send what `later` has gathered."""
         if self._later:
             statements, self._later = list(self._later.values()), {}
             values = [value for _, values in statements for value in values]
-            self.connection.cursor().execute(_marked(_combined(tuple(sql for sql, _ in statements))), values)
+            self.connection.cursor().execute(_to_percent(_combine(tuple(sql for sql, _ in statements))), values)
 
     def run(self, sql: str, values: Sequence[Any] = ()) -> None:
         self._send(sql, values)
@@ -144,16 +144,16 @@ class PostgresTransaction:
 
     def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         self.flush()
-        self.connection.cursor().executemany(_marked(sql), list(rows))
+        self.connection.cursor().executemany(_to_percent(sql), list(rows))
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
         if rows:
-            self.later(table, _insert(table, tuple(columns), conflict), (_rows_json(table, tuple(columns), rows),))
+            self.later(table, _insert_sql(table, tuple(columns), conflict), (_rows_json(table, tuple(columns), rows),))
 
     def update(self, table: str, keys: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         if rows:
             names = (*columns, *keys)
-            self.later(table, _update(table, tuple(keys), tuple(columns)), (_rows_json(table, names, rows),))
+            self.later(table, _update_sql(table, tuple(keys), tuple(columns)), (_rows_json(table, names, rows),))
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         return self._send(sql, values).fetchall()
@@ -190,12 +190,12 @@ SEQUENCES = (
 
 
 @lru_cache(maxsize=512)
-def _marked(sql: str) -> Any:
+def _to_percent(sql: str) -> Any:
     return sql.replace("%", "%%").replace("?", "%s")
 
 
 @lru_cache(maxsize=256)
-def _combined(statements: tuple[str, ...]) -> str:
+def _combine(statements: tuple[str, ...]) -> str:
     """Combine independent statements into one, which costs little more than one."""
     *first, last = statements
     return (f"WITH {', '.join(f'done{i} AS ({sql})' for i, sql in enumerate(first))} " if first else "") + last
@@ -223,7 +223,7 @@ def _rows_sql(table: str, columns: tuple[str, ...]) -> str:
 
 
 @lru_cache(maxsize=256)
-def _insert(table: str, columns: tuple[str, ...], conflict: str) -> str:
+def _insert_sql(table: str, columns: tuple[str, ...], conflict: str) -> str:
     names = ", ".join(columns)
     # Rows with unique texts are inserted in one order, so that two transactions never wait for each other's rows.
     order = {"records": " ORDER BY uid", "media": " ORDER BY hash"}.get(table, "")
@@ -231,7 +231,7 @@ def _insert(table: str, columns: tuple[str, ...], conflict: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _update(table: str, keys: tuple[str, ...], columns: tuple[str, ...]) -> str:
+def _update_sql(table: str, keys: tuple[str, ...], columns: tuple[str, ...]) -> str:
     settings = ", ".join(f"{name} = given.{name}" for name in columns)
     condition = " AND ".join(f"{table}.{name} = given.{name}" for name in keys)
     return f"UPDATE {table} SET {settings} FROM {_rows_sql(table, (*columns, *keys))} WHERE {condition}"
@@ -251,7 +251,7 @@ def _rows_json(table: str, columns: tuple[str, ...], rows: Sequence[Sequence[Any
     return orjson.dumps(named, option=orjson.OPT_SERIALIZE_NUMPY).decode()
 
 
-WAITING_SECONDS = 30.0
+NOTIFY_SECONDS = 30.0
 """How long appends notify after somebody said that it waits."""
 
 
@@ -265,10 +265,10 @@ class _PostgresWaiter:
         self.told = -math.inf
 
     def mark(self) -> None:
-        if time.monotonic() < self.told + WAITING_SECONDS / 2:
+        if time.monotonic() < self.told + NOTIFY_SECONDS / 2:
             return
         with self.ledger.write(shared=True, durable=False) as tx:
-            tx.run("UPDATE consumers SET waiting = ? WHERE id = ?", (tx.now + WAITING_SECONDS, self.consumer))
+            tx.run("UPDATE consumers SET waiting = ? WHERE id = ?", (tx.now + NOTIFY_SECONDS, self.consumer))
         self.told = time.monotonic()
 
     def wait(self, seconds: float) -> None:
@@ -311,7 +311,7 @@ class PostgresLedger:
         self.read_only = read_only
         self.clock = clock
         self._changed = threading.Condition()
-        self._turns = Turns()
+        self._turns = TurnQueue()
         self._pid = os.getpid()
         self._closed = False
         self._idle: list[Any] = [connect(url, schema)]
@@ -339,8 +339,8 @@ class PostgresLedger:
         """Lend a connection to the calling thread; a broken one is replaced."""
         if self._pid != os.getpid():
             # The parent's connections are the parent's to close.
-            _left_behind.extend(self._idle)
-            self._changed, self._turns = threading.Condition(), Turns()
+            _parent_connections.extend(self._idle)
+            self._changed, self._turns = threading.Condition(), TurnQueue()
             self._idle, self._open, self._pid = [], 0, os.getpid()
         with self._changed:
             while not self._idle and self._open >= CONNECTIONS and not self._closed:
@@ -376,7 +376,7 @@ class PostgresLedger:
     @contextmanager
     def read(self) -> Iterator[PostgresTransaction]:
         idle = f"SET LOCAL idle_in_transaction_session_timeout TO {_milliseconds(READ_SECONDS)}"
-        scans = "; ".join(f"SET LOCAL {name} TO on" for name in _SCANS)
+        scans = "; ".join(f"SET LOCAL {name} TO on" for name in _SCAN_SETTINGS)
         yield from self._transaction(
             f"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY; {idle}; {scans}", False, math.inf
         )
@@ -486,7 +486,7 @@ class PostgresLedger:
         import psycopg
 
         paused = (
-            f"{_HOLDERS} AND (a.state LIKE 'idle in transaction%%' OR a.wait_event = 'ClientRead') "
+            f"{_LOCK_HOLDERS} AND (a.state LIKE 'idle in transaction%%' OR a.wait_event = 'ClientRead') "
             "AND a.state_change < clock_timestamp() - %s * interval '1 second'"
         )
         values = (LOCK, self.schema, IDLE_SECONDS)
@@ -506,7 +506,7 @@ class PostgresLedger:
     ) -> BaseException:
         import psycopg
 
-        where, text = redacted(self.url), _line(error)
+        where, text = redacted(self.url), _one_line(error)
         if isinstance(error, psycopg.errors.DiskFull):
             return OSError(f"{where}: {text}")
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
@@ -538,10 +538,8 @@ class PostgresLedger:
 
         try:
             with self.connection() as connection:
-                row = connection.execute(
-                    f"SELECT a.pid, a.application_name, COALESCE(a.client_addr::text, 'local'), a.state {_HOLDERS}",
-                    (LOCK, self.schema),
-                ).fetchone()
+                columns = "a.pid, a.application_name, COALESCE(a.client_addr::text, 'local'), a.state"
+                row = connection.execute(f"SELECT {columns} {_LOCK_HOLDERS}", (LOCK, self.schema)).fetchone()
         except (psycopg.Error, BookError):
             return ""
         return "" if row is None else f": session {row[0]} ({row[1]}, from {row[2]}) holds it, {row[3]}"
@@ -554,7 +552,7 @@ class PostgresLedger:
         while True:
             with self.connection() as connection:
                 try:
-                    return connection.execute(_marked(sql), values).fetchall()
+                    return connection.execute(_to_percent(sql), values).fetchall()
                 except psycopg.Error as error:
                     attempt += 1
                     if not connection.closed or attempt > CONNECTIONS:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _NUMBERS = {pa.from_numpy_dtype(np.dtype(name)): name for name in COLUMNAR if DTYPES[name].storage == name}
 _NUMBERS[pa.bool_()] = "bool"
 # Every 64-bit whole number, signed or not.
-_WIDE = pa.decimal128(20, 0)
+_INT_128 = pa.decimal128(20, 0)
 _TIME_UNITS = ("s", "ms", "us", "ns")
 
 
@@ -77,7 +77,7 @@ def superset(schemas: Iterable[pa.Schema]) -> pa.Schema:
     ValueError: column 'reward': got float and string, which have no type in common
     """
     types: dict[str, dict[pa.DataType, None]] = {}
-    for schema in set_in_order(schemas):
+    for schema in distinct_schemas(schemas):
         if len(set(schema.names)) != len(schema.names):
             twice = next(name for name in schema.names if schema.names.count(name) > 1)
             raise ValueError(f"column {twice!r}: stands twice in one schema")
@@ -86,7 +86,7 @@ def superset(schemas: Iterable[pa.Schema]) -> pa.Schema:
     return pa.schema([pa.field(name, _join(name, list(kinds))) for name, kinds in types.items()])
 
 
-def set_in_order(schemas: Iterable[pa.Schema]) -> list[pa.Schema]:
+def distinct_schemas(schemas: Iterable[pa.Schema]) -> list[pa.Schema]:
     """Return the distinct schemas, in order; a book's thousands of frames have a few."""
     return list(dict.fromkeys(schema.remove_metadata() for schema in schemas))
 
@@ -106,9 +106,9 @@ def unify(batches: Iterable[pa.RecordBatch], schema: pa.Schema | None = None) ->
     if schema is None:
         schema = superset(batch.schema for batch in batches)
     else:
-        for other in set_in_order(batch.schema for batch in batches):
+        for other in distinct_schemas(batch.schema for batch in batches):
             _check_holds(schema, other)
-    return pa.Table.from_batches([_fit(batch, schema) for batch in batches], schema=schema)
+    return pa.Table.from_batches([_cast_batch(batch, schema) for batch in batches], schema=schema)
 
 
 def _check_holds(schema: pa.Schema, other: pa.Schema) -> None:
@@ -121,7 +121,7 @@ def _check_holds(schema: pa.Schema, other: pa.Schema) -> None:
             raise ValueError(f"column {field.name!r}: got {kind}, which {field.type} cannot hold")
 
 
-def _fit(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+def _cast_batch(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     if batch.schema.equals(schema):
         return batch
     arrays = []
@@ -134,30 +134,30 @@ def _fit(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         else:
             # Not "safe", which would refuse 2**53 + 1 as a float: what the types allow was settled above.
             column = batch.column(place)
-            counted = retyped(column.type, _COUNTED)
+            counted = replace_types(column.type, _BOOL_AS_NUMBER)
             if counted != column.type:  # Arrow casts a bool to any number but a decimal.
                 column = column.cast(counted, safe=False)
             arrays.append(column.cast(field.type, safe=False))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-_COUNTED = {pa.bool_(): pa.uint8()}
+_BOOL_AS_NUMBER = {pa.bool_(): pa.uint8()}
 
 
-def retyped(kind: pa.DataType, instead: Mapping[pa.DataType, pa.DataType]) -> pa.DataType:
+def replace_types(kind: pa.DataType, instead: Mapping[pa.DataType, pa.DataType]) -> pa.DataType:
     """Replace types, also within lists and structs.
 
-    >>> retyped(pa.large_list(pa.bool_()), {pa.bool_(): pa.uint8()})
+    >>> replace_types(pa.large_list(pa.bool_()), {pa.bool_(): pa.uint8()})
     LargeListType(large_list<item: uint8>)
     """
     if pa.types.is_large_list(kind):
-        return pa.large_list(retyped(kind.value_type, instead))
+        return pa.large_list(replace_types(kind.value_type, instead))
     if pa.types.is_list(kind):
-        return pa.list_(retyped(kind.value_type, instead))
+        return pa.list_(replace_types(kind.value_type, instead))
     if pa.types.is_fixed_size_list(kind):
-        return pa.list_(retyped(kind.value_type, instead), kind.list_size)
+        return pa.list_(replace_types(kind.value_type, instead), kind.list_size)
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(field.name, retyped(field.type, instead)) for field in kind])
+        return pa.struct([pa.field(field.name, replace_types(field.type, instead)) for field in kind])
     return instead.get(kind, kind)
 
 
@@ -170,13 +170,13 @@ def _join(name: str, kinds: list[pa.DataType]) -> pa.DataType:
     if len(distinct) == 1:
         return kinds[0] if len(set(kinds)) == 1 else distinct[0]
     joined: pa.DataType | None = None
-    if all(kind in _NUMBERS or kind == _WIDE for kind in distinct):
+    if all(kind in _NUMBERS or kind == _INT_128 for kind in distinct):
         joined = _join_numbers(distinct)
-    elif _all(distinct, pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list):
+    elif _all_match(distinct, pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list):
         joined = _join_lists(name, distinct)
-    elif _all(distinct, pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view):
+    elif _all_match(distinct, pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view):
         joined = pa.large_string()
-    elif _all(
+    elif _all_match(
         distinct,
         pa.types.is_binary,
         pa.types.is_large_binary,
@@ -184,13 +184,13 @@ def _join(name: str, kinds: list[pa.DataType]) -> pa.DataType:
         pa.types.is_fixed_size_binary,
     ):
         joined = pa.large_binary()
-    elif _all(distinct, pa.types.is_struct):
+    elif _all_match(distinct, pa.types.is_struct):
         fields: dict[str, dict[pa.DataType, None]] = {}
         for kind in distinct:
             for field in kind:
                 fields.setdefault(field.name, {})[field.type] = None
         joined = pa.struct([pa.field(key, _join(f"{name}.{key}", list(types))) for key, types in fields.items()])
-    elif _all(distinct, pa.types.is_timestamp) and len({kind.tz for kind in distinct}) == 1:
+    elif _all_match(distinct, pa.types.is_timestamp) and len({kind.tz for kind in distinct}) == 1:
         joined = pa.timestamp(max((kind.unit for kind in distinct), key=_TIME_UNITS.index), distinct[0].tz)
     if joined is None:
         names = " and ".join(sorted(map(str, distinct)))
@@ -198,20 +198,20 @@ def _join(name: str, kinds: list[pa.DataType]) -> pa.DataType:
     return joined
 
 
-def _all(kinds: list[pa.DataType], *tests: Callable[[pa.DataType], bool]) -> bool:
+def _all_match(kinds: list[pa.DataType], *tests: Callable[[pa.DataType], bool]) -> bool:
     return all(any(test(kind) for test in tests) for kind in kinds)
 
 
 def _join_numbers(kinds: list[pa.DataType]) -> pa.DataType:
-    exact = promote(_NUMBERS[kind] for kind in kinds) if _WIDE not in kinds else None
+    exact = promote(_NUMBERS[kind] for kind in kinds) if _INT_128 not in kinds else None
     if exact is not None:
         return pa.from_numpy_dtype(np.dtype(exact))
-    return pa.float64() if any(pa.types.is_floating(kind) for kind in kinds) else _WIDE
+    return pa.float64() if any(pa.types.is_floating(kind) for kind in kinds) else _INT_128
 
 
 def _join_lists(name: str, kinds: list[pa.DataType]) -> pa.DataType:
     value = _join(name, list(dict.fromkeys(kind.value_type for kind in kinds)))
-    if _all(kinds, pa.types.is_list):
+    if _all_match(kinds, pa.types.is_list):
         return pa.list_(value)
     sizes = {kind.list_size if pa.types.is_fixed_size_list(kind) else None for kind in kinds}
     size = sizes.pop()
@@ -243,7 +243,7 @@ class Result:
                     table = table.set_column(place, field.name, table.column(place).cast(pa.int64()))
                 except pa.ArrowInvalid:
                     continue
-        self._table = table.rename_columns(_distinct(table.column_names))
+        self._table = table.rename_columns(_number_duplicates(table.column_names))
         self.more = more
         """Whether `max_rows` cut off rows."""
 
@@ -306,7 +306,7 @@ class Result:
             lines.append("  ".join(c.rjust(size) if right else c.ljust(size) for c, size, right in cells).rstrip())
         hidden = [
             f"{len(self) - rows} more rows" if len(self) > rows else "",
-            f"{len(widths) - fit} more columns: {_cut(', '.join(self.columns[fit:]), width)}"
+            f"{len(widths) - fit} more columns: {_shorten(', '.join(self.columns[fit:]), width)}"
             if fit < len(widths)
             else "",
             "cut by max_rows" if self.more else "",
@@ -327,11 +327,11 @@ class Result:
 
     def _cells(self, rows: int, size: int) -> list[list[str]]:
         first = self._table.slice(0, rows)
-        columns = [[_cut(str(n), size), *(_cell(v, size) for v in first.column(n))] for n in self.columns]
+        columns = [[_shorten(str(n), size), *(_format_cell(v, size) for v in first.column(n))] for n in self.columns]
         return [list(line) for line in zip(*columns, strict=True)]
 
 
-def _distinct(names: list[str]) -> list[str]:
+def _number_duplicates(names: list[str]) -> list[str]:
     used = set(names)
     seen: set[str] = set()
     result = []
@@ -345,7 +345,7 @@ def _distinct(names: list[str]) -> list[str]:
     return result
 
 
-def _cell(value: pa.Scalar, size: int) -> str:
+def _format_cell(value: pa.Scalar, size: int) -> str:
     """Format a value as one short line; only the first items of a long list are formatted."""
     if not value.is_valid:
         return "NULL"
@@ -353,23 +353,23 @@ def _cell(value: pa.Scalar, size: int) -> str:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         count = len(value.values)
         few = count if count <= 6 else 4
-        inside = ", ".join(_cell(element, max(8, size // 2)) for element in value.values.slice(0, few))
+        inside = ", ".join(_format_cell(element, max(8, size // 2)) for element in value.values.slice(0, few))
         tail = f", … {count} in all]" if few < count else "]"
-        return "[" + _cut(inside, max(8, size - len(tail) - 1)) + tail
+        return "[" + _shorten(inside, max(8, size - len(tail) - 1)) + tail
     if pa.types.is_floating(kind):
         return f"{value.as_py():.6g}" if len(repr(value.as_py())) > 12 else repr(value.as_py())
-    return _cut(str(value.as_py()), size)
+    return _shorten(str(value.as_py()), size)
 
 
-def _cut(text: str, size: int) -> str:
+def _shorten(text: str, size: int) -> str:
     # Texts come from models: what is not printable would move the cursor or colour the terminal.
     short = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: size + 1])
     return short if len(short) <= size else short[: size - 1] + "…"
 
 
-_READS = "SELECT, WITH, FROM, VALUES, PIVOT, EXPLAIN, DESCRIBE, SHOW or SUMMARIZE"
-_LARGE_PIECE = 8 << 20
-_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_READING_STATEMENTS = "SELECT, WITH, FROM, VALUES, PIVOT, EXPLAIN, DESCRIBE, SHOW or SUMMARIZE"
+_PIECE_BYTES = 8 << 20
+_MEMORY_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 
 
 class QueryError(RollbookError, ValueError):
@@ -439,7 +439,7 @@ def run_query(
         raise QueryError(f"query: got {query!r}, expected text")
     if isinstance(parameters, (str, bytes)):
         raise QueryError(f"parameters: got {parameters!r}, expected a list of values or a dict")
-    limit = _bytes(memory)
+    limit = _parse_memory(memory)
     seconds = check_float("seconds", seconds, 0.0)
     threads = min(8, os.cpu_count() or 1) if threads is None else check_int("threads", threads, 1)
     if max_rows is not None:
@@ -449,7 +449,7 @@ def run_query(
         raise QueryError(f"sources: got {', '.join(sources)}, of which two are one name in SQL")
 
     tables: dict[str, _Table] = {}
-    with _closing(tables), _connection(limit, threads) as connection, _Watch(connection, seconds) as watch:
+    with _close_tables(tables), _connection(limit, threads) as connection, _Watch(connection, seconds) as watch:
         try:
             _check_reads(query, connection)
             tables.update((name, _Table(name, source, watch)) for name, source in sources.items())
@@ -486,13 +486,13 @@ def _duckdb() -> Any:
     return duckdb
 
 
-def _bytes(memory: str | int) -> int:
+def _parse_memory(memory: str | int) -> int:
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
         if match is None or (match[3] and not match[2]):
             raise ValueError(f"memory: got {memory!r}, expected a size such as '1GB' or a number of bytes")
-        unit = _UNITS[match[2].upper()]
-        memory = int(float(match[1]) * (1024 ** list(_UNITS).index(match[2].upper()) if match[3] else unit))
+        unit = _MEMORY_UNITS[match[2].upper()]
+        memory = int(float(match[1]) * (1024 ** list(_MEMORY_UNITS).index(match[2].upper()) if match[3] else unit))
     return check_int("memory", memory, 1)
 
 
@@ -525,7 +525,7 @@ class _Engine:
 
 _engines: dict[tuple[int, int], _Engine] = {}
 _engines_lock = threading.Lock()
-_parents: list[_Engine] = []
+_parent_engines: list[_Engine] = []
 
 
 def _close_idle() -> None:
@@ -541,7 +541,7 @@ def _before_fork() -> None:
 
 def _in_child() -> None:
     # One that another thread was using could not be closed: here it is never used, and kept from being taken down.
-    _parents.extend(_engines.values())
+    _parent_engines.extend(_engines.values())
     _engines.clear()
     _engines_lock.release()
 
@@ -626,7 +626,7 @@ def _check_reads(query: str, connection: DuckDBPyConnection) -> None:
     words = [text[a:b].split(maxsplit=1)[0].decode().upper() for a, b in pairwise([*starts, len(text)])]
     statements = connection.extract_statements(query)
     if not statements:
-        raise QueryError(f"query: got {query!r}, expected one statement that reads: {_READS}")
+        raise QueryError(f"query: got {query!r}, expected one statement that reads: {_READING_STATEMENTS}")
     if len(statements) > 1:
         raise QueryError(f"query: got {len(statements)} statements, expected one")
     try:
@@ -634,15 +634,15 @@ def _check_reads(query: str, connection: DuckDBPyConnection) -> None:
     except ValueError:  # one that DuckDB's Python package has no name for
         kind = words[0]
     if kind == "EXPLAIN":
-        _check_reads(_explained(text, words, starts, connection), connection)
+        _check_reads(_find_explained(text, words, starts, connection), connection)
     # PIVOT without IN is several statements to DuckDB: it looks for the columns, then selects. CREATE TABLE ... AS
     # PIVOT is too.
     elif kind != "SELECT" and not (kind == "MULTI" and words[0] in ("PIVOT", "PIVOT_WIDER", "SELECT", "FROM", "(")):
         name = words[0] if kind in (words[0], "MULTI") else f"{words[0]} ({kind})"
-        raise QueryError(f"query: got {name}, expected one statement that reads: {_READS}")
+        raise QueryError(f"query: got {name}, expected one statement that reads: {_READING_STATEMENTS}")
 
 
-def _explained(text: bytes, words: list[str], starts: list[int], connection: DuckDBPyConnection) -> str:
+def _find_explained(text: bytes, words: list[str], starts: list[int], connection: DuckDBPyConnection) -> str:
     """Return the statement that an EXPLAIN is about."""
     duckdb = _duckdb()
     first = 2 if words[1] in ("ANALYZE", "VERBOSE") else 1
@@ -683,7 +683,7 @@ class _Scan:
 
 
 @contextmanager
-def _closing(tables: Mapping[str, _Table]) -> Iterator[None]:
+def _close_tables(tables: Mapping[str, _Table]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -698,7 +698,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         schema = source.schema
         if len(set(schema.names)) != len(schema.names):
             raise ValueError(f"source {name!r}: names a column twice: {', '.join(schema.names)}")
-        self.offered = pa.schema([pa.field(field.name, retyped(field.type, _KNOWN)) for field in schema])
+        self.offered = pa.schema([pa.field(field.name, replace_types(field.type, _DUCKDB_TYPES)) for field in schema])
         self.empty = self.offered.empty_table()
         super().__init__(self.empty)
         self.name = name
@@ -778,7 +778,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         DuckDB takes far longer for a thousand chunks of few rows than for one of many, and chunks of many long rows
         would fill the memory once they are filtered. A piece within one chunk is a view.
         """
-        rows = max(64, min(65536, _LARGE_PIECE * table.num_rows // max(table.nbytes, 1)))
+        rows = max(64, min(65536, _PIECE_BYTES * table.num_rows // max(table.nbytes, 1)))
         for start in range(0, table.num_rows, rows):
             if self.closed:
                 return
@@ -786,7 +786,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
             yield from table.slice(start, rows).combine_chunks().to_batches()
 
 
-_KNOWN = {pa.float16(): pa.float32()}
+_DUCKDB_TYPES = {pa.float16(): pa.float32()}
 """DuckDB does not know half floats."""
 
 
@@ -814,8 +814,8 @@ def _collect(reader: pa.RecordBatchReader, limit: int, max_rows: int | None, wat
     return Result(pa.Table.from_batches(batches, schema=reader.schema), more)
 
 
-_KINDS = {"INT": pa.int64(), "REAL": pa.float64(), "EVENT_ID": pa.int64(), "BYTES": pa.large_binary()}
-SHOWN = {
+_LEDGER_TYPES = {"INT": pa.int64(), "REAL": pa.float64(), "EVENT_ID": pa.int64(), "BYTES": pa.large_binary()}
+LEDGER_TABLES = {
     "events": ("id", "time", "seq", "uid", "consumer", "kind", "reason", "step", "lease", "detail"),
     "work": ("seq", "uid", "consumer", "state", "reason", "rank", "weight", "version", "uses", "attempts", "lease"),
     "leases": ("id", "consumer", "holder", "made", "expires", "seconds", "state", "count"),
@@ -827,7 +827,7 @@ SHOWN = {
 `events`."""
 
 
-_WORK = (
+_WORK_WITH_INBOX = (
     "(SELECT seq, consumer, state, reason, rank, weight, version, uses, attempts, lease FROM work UNION ALL "
     "SELECT records.seq, inbox.consumer, 'waiting', NULL, NULL, NULL, records.version_min, 0, 0, NULL FROM inbox "
     "JOIN records ON records.seq BETWEEN inbox.first AND inbox.last AND records.evaluation = 0) AS work"
@@ -835,13 +835,13 @@ _WORK = (
 """`work` with the records of inboxes, which wait and have no rank yet."""
 
 
-def _type(table: str, column: str) -> pa.DataType:
+def _ledger_type(table: str, column: str) -> pa.DataType:
     if column in ("uid", "consumer"):
         return pa.large_string()
     if (table, column) == ("media", "uses"):
         return pa.int64()
     declared = next(definition for definition in TABLES[table] if definition.split()[0] == column).split()[1]
-    return _KINDS.get(declared.strip("{}"), pa.large_string())
+    return _LEDGER_TYPES.get(declared.strip("{}"), pa.large_string())
 
 
 class LedgerTable:
@@ -850,7 +850,7 @@ class LedgerTable:
     def __init__(self, book: Book, name: str) -> None:
         self.book = book
         self.name = name
-        self.schema = pa.schema([(column, _type(name, column)) for column in SHOWN[name]])
+        self.schema = pa.schema([(column, _ledger_type(name, column)) for column in LEDGER_TABLES[name]])
 
     def load(self, columns: list[str]) -> pa.Table:
         """Return these columns, read at once."""
@@ -869,18 +869,18 @@ class LedgerTable:
             joins += f" LEFT JOIN consumers ON consumers.id = {name}.consumer"
         order = {"events": "id", "leases": "id", "checkpoints": "event", "media": "hash"}.get(name, "seq")
         listed = ", ".join(expressions.get(column, f"{name}.{column}") for column in columns)
-        source = _WORK if name == "work" else name
+        source = _WORK_WITH_INBOX if name == "work" else name
         with self.book.ledger.read() as tx:
             rows = tx.all(f"SELECT {listed} FROM {source}{joins} ORDER BY {name}.{order}")
         arrays = [pa.array([row[i] for row in rows], self.schema.field(c).type) for i, c in enumerate(columns)]
         return pa.Table.from_arrays(arrays, names=columns)
 
 
-_KEPT = "(gone IS NULL OR gone <> 'rewound')"
-RECORDS = {
-    "experiences": _KEPT,
-    "training": f"{_KEPT} AND evaluation = 0",
-    "evaluations": f"{_KEPT} AND evaluation = 1",
+_NOT_REWOUND = "(gone IS NULL OR gone <> 'rewound')"
+RECORD_TABLES = {
+    "experiences": _NOT_REWOUND,
+    "training": f"{_NOT_REWOUND} AND evaluation = 0",
+    "evaluations": f"{_NOT_REWOUND} AND evaluation = 1",
     "all_experiences": "1 = 1",
 }
 """The tables of records, each with the condition that its rows meet; `all_experiences` has also those that a rewind
@@ -892,7 +892,7 @@ class RecordsTable:
 
     def __init__(self, book: Book) -> None:
         self.book = book
-        self.condition = RECORDS["experiences"]
+        self.condition = RECORD_TABLES["experiences"]
         with book.ledger.read() as tx:
             self.last = tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0]
             noted = tx.all("SELECT name, type FROM columns ORDER BY name, type")
@@ -999,9 +999,9 @@ class MetricsTable:
 def sql_tables(book: Book) -> dict[str, query.Source]:
     """Return the tables of a book by name."""
     records = RecordsTable(book)
-    tables: dict[str, query.Source] = {name: records.where(condition) for name, condition in RECORDS.items()}
+    tables: dict[str, query.Source] = {name: records.where(condition) for name, condition in RECORD_TABLES.items()}
     tables["metrics"] = MetricsTable(book)
-    tables |= {name: LedgerTable(book, name) for name in SHOWN}
+    tables |= {name: LedgerTable(book, name) for name in LEDGER_TABLES}
     tables["ledger"] = tables["events"]
     return tables
 

@@ -42,7 +42,7 @@ from rollbook.book.consumer import (
     save_settings,
 )
 from rollbook.book.errors import BookError, CorruptBookError
-from rollbook.book.ledger import TABLES, LedgerValue, Transaction, chunks, let_others, parsed
+from rollbook.book.ledger import TABLES, LedgerValue, Transaction, chunks, parse_object, yield_to_writers
 from rollbook.book.read import read_numbers
 from rollbook.core.columns import texts
 
@@ -354,7 +354,7 @@ def _join_ranges(named: list[list[int]]) -> list[list[int]]:
     return joined
 
 
-def name_lineage(records: Experiences | RowLayout) -> bool:
+def names_lineage(records: Experiences | RowLayout) -> bool:
     """Return whether any of these records names its lineage."""
     return any(lineage is not None for lineage in _named_lineages(records))
 
@@ -394,7 +394,7 @@ def parse_lineage(values: dict[str, str]) -> Lineage:
     announced = int(values["policy_version"]) if "policy_version" in values else None
     if "lineage" not in values:
         return Lineage(announced)
-    state: dict[str, Any] = parsed(values["lineage"], "meta: lineage")
+    state: dict[str, Any] = parse_object(values["lineage"], "meta: lineage")
     lists: dict[str, Any] = {name: state.get(name) for name in ("branches", "late", "named")}
     numbers = [state.get("seen"), 0 if state.get("top") is None else state.get("top")]
     for (name, entries), width in zip(lists.items(), (3, 4, 3), strict=True):
@@ -477,9 +477,22 @@ class Row(NamedTuple):
 
 
 ROW_COLUMNS = ", ".join(Row._fields)
-_NONE = type(None)
-_WHOLE, _REAL = (int, _NONE), (float, _NONE)
-_ROW_TYPES: tuple[Any, ...] = (int, str, str, (str, _NONE), float, _REAL, float, _WHOLE, int, int, _WHOLE, _REAL)
+_NoneType = type(None)
+_OPTIONAL_INT, _OPTIONAL_FLOAT = (int, _NoneType), (float, _NoneType)
+_ROW_TYPES: tuple[Any, ...] = (
+    int,
+    str,
+    str,
+    (str, _NoneType),
+    float,
+    _OPTIONAL_FLOAT,
+    float,
+    _OPTIONAL_INT,
+    int,
+    int,
+    _OPTIONAL_INT,
+    _OPTIONAL_FLOAT,
+)
 
 
 class Event(NamedTuple):
@@ -1045,7 +1058,7 @@ def drain_inboxes(book: Book, bounded: bool = False) -> None:
                 if current is not None:
                     save_consumer(tx, current)
             if not empty:
-                let_others(book.ledger)
+                yield_to_writers(book.ledger)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import numpy as np
 from rollbook.book import queue
 from rollbook.book.consumer import get_consumer
 from rollbook.book.errors import CorruptBookError
-from rollbook.book.ledger import parsed
+from rollbook.book.ledger import parse_object
 from rollbook.core.checks import check_choice, check_int
 
 if TYPE_CHECKING:
@@ -68,17 +68,21 @@ class Counts:
         return self.admitted == self.waiting + self.leased + self.trained + sum(self.dropped.values())
 
 
-_TALLY = "SELECT CAST(state AS TEXT), CAST(reason AS TEXT), CAST(SUM(CAST(n AS BIGINT)) AS BIGINT) FROM tallies"
+_SELECT_TALLIES = (
+    "SELECT CAST(state AS TEXT), CAST(reason AS TEXT), CAST(SUM(CAST(n AS BIGINT)) AS BIGINT) FROM tallies"
+)
 """SQLite keeps whatever it is given, text in a column of numbers too."""
 
 
-def counts(book: Book, name: str) -> Counts:
+def count_records(book: Book, name: str) -> Counts:
     """See `Book.counts`."""
     queue.drain_inboxes(book, bounded=True)
     with book.ledger.read() as tx:
         mine = (get_consumer(tx, name).id,)
-        totals = {state: n for state, _, n in tx.all(f"{_TALLY} WHERE consumer = 0 GROUP BY 1, 2")}
-        tallies = [row for row in tx.all(f"{_TALLY} WHERE consumer = ? GROUP BY 1, 2 ORDER BY 2", mine) if row[2]]
+        totals = {state: n for state, _, n in tx.all(f"{_SELECT_TALLIES} WHERE consumer = 0 GROUP BY 1, 2")}
+        tallies = [
+            row for row in tx.all(f"{_SELECT_TALLIES} WHERE consumer = ? GROUP BY 1, 2 ORDER BY 2", mine) if row[2]
+        ]
         unseen = queue.inbox_size(tx, mine[0])
     by_state: Counter[str] = Counter()
     for state, _, n in tallies:
@@ -94,7 +98,7 @@ def counts(book: Book, name: str) -> Counts:
     )
 
 
-def history(book: Book, uid: str) -> list[Entry]:
+def read_history(book: Book, uid: str) -> list[Entry]:
     """See `Book.history`."""
     queue.drain_inboxes(book, bounded=True)
     with book.ledger.read() as tx:
@@ -107,7 +111,7 @@ def history(book: Book, uid: str) -> list[Entry]:
             row,
         )
     return [
-        Entry(at, kind, reason, consumer, step, lease, parsed(detail, "an event's detail") if detail else {})
+        Entry(at, kind, reason, consumer, step, lease, parse_object(detail, "an event's detail") if detail else {})
         for at, kind, reason, consumer, step, lease, detail in rows
     ]
 
@@ -157,7 +161,7 @@ def keep_rates(
             mine,
         )
     if edges is None:
-        edges = _edges([row[0] for row in rows])
+        edges = _equal_ranges([row[0] for row in rows])
     rising = [float(edge) for edge in edges]
     if len(rising) < 2 or any(b <= a for a, b in pairwise(rising)):
         if not rows:
@@ -179,7 +183,7 @@ def keep_rates(
     return rates
 
 
-def _edges(values: Sequence[float]) -> list[float]:
+def _equal_ranges(values: Sequence[float]) -> list[float]:
     """Return the edges of up to eight ranges of equal width."""
     finite = [float(value) for value in values if math.isfinite(value)]
     if not finite:
@@ -192,10 +196,10 @@ def _edges(values: Sequence[float]) -> list[float]:
 
 METRICS_KIND = "metrics"
 """Of the events: `step` is the step's number, `detail` the numbers by name."""
-_MOST = 1 << 63
+_INT64_END = 1 << 63
 
 
-def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
+def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
     """Convert metrics to strict JSON: NaN and infinity become strings that `float` and SQL's CAST parse.
 
     Args:
@@ -205,9 +209,9 @@ def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
         ValueError: A name is empty, or a value is not a number.
 
     >>> import numpy as np
-    >>> json_number({"loss": np.float32(0.5), "kl": float("nan"), "low": -float("inf"), "tokens": 7})
+    >>> encode_metrics({"loss": np.float32(0.5), "kl": float("nan"), "low": -float("inf"), "tokens": 7})
     {'loss': 0.5, 'kl': 'NaN', 'low': '-Infinity', 'tokens': 7}
-    >>> json_number({"loss": "0.5"})
+    >>> encode_metrics({"loss": "0.5"})
     Traceback (most recent call last):
         ...
     ValueError: metrics['loss']: got '0.5', expected an int or a float
@@ -221,7 +225,7 @@ def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
         if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
             hint = "; .item() gives a tensor's" if hasattr(value, "item") else ""
             raise ValueError(f"metrics[{name!r}]: got {str(value)[:60]!r}, expected an int or a float{hint}")
-        if isinstance(value, Integral) and -_MOST <= int(value) < _MOST:
+        if isinstance(value, Integral) and -_INT64_END <= int(value) < _INT64_END:
             numbers[name] = int(value)
             continue
         try:
@@ -235,8 +239,8 @@ def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
     return numbers
 
 
-def finite_numbers(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
-    """Convert JSON of `json_number`, which anybody may have written, back to numbers.
+def decode_metrics(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
+    """Convert JSON of `encode_metrics`, which anybody may have written, back to numbers.
 
     Args:
         metrics: Numbers, or names of special numbers, by name.
@@ -245,7 +249,7 @@ def finite_numbers(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
     Raises:
         CorruptBookError: A value is not a number.
 
-    >>> finite_numbers({"loss": 0.5, "kl": "NaN", "tokens": 7}, "a line")
+    >>> decode_metrics({"loss": 0.5, "kl": "NaN", "tokens": 7}, "a line")
     {'loss': 0.5, 'kl': nan, 'tokens': 7}
     """
     numbers: dict[str, float] = {}
@@ -261,9 +265,9 @@ def finite_numbers(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
 
 def log_metrics(book: Book, step: int, metrics: Mapping[str, Any]) -> None:
     """See `Book.log`."""
-    if check_int("step", step) >= _MOST:
+    if check_int("step", step) >= _INT64_END:
         raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
-    event = queue.Event(METRICS_KIND, step=int(step), detail=json_number(metrics))
+    event = queue.Event(METRICS_KIND, step=int(step), detail=encode_metrics(metrics))
     with book.ledger.write() as tx:
         queue.record_events(tx, [event])
 
@@ -277,11 +281,11 @@ def read_metrics(book: Book) -> list[tuple[int, dict[str, float]]]:
         )
     entries: list[tuple[int, int, dict[str, float]]] = []
     for event, kind, step, detail in rows:
-        metrics = parsed(detail, f"event {event}")
+        metrics = parse_object(detail, f"event {event}")
         if kind == METRICS_KIND:
             if type(step) is not int:
                 raise CorruptBookError(f"event {event}: step: got {step!r}, expected a whole number")
-            entries.append((event, step, finite_numbers(metrics, f"event {event}")))
+            entries.append((event, step, decode_metrics(metrics, f"event {event}")))
         else:
             back = metrics.get("event")
             if type(back) is not int:

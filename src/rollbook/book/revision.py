@@ -21,9 +21,9 @@ from rollbook.book.consumer import Consumer, all_consumers, save_consumer
 from rollbook.book.content_hash import is_late
 from rollbook.book.disk import Disk, hit_failpoint
 from rollbook.book.errors import BookError, ConflictError
-from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, let_others
+from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, yield_to_writers
 from rollbook.book.media import extract
-from rollbook.book.read import check_present, fetch, locate, seqs_of, uids_of
+from rollbook.book.read import check_present, fetch, find_seqs, get_uids, locate
 from rollbook.book.segments.files import FileSegmentStore, SegmentStore
 from rollbook.core.checks import suggest
 from rollbook.core.experiences import from_rows
@@ -127,8 +127,8 @@ def _compare_entries(name: str, old: dict[Any, Any], new: dict[Any, Any]) -> tup
     return additions, None
 
 
-_short = Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 60
+_abbreviator = Repr()
+_abbreviator.maxstring = _abbreviator.maxother = _abbreviator.maxlong = 60
 
 
 def _difference(field: str, old: Any, new: Any) -> Difference:
@@ -151,11 +151,11 @@ def _show_value(value: Any, beside: Any) -> str:
         )
         start = max(0, at - 10)
         return f"{value[start : start + 50]!r} from character {start} of {len(value)}"
-    return _short.repr(value)
+    return _abbreviator.repr(value)
 
 
 DELETIONS_FILE = "deletions.jsonl"
-_LONGEST = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Deletion:
     fields: tuple[str, ...] = ()
 
 
-def add_deletion(store: SegmentStore, entries: Iterable[Deletion]) -> None:
+def append_deletions(store: SegmentStore, entries: Iterable[Deletion]) -> None:
     """Append entries and sync them; a book that has no folder keeps no list. Call it in a write transaction."""
     if not isinstance(store, FileSegmentStore):
         return
@@ -211,7 +211,7 @@ def read_deletions(folder: str | os.PathLike[str], disk: Disk) -> tuple[list[Del
         return entries, False
     complete = True
     with os.fdopen(fd, "rb") as file:
-        while line := file.readline(_LONGEST):
+        while line := file.readline(_MAX_LINE_BYTES):
             if line == b"\n":
                 continue
             entry = _parse_deletion(line)
@@ -235,11 +235,11 @@ def _parse_deletion(line: bytes) -> Deletion | None:
 
 Change = Callable[["Experience", int], tuple["Experience", Sequence[str]] | None]
 """From a record as it is and its place among those asked for: as it should be, and what changed; `None`: nothing."""
-_TRIES = 50
-_AT_ONCE = 500
+_MAX_ATTEMPTS = 50
+_CHUNK = 500
 """How many records one transaction of a deletion holds: others wait for it."""
-_REDACTED_AT_ONCE = 500
-_REDACTED_BYTES = 16 << 20
+_REDACT_CHUNK = 500
+_REDACT_BYTES = 16 << 20
 """How many records, and about how many bytes, a redaction reads and writes at once."""
 
 
@@ -261,9 +261,9 @@ def rewrite_records(
     Returns:
         The indices of the changed records. If there are none, nothing is appended either.
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         with book.ledger.read() as tx:
-            before = _revisions(tx, seqs)
+            before = _read_revisions(tx, seqs)
         rows = fetch(book, seqs).rows()
         rewritten: list[tuple[int, int, Experience, Experience, Sequence[str]]] = []
         for i, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
@@ -288,11 +288,11 @@ def rewrite_records(
         digest = content_hash.content_hashes(records).full if hashes is None else [hashes[i] for i, *_ in rewritten]
         values: dict[str, list[float | None]] = {}
         with queue.write_drained(book, timeout=timeout) as tx:
-            if _revisions(tx, seqs) != before or not book.store.has(places[0].segment):
+            if _read_revisions(tx, seqs) != before or not book.store.has(places[0].segment):
                 continue  # Somebody else revised or deleted one of them meanwhile: on top of that, then.
             if kind == "redacted":
-                to_purge(tx, [seq for _, seq, *_ in rewritten])
-                _scrub(tx, seqs)
+                mark_for_purge(tx, [seq for _, seq, *_ in rewritten])
+                _clear_quoted_values(tx, seqs)
             segment = places[0].segment
             if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
                 book.store.seal()  # As in an append.
@@ -331,8 +331,12 @@ def rewrite_records(
             for _, seq, old, new, names in rewritten:
                 detail: dict[str, Any] = {"author": author, "fields": list(names), "revision": before[seq][0] + 1}
                 if kind == "revised":
-                    detail["was"] = {name: _scalar(old, name) for name in names if _scalar(old, name) is not None}
-                    detail["is"] = {name: _scalar(new, name) for name in names if _scalar(new, name) is not None}
+                    detail["was"] = {
+                        name: _event_value(old, name) for name in names if _event_value(old, name) is not None
+                    }
+                    detail["is"] = {
+                        name: _event_value(new, name) for name in names if _event_value(new, name) is not None
+                    }
                 events.append(queue.Event(kind, seq, reason=reason, detail=detail))
             queue.record_events(tx, events)
             tx.many(
@@ -345,21 +349,23 @@ def rewrite_records(
                     found_numbers = index_columns.number_column(records, ranked_by)
                     values[ranked_by] = [None if n is None or math.isnan(n) else n for n in found_numbers]
                 seqs_made = [seq for _, seq, *_ in rewritten]
-                follow_revisions(tx, consumer, seqs_made, values.get(ranked_by or ""), retrain is not False)
+                apply_revisions(tx, consumer, seqs_made, values.get(ranked_by or ""), retrain is not False)
                 if retrain == "group":
-                    follow_revisions(
-                        tx, consumer, _siblings(tx, [tag.gid for tag in found_tags], seqs_made), None, True
+                    apply_revisions(
+                        tx, consumer, _find_siblings(tx, [tag.gid for tag in found_tags], seqs_made), None, True
                     )
             if also is not None:
                 also(tx)
             if kind == "redacted":
                 blanked = [(new.eid.uid, tuple(names)) for _, _, _, new, names in rewritten]
-                add_deletion(book.store, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
+                append_deletions(book.store, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
         return [i for i, *_ in rewritten]
-    raise BookError(f"records {list(seqs)[:3]}...: others revised them {_TRIES} times while this revision was made")
+    raise BookError(
+        f"records {list(seqs)[:3]}...: others revised them {_MAX_ATTEMPTS} times while this revision was made"
+    )
 
 
-def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None, bool]]:
+def _read_revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None, bool]]:
     """Return the revision of each record, why it is gone, and whether it is for evaluation."""
     states: dict[int, tuple[int, str | None, bool]] = {}
     for marks, part in chunks(seqs):
@@ -368,7 +374,7 @@ def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str
     return states
 
 
-def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> list[int]:
+def _find_siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> list[int]:
     """Return the other records of these groups that can be trained on."""
     siblings: list[int] = []
     for marks, part in chunks(list(dict.fromkeys(gids))):
@@ -382,7 +388,7 @@ def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> l
     return [seq for seq in siblings if seq not in left]
 
 
-def _scalar(row: Experience, name: str) -> Any:
+def _event_value(row: Experience, name: str) -> Any:
     """Return a number or text for an event, or `None` for anything else."""
     head, _, key = name.partition(".")
     value = getattr(row, head)
@@ -393,7 +399,7 @@ def _scalar(row: Experience, name: str) -> Any:
     return value if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= 200) else None
 
 
-def follow_revisions(
+def apply_revisions(
     tx: Transaction, consumer: Consumer, seqs: Sequence[int], values: Sequence[float | None] | None, retrain: bool
 ) -> None:
     """Let a consumer know of the new numbers, and have the records wait again if that is asked."""
@@ -453,11 +459,11 @@ def add_fields(
         book, seqs, change, kind="revised", author=author, reason="append", hashes=digest, also=also, timeout=timeout
     )
     if len(revised) < len(seqs):
-        _remember(book, seqs, digest, author)
+        _store_hashes(book, seqs, digest, author)
     return [pending.tags[indices[i]].uid for i in revised]
 
 
-def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: str) -> None:
+def _store_hashes(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: str) -> None:
     """Store the hashes of records that added nothing, so that the next append recognizes them at once."""
     with book.ledger.write() as tx:
         for seq, content in zip(seqs, digest, strict=True):
@@ -496,15 +502,15 @@ def revise_records(
         names = [name for name in new_fields if not same(getattr(old, name), getattr(new, name))]
         return (new, names) if names else None
 
-    seqs = seqs_of(book, list(changes))
+    seqs = find_seqs(book, list(changes))
     done = rewrite_records(book, seqs, change, kind="revised", author=author, reason=reason, retrain=retrain)
     same_as_before = [seq for i, seq in enumerate(seqs) if i not in set(done)]
     if retrain and same_as_before:
-        _return(book, same_as_before, retrain)
+        _requeue_unchanged(book, same_as_before, retrain)
     return len(done)
 
 
-def _return(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
+def _requeue_unchanged(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
     """Have records wait again to which a revision changed nothing."""
     with queue.write_drained(book) as tx:
         returned = list(seqs)
@@ -512,9 +518,9 @@ def _return(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
             gids: list[str] = []
             for marks, part in chunks(seqs):
                 gids += [row[0] for row in tx.all(f"SELECT gid FROM records WHERE seq IN ({marks})", part)]
-            returned += _siblings(tx, gids, seqs)
+            returned += _find_siblings(tx, gids, seqs)
         for consumer in all_consumers(tx):
-            follow_revisions(tx, consumer, returned, None, True)
+            apply_revisions(tx, consumer, returned, None, True)
 
 
 REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
@@ -570,19 +576,19 @@ def redact_records(
         names = [name for name, head in heads.items() if not same(getattr(old, head), getattr(new, head))]
         return (new, names) if names else None
 
-    seqs = seqs_of(book, uids_of(uids))
+    seqs = find_seqs(book, get_uids(uids))
     return sum(
         len(rewrite_records(book, piece, change, kind="redacted", author=author, reason=reason))
-        for piece in _pieces(book, seqs)
+        for piece in _split_by_size(book, seqs)
     )
 
 
-def _pieces(book: Book, seqs: Sequence[int]) -> list[list[int]]:
+def _split_by_size(book: Book, seqs: Sequence[int]) -> list[list[int]]:
     """Split records into pieces that are rewritten together; raise if one of them has no bytes."""
     pieces: list[list[int]] = []
     room = 0
-    for start in range(0, len(seqs), _AT_ONCE):
-        part = seqs[start : start + _AT_ONCE]
+    for start in range(0, len(seqs), _CHUNK):
+        part = seqs[start : start + _CHUNK]
         with book.ledger.read() as tx:
             places = locate(tx, part)
             sizes = dict(
@@ -592,15 +598,15 @@ def _pieces(book: Book, seqs: Sequence[int]) -> list[list[int]]:
             )
         check_present(book, part, places)
         for seq in part:
-            if not pieces or len(pieces[-1]) == _REDACTED_AT_ONCE or sizes[seq] > room:
+            if not pieces or len(pieces[-1]) == _REDACT_CHUNK or sizes[seq] > room:
                 pieces.append([])
-                room = _REDACTED_BYTES
+                room = _REDACT_BYTES
             pieces[-1].append(seq)
             room -= sizes[seq]
     return pieces
 
 
-def to_purge(tx: Transaction, seqs: Sequence[int]) -> None:
+def mark_for_purge(tx: Transaction, seqs: Sequence[int]) -> None:
     """Note the segments that hold bytes which must go, however few: the next compaction writes them anew."""
     for marks, part in chunks(seqs):
         for table, condition in (
@@ -614,7 +620,7 @@ def to_purge(tx: Transaction, seqs: Sequence[int]) -> None:
             )
 
 
-def _scrub(tx: Transaction, seqs: Sequence[int]) -> None:
+def _clear_quoted_values(tx: Transaction, seqs: Sequence[int]) -> None:
     """Values that events quote of a record are not kept longer than the record's own."""
     for marks, part in chunks(seqs):
         tx.run(f"UPDATE events SET detail = NULL WHERE kind = 'revised' AND seq IN ({marks})", part)
@@ -622,25 +628,25 @@ def _scrub(tx: Transaction, seqs: Sequence[int]) -> None:
 
 def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str | None) -> int:
     """See `Book.delete`."""
-    seqs = seqs_of(book, uids)
+    seqs = find_seqs(book, uids)
     count = 0
-    for start in range(0, len(seqs), _AT_ONCE):
+    for start in range(0, len(seqs), _CHUNK):
         with queue.write_drained(book) as tx:
-            count += _delete(tx, book, seqs[start : start + _AT_ONCE], author, reason)
+            count += _delete_chunk(tx, book, seqs[start : start + _CHUNK], author, reason)
         hit_failpoint("during delete")
-        if start + _AT_ONCE < len(seqs):
-            let_others(book.ledger)
+        if start + _CHUNK < len(seqs):
+            yield_to_writers(book.ledger)
     return count
 
 
-def _delete(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reason: str | None) -> int:
+def _delete_chunk(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reason: str | None) -> int:
     """Delete those of these records that are not deleted yet; how many."""
     present = tx.all(
         f"SELECT seq, uid FROM records WHERE seq {tx.in_ints} AND (gone IS NULL OR gone <> 'deleted')",
         (tx.array(seqs),),
     )
     fresh = [seq for seq, _ in present]
-    to_purge(tx, fresh)
+    mark_for_purge(tx, fresh)
     tx.run(
         "UPDATE records SET gone = 'deleted', segment = NULL, start = NULL, size = NULL, slot = NULL, "
         f"bytes = 0, reward = NULL, scored = 0 WHERE seq {tx.in_ints}",
@@ -654,6 +660,6 @@ def _delete(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reaso
             tx, consumer, [row for row in rows if row.state in (queue.WAITING, queue.COOLING, queue.LEASED)], "deleted"
         )
         save_consumer(tx, consumer)
-    _scrub(tx, fresh)
-    add_deletion(book.store, [Deletion(uid, tx.now, author, reason) for _, uid in present])
+    _clear_quoted_values(tx, fresh)
+    append_deletions(book.store, [Deletion(uid, tx.now, author, reason) for _, uid in present])
     return len(fresh)

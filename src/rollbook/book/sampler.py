@@ -48,22 +48,22 @@ State = dict[str, Any]
 """A sampler's state, stored in the ledger as JSON: a few numbers."""
 
 
-def chance(*parts: int) -> float:
+def hash_uniform(*parts: int) -> float:
     """Return a pseudo-random number in (0, 1) that depends only on `parts`.
 
-    >>> chance(1, 2) == chance(1, 2), chance(1, 2) == chance(2, 1), 0 < chance(3) < 1
+    >>> hash_uniform(1, 2) == hash_uniform(1, 2), hash_uniform(1, 2) == hash_uniform(2, 1), 0 < hash_uniform(3) < 1
     (True, False, True)
     """
     word = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(parts)}q", *parts))
     return ((word >> 11) + 0.5) / (1 << 53)
 
 
-def finish(item: Item, weight: float, state: State) -> float:
+def draw_rank(item: Item, weight: float, state: State) -> float:
     """Return the consumer's clock plus a random exponential time of rate `weight`."""
     clock = float(state.get("clock", 0.0))
     # The clock is a part of the chance: an item ranked again later must not race with a time that is known to be long.
     (moment,) = struct.unpack("<q", struct.pack("<d", clock))
-    return clock - math.log(chance(item.seed, item.seq, item.uses, moment)) / weight
+    return clock - math.log(hash_uniform(item.seed, item.seq, item.uses, moment)) / weight
 
 
 class Sampler(Protocol):
@@ -137,7 +137,7 @@ class NewestPolicy(_Ordered):
         return math.inf if item.version is None else -float(item.version)
 
 
-class _Racing:
+class _Random:
     """Base of random samplers, which rank by exponential times on the consumer's clock."""
 
     keeps: ClassVar[bool] = True
@@ -150,7 +150,7 @@ class _Racing:
 
 
 @dataclass(frozen=True)
-class Uniform(_Racing):
+class Uniform(_Random):
     """Draws waiting records with equal probability."""
 
     key: str | None = None
@@ -165,11 +165,11 @@ class Uniform(_Racing):
 
     def rank(self, item: Item, state: State) -> float:
         """Return the clock plus an exponential time of rate 1."""
-        return finish(item, 1.0, state)
+        return draw_rank(item, 1.0, state)
 
 
 @dataclass(frozen=True)
-class Proportional(_Racing):
+class Proportional(_Random):
     """Draws record i with probability `P(i) = p_i ** alpha / sum(p ** alpha)`, where `p` is its value under `key`.
 
     `Lease.weights` are the importance weights `(1 / (N * P(i))) ** beta`, divided by the largest of the lease.
@@ -209,7 +209,7 @@ class Proportional(_Racing):
 
     def rank(self, item: Item, state: State) -> float:
         """Return the clock plus an exponential time whose rate is the weight."""
-        return finish(item, self.weight(item), state)
+        return draw_rank(item, self.weight(item), state)
 
 
 @dataclass(frozen=True)
@@ -246,8 +246,8 @@ class Priority(_Ordered):
         """Return the negative of the priority."""
         priority = (item.version or 0) - self.decay * item.uses
         if self.function == "decay_limit_randomization" and self.sigma:
-            radius = math.sqrt(-2 * math.log(chance(item.seed, item.seq, item.uses, 1)))
-            priority += self.sigma * radius * math.cos(2 * math.pi * chance(item.seed, item.seq, item.uses, 2))
+            radius = math.sqrt(-2 * math.log(hash_uniform(item.seed, item.seq, item.uses, 1)))
+            priority += self.sigma * radius * math.cos(2 * math.pi * hash_uniform(item.seed, item.seq, item.uses, 2))
         return -priority
 
     def after(self, item: Item) -> tuple[bool, float]:

@@ -32,14 +32,14 @@ import numpy as np
 import xxhash
 
 from rollbook.book import disk
-from rollbook.book.disk import Disk, File, identity, read_private
+from rollbook.book.disk import Disk, File, file_identity, read_private
 from rollbook.book.errors import (
     CorruptBookError,
     MissingSegmentError,
     NewerLayoutError,
     SegmentBusyError,
     WriterStoppedError,
-    moved,
+    moved_error,
 )
 from rollbook.core.checks import check_int
 
@@ -116,7 +116,7 @@ class SegmentStore(Protocol):
 # --- what all stores share -----------------------------------------------------------------------------------------
 
 
-def header() -> bytes:
+def build_header() -> bytes:
     """Return the first 64 bytes of a segment."""
     head = _HEAD.pack(MAGIC, VERSION, ALIGN)
     return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
@@ -131,7 +131,7 @@ def check_header(head: bytes, segment: str) -> None:
         raise CorruptBookError(f"segment {segment}: magic {magic!r} is not that of a segment, {MAGIC!r}", 0)
     if version > VERSION:
         raise NewerLayoutError(f"segment {segment}: layout {version} is newer than {VERSION}, which this version knows")
-    if head != header():
+    if head != build_header():
         raise CorruptBookError(f"segment {segment}: the header (version {version}, length {length}) is damaged", 8)
 
 
@@ -170,13 +170,13 @@ def check_place(place: Place) -> Place:
     return place
 
 
-def too_short(place: Place, size: int) -> CorruptBookError:
+def too_short_error(place: Place, size: int) -> CorruptBookError:
     return CorruptBookError(
         f"segment {place.segment}: a part reaches to byte {place.stop}, the segment has {size}", size
     )
 
 
-def lay_out(parts: Sequence[Buffer]) -> tuple[list[tuple[int, int]], list[bytes | memoryview]]:
+def align_parts(parts: Sequence[Buffer]) -> tuple[list[tuple[int, int]], list[bytes | memoryview]]:
     """Return the offset and length of each part, and the pieces to write: parts with zeros in between."""
     places: list[tuple[int, int]] = []
     pieces: list[bytes | memoryview] = []
@@ -218,10 +218,10 @@ def read_segment(disk: Disk, path: str, place: Place, mapped: bool) -> memoryvie
         check_header(os.pread(fd, ALIGN, 0), place.segment)
         size = os.fstat(fd).st_size
         if place.stop > size:
-            raise too_short(place, size)
+            raise too_short_error(place, size)
         view = read_private(fd, place.offset, place.stop, mapped)
         if len(view) < place.length:
-            raise too_short(place, place.offset + len(view))
+            raise too_short_error(place, place.offset + len(view))
         return view
     except OSError as error:
         error.filename = path
@@ -240,7 +240,7 @@ def read_pieces(disk: Disk, path: str, places: Sequence[Place]) -> list[Buffer]:
         pieces: list[Buffer] = []
         for place in places:
             if place.stop > size:
-                raise too_short(place, size)
+                raise too_short_error(place, size)
             piece = os.pread(fd, place.length, place.offset)
             pieces.append(piece if len(piece) == place.length else read_private(fd, place.offset, place.stop, False))
         return pieces
@@ -251,7 +251,7 @@ def read_pieces(disk: Disk, path: str, places: Sequence[Place]) -> list[Buffer]:
         os.close(fd)
 
 
-def by_segment(places: Sequence[Place], read: Callable[[str, list[Place]], Sequence[Buffer]]) -> list[Buffer]:
+def read_by_segment(places: Sequence[Place], read: Callable[[str, list[Place]], Sequence[Buffer]]) -> list[Buffer]:
     """Return the bytes at each place; `read` reads the places of one segment."""
     numbers: dict[str, list[int]] = {}
     for i, place in enumerate(places):
@@ -292,7 +292,7 @@ class FileSegmentStore:
     ) -> None:
         self.book_folder = os.path.abspath(folder)
         self.folder = os.path.join(self.book_folder, "segments")
-        self._identity = identity(self.book_folder)
+        self._identity = file_identity(self.book_folder)
         self.disk = Disk() if disk is None else disk
         self.segment_bytes = check_int("segment_bytes", segment_bytes, ALIGN)
         self._lock = threading.Lock()
@@ -311,18 +311,18 @@ class FileSegmentStore:
                 raise WriterStoppedError(
                     f"writing to {self.folder} stopped when this failed: {self._stopped}; reopen the book to go on"
                 ) from self._stopped
-            places, pieces = lay_out(parts)
+            places, pieces = align_parts(parts)
             if not places:
                 return []
             if self._size + sum(map(len, pieces)) > self.segment_bytes:
                 self._end()
             if self._file is None:
                 self._file = self._start()
-            elif identity(self._file.path) != identity(self._file.fd):
-                raise moved(self._file.path)
+            elif file_identity(self._file.path) != file_identity(self._file.fd):
+                raise moved_error(self._file.path)
             file, fresh, base = self._file, not self._size, self._size or ALIGN
             try:
-                size = self._size + self.disk.append(file, [header(), *pieces] if fresh else pieces)
+                size = self._size + self.disk.append(file, [build_header(), *pieces] if fresh else pieces)
                 if disk.failpoints_active:
                     disk.hit_failpoint("after write")
                 self.disk.sync(file)
@@ -349,7 +349,7 @@ class FileSegmentStore:
         """Create a new file and lock it before others could take it for that of a dead writer."""
         if self._identity is None:
             self.disk.make_folder(self.book_folder)
-            self._identity = identity(self.book_folder)
+            self._identity = file_identity(self.book_folder)
         self._check_unmoved()
         self.disk.make_folder(self.folder)
         self._check_folder()
@@ -374,8 +374,8 @@ class FileSegmentStore:
             )
 
     def _check_unmoved(self) -> None:
-        if self._identity is not None and identity(self.book_folder) != self._identity:
-            raise moved(self.book_folder)
+        if self._identity is not None and file_identity(self.book_folder) != self._identity:
+            raise moved_error(self.book_folder)
 
     def _path(self, segment: str) -> str:
         check_name(segment)
@@ -393,7 +393,7 @@ class FileSegmentStore:
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
         """Return a copy of the bytes at each place; each file is opened once."""
-        return by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
+        return read_by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
 
     def has(self, segment: str) -> bool:
         """Return whether the segment exists."""
@@ -489,13 +489,13 @@ class MemorySegmentStore:
         with self._lock:
             if self._closed:
                 raise ValueError("the store is closed: nothing more can be put on it")
-            places, pieces = lay_out(parts)
+            places, pieces = align_parts(parts)
             if not places:
                 return []
             size = sum(map(len, pieces))
             if self._open is None or len(self._segments[self._open]) + size > self.segment_bytes:
                 self._open = new_name()
-                self._segments[self._open] = bytearray(header())
+                self._segments[self._open] = bytearray(build_header())
             memory = self._segments[self._open]
             base = len(memory)
             for piece in pieces:
@@ -510,7 +510,7 @@ class MemorySegmentStore:
                 raise MissingSegmentError(place.segment)
             memory = self._segments[place.segment]
             if place.stop > len(memory):
-                raise too_short(place, len(memory))
+                raise too_short_error(place, len(memory))
             with memoryview(memory) as view, view[place.offset : place.stop] as part:
                 return np.array(part, dtype=np.uint8).data
 
@@ -558,9 +558,9 @@ class MemorySegmentStore:
 _stores: weakref.WeakSet[FileSegmentStore | MemorySegmentStore] = weakref.WeakSet()
 
 
-def _forked() -> None:
+def _reset_stores() -> None:
     for store in list(_stores):
         store._after_fork()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_stores)

@@ -19,17 +19,17 @@ from rollbook.book.errors import MissingSegmentError
 from rollbook.book.segments.files import (
     ALIGN,
     Place,
-    by_segment,
+    align_parts,
+    build_header,
     check_header,
     check_name,
     check_place,
-    header,
     is_name,
-    lay_out,
     new_name,
+    read_by_segment,
     read_pieces,
     read_segment,
-    too_short,
+    too_short_error,
 )
 from rollbook.core.addresses import redacted
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-KEPT_BYTES = 64 << 20
+CACHE_BYTES = 64 << 20
 """How many bytes of parts that were read last are kept, so that the rows of one frame cost one request."""
-KEPT_NAMES = 1 << 16
+CACHE_NAMES = 1 << 16
 """How many objects are remembered as having been checked."""
-_NEAR = 64 << 10  # a part this near to the object's begin is read together with the header
+_HEADER_READ_BYTES = 64 << 10  # a part this near to the object's begin is read together with the header
 
 
-class _Recent(Generic[Key, Value]):
+class _LRUCache(Generic[Key, Value]):
     """What was used last, up to a weight in all; threads may share it."""
 
     def __init__(self, most: int) -> None:
@@ -73,7 +73,7 @@ class _Recent(Generic[Key, Value]):
                 self.weight -= self._items.popitem(last=False)[1][1]
 
 
-class _Files:
+class _FileObjects:
     """Objects as files of a folder that may be on a network: synced, and made visible by renaming.
 
     They are copied, not mapped: on NFS a file that another machine removes kills whoever touches its map.
@@ -94,7 +94,7 @@ class _Files:
         return read_segment(self.disk, self._path(place.segment), place, mapped=False)
 
     def read_many(self, places: Sequence[Place]) -> list[Buffer]:
-        return by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
+        return read_by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
 
     def has(self, name: str) -> bool:
         return self.disk.is_plain(self._path(name))
@@ -109,7 +109,7 @@ class _Files:
         self.disk.remove(self._path(name))
 
 
-class _Objects:
+class _RemoteObjects:
     """Objects of a store that fsspec reaches."""
 
     def __init__(self, url: str, options: Mapping[str, Any], prefix: str) -> None:
@@ -121,8 +121,8 @@ class _Objects:
     def _open(self) -> None:
         self._fs, root = _file_system(self.url, self.options)
         self.root = "/".join(filter(None, (root.rstrip("/"), self.prefix)))
-        self._parts: _Recent[Place, bytes] = _Recent(KEPT_BYTES)
-        self._checked: _Recent[str, bool] = _Recent(KEPT_NAMES)
+        self._parts: _LRUCache[Place, bytes] = _LRUCache(CACHE_BYTES)
+        self._checked: _LRUCache[str, bool] = _LRUCache(CACHE_NAMES)
         self._pid = os.getpid()
 
     @property
@@ -157,13 +157,13 @@ class _Objects:
         cached = self._parts.get(place)
         if cached is None:
             checked = self._checked.get(place.segment) is not None
-            start = place.offset if checked or place.offset > _NEAR else 0
+            start = place.offset if checked or place.offset > _HEADER_READ_BYTES else 0
             data = self._bytes(fs, place, start, place.stop) if place.length or not checked else b""
             if not checked:
                 check_header(data[:ALIGN] if not start else self._bytes(fs, place, 0, ALIGN), place.segment)
                 self._checked.add(place.segment, True, 1)
             if start + len(data) < place.stop:
-                raise too_short(place, start + len(data))
+                raise too_short_error(place, start + len(data))
             cached = data[place.offset - start :]
             self._parts.add(place, cached, len(cached))
         return np.frombuffer(cached, dtype=np.uint8).copy().data
@@ -198,7 +198,7 @@ class _Objects:
         result: list[Buffer] = [next(pieces) if place.length else b"" for place in places]
         for place, found_bytes in zip(places, result, strict=True):
             if len(memoryview(found_bytes)) != place.length:
-                raise too_short(place, place.offset + len(memoryview(found_bytes)))
+                raise too_short_error(place, place.offset + len(memoryview(found_bytes)))
         return result
 
     def has(self, name: str) -> bool:
@@ -268,11 +268,11 @@ class FsspecSegmentStore:
         fs, root = _file_system(url, options)
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
         # Through fsspec a local file is neither synced nor complete when it is seen.
-        self._store: _Files | _Objects
+        self._store: _FileObjects | _RemoteObjects
         if "file" in protocols:
-            self._store = _Files(os.path.join(root, prefix), Disk() if disk is None else disk)
+            self._store = _FileObjects(os.path.join(root, prefix), Disk() if disk is None else disk)
         else:
-            self._store = _Objects(url, options, prefix)
+            self._store = _RemoteObjects(url, options, prefix)
         self.url = url
         self._closed = False
 
@@ -280,11 +280,11 @@ class FsspecSegmentStore:
         """Write all parts as one new object; it is there, whole, when this returns."""
         if self._closed:
             raise ValueError("the store is closed: nothing more can be put on it")
-        places, pieces = lay_out(parts)
+        places, pieces = align_parts(parts)
         if not places:
             return []
         name = new_name()
-        self._store.write(name, [header(), *pieces])
+        self._store.write(name, [build_header(), *pieces])
         # A store takes an object whole: it is written and it stays at the same moment.
         hit_failpoint("after write")
         hit_failpoint("after sync")
