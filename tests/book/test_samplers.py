@@ -152,7 +152,7 @@ def test_early_late_used_and_changed_items_race_on_equal_terms(sampler: Any, see
         weights = {seq: sampler.weight(item) for seq, (_, item) in waiting.items()}
         race.drawn({seq: kinds[seq] for seq in waiting}, weights, chosen)
         rank, item = waiting.pop(chosen)
-        sampler.took(rank, state)
+        sampler.record_lease(rank, state)
         if dice.random() < 0.8:
             offer(Item(item.seq, seed, item.uses + 1, value=item.value), "used")
         while len(waiting) < 12:
@@ -534,8 +534,8 @@ def test_every_item_has_a_rank(sampler: Any, items: list[Item]) -> None:
         if isinstance(sampler, (Uniform, Proportional)):
             assert state.get("clock", 0.0) <= rank < math.inf
         if math.isfinite(rank):
-            sampler.took(rank, state)
-        again, rest = sampler.after(item)
+            sampler.record_lease(rank, state)
+        again, rest = sampler.reuse(item)
         assert again in (True, False) and 0 <= rest < math.inf
 
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from rollbook.book.errors import UnknownConsumerError as UnknownConsumerError
     from rollbook.book.errors import WriterStoppedError as WriterStoppedError
     from rollbook.book.lease import Lease as Lease
-    from rollbook.book.mix import Mix as Mix
-    from rollbook.book.mix import Part as Part
+    from rollbook.book.lease import Mix as Mix
+    from rollbook.book.lease import Part as Part
     from rollbook.book.query import QueryError as QueryError
     from rollbook.book.query import QueryTimeoutError as QueryTimeoutError
     from rollbook.book.queue import read_policy_lineage as read_policy_lineage
@@ -103,12 +103,12 @@ _HOMES = {
     "MaxSize": "rollbook.book.consumer",
     "MaxUses": "rollbook.book.consumer",
     "MinSize": "rollbook.book.consumer",
-    "Mix": "rollbook.book.mix",
+    "Mix": "rollbook.book.lease",
     "NewerLayoutError": "rollbook.book.errors",
     "NewestPolicy": "rollbook.book.sampler",
     "NotABookError": "rollbook.book.errors",
     "OutcomeUnknownError": "rollbook.book.errors",
-    "Part": "rollbook.book.mix",
+    "Part": "rollbook.book.lease",
     "Priority": "rollbook.book.sampler",
     "Proportional": "rollbook.book.sampler",
     "QueryError": "rollbook.book.query",

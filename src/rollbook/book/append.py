@@ -97,8 +97,8 @@ class PendingAppend:
 
     records: Experiences | RowLayout
     uids: list[str]
-    digests: ContentHashes
-    tags: Sequence[IndexColumns]
+    hashes: ContentHashes
+    index_rows: Sequence[IndexColumns]
     evaluation: bool
     frame: Any = None
     """Their bytes, if they were made already."""
@@ -109,8 +109,8 @@ class PendingAppend:
 
     def take(self, indices: list[int]) -> PendingAppend:
         """Return the records at `indices`, not encoded."""
-        uids, tags = [self.uids[i] for i in indices], [self.tags[i] for i in indices]
-        return PendingAppend(self.select(indices), uids, self.digests.take(indices), tags, self.evaluation)
+        uids, tags = [self.uids[i] for i in indices], [self.index_rows[i] for i in indices]
+        return PendingAppend(self.select(indices), uids, self.hashes.take(indices), tags, self.evaluation)
 
     def select(self, indices: list[int]) -> Experiences:
         """Copy the records at `indices`."""
@@ -202,7 +202,7 @@ def append_records(
     revisions: list[tuple[int, int]]
     while True:
         if hopeful:
-            hopeful, fresh, known_count, revisions = False, list(range(len(pending.tags))), 0, []
+            hopeful, fresh, known_count, revisions = False, list(range(len(pending.index_rows))), 0, []
         else:
             with book.ledger.read() as tx:
                 fresh, known_count, revisions = _classify(tx, pending)
@@ -212,7 +212,7 @@ def append_records(
             if wait_reason is not None:
                 _wait_for_limiter(wait_reason, end)
                 continue
-        new = pending if len(fresh) == len(pending.tags) else pending.take(fresh)
+        new = pending if len(fresh) == len(pending.index_rows) else pending.take(fresh)
         fates: dict[str, str] = {}
         admit = AppendTransaction(book, new) if fresh else None
         # Without a limit, or one of 0 s for limiters, the lock has its default limit.
@@ -263,7 +263,7 @@ def _deduplicate(pending: PendingAppend) -> tuple[PendingAppend, int]:
     first: dict[str, int] = {}
     for i, uid in enumerate(pending.uids):
         j = first.setdefault(uid, i)
-        if pending.digests.full[i] != pending.digests.full[j]:
+        if pending.hashes.full[i] != pending.hashes.full[j]:
             raise ConflictError(f"append: records {j} and {i} are different and have the same id {uid!r}")
     return pending.take(list(first.values())), len(pending.uids) - len(first)
 
@@ -295,12 +295,12 @@ def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, 
                 raise ConflictError(
                     f"{uid}: got it for {_purpose(pending.evaluation)}, it is there for {_purpose(evaluation)}"
                 )
-            same = stored_hash is not None and bytes(stored_hash) == pending.digests.full[i]
-            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, pending.digests.full[i])):
+            same = stored_hash is not None and bytes(stored_hash) == pending.hashes.full[i]
+            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, pending.hashes.full[i])):
                 known_count += 1
             elif gone is not None:
                 # What was sampled is the same: it stays gone, and late fields have nothing to be added to.
-                if core is None or bytes(core) != pending.digests.core[i]:
+                if core is None or bytes(core) != pending.hashes.core[i]:
                     raise ConflictError(f"{uid}: got a record under the id of one that is gone ({gone})")
                 known_count += 1
             else:
@@ -436,7 +436,7 @@ class AppendTransaction:
     def __call__(self, tx: Transaction) -> None:
         book, pending = self.book, self.pending
         uids = pending.uids
-        same_uids, consumer_rows, meta_rows, [(base,)] = tx.ask(
+        same_uids, consumer_rows, meta_rows, [(base,)] = tx.query_many(
             (f"SELECT seq, uid, ({ID_IS_FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
             (SELECT_CONSUMERS, ()),
             ("SELECT key, value FROM meta WHERE key IN ('tokenizer', 'policy_version', 'lineage')", ()),
@@ -472,7 +472,7 @@ class AppendTransaction:
             lineage = queue.read_lineage(tx, lock=True)
         abandoned: set[int] = set()
         if lineage.branches:
-            abandoned = lineage.admit(tx, pending.records, base, [tag.version_max for tag in pending.tags])
+            abandoned = lineage.admit(tx, pending.records, base, [tag.version_max for tag in pending.index_rows])
         for consumer in listening:
             key, numbers = consumer.settings.sampler.key, None
             if key is not None and key not in IndexColumns._fields:
@@ -481,7 +481,7 @@ class AppendTransaction:
             if consumer.settings.max_staleness is not None:
                 floor = queue.version_floor(lineage.announced, consumer.settings.max_staleness)
                 stale |= abandoned
-                for i, tag in enumerate(pending.tags):
+                for i, tag in enumerate(pending.index_rows):
                     if floor is not None and tag.version_min is not None and tag.version_min < floor:
                         stale.add(i)
             if consumer.waiting > tx.now:
@@ -565,15 +565,15 @@ def insert_records(
     tx: Transaction, pending: PendingAppend, stored: Stored | None, base: int, gone: str | None = None
 ) -> None:
     """Insert the records' rows, numbered from `base` on."""
-    count = len(pending.tags)
+    count = len(pending.index_rows)
     place = (None, None, None) if stored is None else (stored.frame.segment, stored.frame.offset, stored.frame.length)
     share = 0 if stored is None else -(-stored.frame.length // count)
     detail = {"evaluation": True} if pending.evaluation else None
     rows, events = [], []
-    for i, tag in enumerate(pending.tags):
+    for i, tag in enumerate(pending.index_rows):
         content, core, slot = None, None, None
         if stored is not None:
-            content, core, slot = pending.digests.full[i], pending.digests.core[i], i
+            content, core, slot = pending.hashes.full[i], pending.hashes.core[i], i
         rows.append((base + i, *tag, int(pending.evaluation), tx.now, 0, content, core, *place, slot, share, gone))
         events.append(queue.Event("admitted", base + i, detail=detail))
     tx.insert("records", _COLUMNS, rows)
@@ -607,7 +607,7 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
     with queue.write_drained(book) as tx:
         # A run that has a record, or failed already, is known: ids end in chance, and who starts again fails it again.
         gids, uids = tx.array([tag.gid for tag in entries]), tx.array(pending.uids)
-        runs, same_uids = tx.ask(
+        runs, same_uids = tx.query_many(
             (
                 "SELECT gid, run FROM records WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') "
                 f"AND gid {tx.in_texts}",
@@ -633,7 +633,10 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
             queue.enter_rows(
                 tx,
                 consumer,
-                [queue.new_row(consumer, base + i, tag.gid, None, None, reason) for i, tag in enumerate(pending.tags)],
+                [
+                    queue.new_row(consumer, base + i, tag.gid, None, None, reason)
+                    for i, tag in enumerate(pending.index_rows)
+                ],
             )
             save_consumer(tx, consumer)
     return len(fresh)

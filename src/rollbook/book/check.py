@@ -113,7 +113,7 @@ class Report:
             severity, remedy = KINDS[kind]
             self.findings.append(Finding(kind, severity, description, where, remedy))
 
-    def did(self, kind: str, description: str, where: str = "", count: int = 1) -> None:
+    def add_repair(self, kind: str, description: str, where: str = "", count: int = 1) -> None:
         """Add an action of a repair.
 
         Args:
@@ -158,7 +158,7 @@ class Problem(NamedTuple):
     seq: int
     uid: str
     description: str
-    mend: Any = None
+    fix: Any = None
     """Of `tags` those of the record, of `uses` the hashes of its media."""
 
 

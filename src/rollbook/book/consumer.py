@@ -629,7 +629,7 @@ def save_consumer(tx: Transaction, consumer: Consumer) -> None:
     counts = (consumer.inserts, consumer.samples, consumer.floor, consumer.generation)
     now = (state, int(consumer.grouped), *counts)
     if now != consumer.saved:
-        tx.later(
+        tx.defer(
             "consumers",
             "UPDATE consumers SET state = ?, grouped = ?, inserts = ?, samples = ?, floor = ?, generation = ? "
             "WHERE id = ?",

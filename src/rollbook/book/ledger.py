@@ -98,7 +98,7 @@ class Transaction(Protocol):
     def run(self, sql: str, values: Sequence[Any] = ()) -> None:
         """Run one statement. In PostgreSQL an error may surface at a later statement."""
 
-    def later(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
+    def defer(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
         """Run one statement that changes rows of `table`, at any time before the next query or the commit.
 
         Its effect must not depend on that of other statements since.
@@ -111,10 +111,10 @@ class Transaction(Protocol):
         """Run one statement for each row of values."""
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
-        """Insert rows in one statement, as `later` does; `conflict` is an `ON CONFLICT` clause."""
+        """Insert rows in one statement, as `defer` does; `conflict` is an `ON CONFLICT` clause."""
 
     def update(self, table: str, keys: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Set `columns` of the rows that `keys` name, as `later` does; each row of values has the columns first, then
+        """Set `columns` of the rows that `keys` name, as `defer` does; each row of values has the columns first, then
         the keys."""
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
@@ -123,7 +123,7 @@ class Transaction(Protocol):
     def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
         """Return the first row of the answer, or `None`."""
 
-    def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
+    def query_many(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
         """Return the rows of several queries, sent to the database together."""
 
     def array(self, values: Sequence[Any]) -> Any:
@@ -184,7 +184,7 @@ class Ledger(Protocol):
     def array(self, values: Sequence[Any]) -> Any:
         """Return the parameter of `in_ints`, as of a `Transaction`."""
 
-    def turn(
+    def wait_turn(
         self, consumer: int, seconds: float | None, stop: threading.Event
     ) -> AbstractContextManager[Waiter | None]:
         """Wait in line, with callers of all processes; the context gives a `Waiter` to one of them at a time.
@@ -317,7 +317,7 @@ class _SQLiteTransaction:
     def run(self, sql: str, values: Sequence[Any] = ()) -> None:
         self.connection.execute(sql, values)
 
-    def later(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
+    def defer(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
         self.connection.execute(sql, values)
 
     def count(self, sql: str, values: Sequence[Any] = ()) -> int:
@@ -350,7 +350,7 @@ class _SQLiteTransaction:
     def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
         return self.connection.execute(sql, values).fetchone()
 
-    def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
+    def query_many(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
         answers = []
         for sql, values in queries:
             rows = self.connection.execute(sql, values)
@@ -497,7 +497,7 @@ class SQLiteLedger:
         """Connect, and remember which file that was."""
         if self.path is None:
             return self._connect()
-        with nullcontext() if self.read_only else self._shared(self.path):
+        with nullcontext() if self.read_only else self._block_repairs(self.path):
             while True:
                 # A file system with layers may copy a file, under another inode, when it is first opened for writing.
                 before = file_identity(self.path)
@@ -513,7 +513,7 @@ class SQLiteLedger:
         return connection
 
     @contextmanager
-    def _shared(self, path: Path) -> Iterator[None]:
+    def _block_repairs(self, path: Path) -> Iterator[None]:
         """Keep repairs from replacing the ledger."""
         with ExitStack() as stack:
             try:
@@ -530,7 +530,7 @@ class SQLiteLedger:
         else:
             check_files(self.path)
             mode = "ro" if self.read_only else "rwc"
-            if self.read_only and self._is_still(self.path):
+            if self.read_only and self._is_immutable(self.path):
                 mode += "&immutable=1"
             try:
                 if not self.read_only and not self.path.exists():
@@ -553,10 +553,10 @@ class SQLiteLedger:
             connection.execute("PRAGMA cell_size_check=ON")
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
             if self.path is not None:
-                self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
+                self._execute_retrying(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
                 check_no_code(connection, self.path)
             if self.path is not None and not self.read_only:
-                self._patiently(connection, "PRAGMA journal_mode=WAL")
+                self._execute_retrying(connection, "PRAGMA journal_mode=WAL")
                 connection.execute("PRAGMA synchronous=FULL")
             connection.execute("PRAGMA mmap_size=0")
             connection.execute("PRAGMA secure_delete=ON")  # what was redacted is not left in free pages
@@ -564,13 +564,13 @@ class SQLiteLedger:
             connection.execute("PRAGMA busy_timeout=0")  # from here on `_patiently` waits, which looks more often
         except sqlite3.DatabaseError as error:
             connection.close()
-            raise self._explained(error) from error
+            raise self._translate_error(error) from error
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _is_still(self, path: Path) -> bool:
+    def _is_immutable(self, path: Path) -> bool:
         """Return whether the ledger cannot change: a closed book in a read-only folder.
 
         SQLite cannot create its shared-memory file there and would refuse to read it.
@@ -578,7 +578,7 @@ class SQLiteLedger:
         log = path.with_name(path.name + WAL_SUFFIX)
         return not os.access(path.parent, os.W_OK) and not (log.exists() and log.stat().st_size)
 
-    def _explained(self, error: sqlite3.DatabaseError) -> Exception:
+    def _translate_error(self, error: sqlite3.DatabaseError) -> Exception:
         text = str(error)
         if isinstance(error, sqlite3.OperationalError):
             if self.read_only and "readonly" in text:
@@ -609,7 +609,7 @@ class SQLiteLedger:
             )
         return error
 
-    def _patiently(self, connection: sqlite3.Connection, sql: str, seconds: float | None = None) -> None:
+    def _execute_retrying(self, connection: sqlite3.Connection, sql: str, seconds: float | None = None) -> None:
         """Run a statement, retrying often while the database is locked: SQLite's own wait sleeps up to 100 ms."""
         seconds = BUSY_SECONDS if seconds is None else seconds
         end = time.monotonic() + seconds
@@ -628,7 +628,7 @@ class SQLiteLedger:
             time.sleep(pause * (0.5 + random.random()))
             pause = min(pause * 1.5, 0.005)
 
-    def _current(self) -> sqlite3.Connection:
+    def _get_connection(self) -> sqlite3.Connection:
         if self._closed:
             raise BookError("the book is closed")
         if self._pid != os.getpid():
@@ -645,7 +645,7 @@ class SQLiteLedger:
     def write(
         self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
     ) -> Iterator[_SQLiteTransaction]:
-        with nullcontext() if self.path is None else self._shared(self.path):
+        with nullcontext() if self.path is None else self._block_repairs(self.path):
             yield from self._transaction("BEGIN IMMEDIATE", timeout)
 
     @contextmanager
@@ -653,19 +653,19 @@ class SQLiteLedger:
         yield from self._transaction("BEGIN")
 
     def _transaction(self, begin: str, timeout: float | None = None) -> Iterator[_SQLiteTransaction]:
-        connection = self._current()
+        connection = self._get_connection()
         start = time.monotonic()
         lock = self._lock  # The threads of this process share the connection.
         if not lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             raise LockTimeoutError(f"another thread of this process held the ledger for {timeout:.3g} s")
         try:
             left = None if timeout is None else max(start + timeout - time.monotonic(), 0.0)
-            self._patiently(connection, begin, left)
+            self._execute_retrying(connection, begin, left)
             try:
                 if begin == "BEGIN":
                     # The first query takes the snapshot. It may meet a connection that recovers, clears the log or is
                     # the last to close the book.
-                    self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
+                    self._execute_retrying(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
                 if self.path is not None and file_identity(self.path) != self._identity:
                     raise moved_error(self.path)
                 yield _SQLiteTransaction(connection, self.clock())
@@ -677,7 +677,7 @@ class SQLiteLedger:
                     connection.execute("ROLLBACK")
                 raise
         except sqlite3.DatabaseError as error:
-            explained = self._explained(error)
+            explained = self._translate_error(error)
             if explained is error:
                 raise
             raise explained from error
@@ -697,13 +697,13 @@ class SQLiteLedger:
 
     def changes(self) -> tuple[int, int]:
         """Return numbers that change when another connection, or this one, has written."""
-        connection = self._current()
+        connection = self._get_connection()
         with self._lock:
             return connection.execute("PRAGMA data_version").fetchone()[0], connection.total_changes
 
     @contextmanager
-    def turn(self, consumer: int, seconds: float | None, stop: threading.Event) -> Iterator[_SQLiteWaiter | None]:
-        """See `Ledger.turn`. Processes wait in line for a lock on a file, which no order is promised for."""
+    def wait_turn(self, consumer: int, seconds: float | None, stop: threading.Event) -> Iterator[_SQLiteWaiter | None]:
+        """See `Ledger.wait_turn`. Processes wait in line for a lock on a file, which no order is promised for."""
         end = math.inf if seconds is None else time.monotonic() + seconds
         with self._turns.take(consumer, end, stop) as mine, ExitStack() as stack:
             if mine and self.path is not None:
@@ -725,13 +725,13 @@ class SQLiteLedger:
 
     def clear_log(self) -> None:
         """Write the log back and truncate it if it is not in use, which removes old pages from the disk."""
-        connection = self._current()
+        connection = self._get_connection()
         if self.path is not None and not self.read_only:
             with self._lock:
                 try:
                     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
                 except sqlite3.DatabaseError as error:
-                    raise self._explained(error) from error
+                    raise self._translate_error(error) from error
 
     def close(self) -> None:
         """Close the connection. Commits are durable with or without it."""

@@ -112,9 +112,9 @@ class PostgresTransaction:
         self.connection = connection
         self.pipeline = pipeline
         self.now = now
-        self.woken: set[int] = set()
+        self.notified_consumers: set[int] = set()
         self.shard = connection.info.backend_pid % SHARDS
-        self._later: dict[str, tuple[str, Sequence[Any]]] = {}
+        self._deferred: dict[str, tuple[str, Sequence[Any]]] = {}
         """Statements that are sent as one, by the table that each changes."""
 
     def _send(self, sql: str, values: Sequence[Any]) -> psycopg.Cursor[Any]:
@@ -123,19 +123,19 @@ class PostgresTransaction:
         return cursor.execute(_to_percent(sql), values) if values else cursor.execute(sql.encode())
 
     def flush(self) -> None:
-        """Send what `later` has gathered."""
-        if self._later:
-            statements, self._later = list(self._later.values()), {}
+        """Send what `defer` has gathered."""
+        if self._deferred:
+            statements, self._deferred = list(self._deferred.values()), {}
             values = [value for _, values in statements for value in values]
             self.connection.cursor().execute(_to_percent(_combine(tuple(sql for sql, _ in statements))), values)
 
     def run(self, sql: str, values: Sequence[Any] = ()) -> None:
         self._send(sql, values)
 
-    def later(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
-        if table in self._later:
+    def defer(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
+        if table in self._deferred:
             self.flush()
-        self._later[table] = (sql, values)
+        self._deferred[table] = (sql, values)
 
     def count(self, sql: str, values: Sequence[Any] = ()) -> int:
         cursor = self._send(sql, values)
@@ -148,12 +148,12 @@ class PostgresTransaction:
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
         if rows:
-            self.later(table, _insert_sql(table, tuple(columns), conflict), (_rows_json(table, tuple(columns), rows),))
+            self.defer(table, _insert_sql(table, tuple(columns), conflict), (_rows_json(table, tuple(columns), rows),))
 
     def update(self, table: str, keys: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         if rows:
             names = (*columns, *keys)
-            self.later(table, _update_sql(table, tuple(keys), tuple(columns)), (_rows_json(table, names, rows),))
+            self.defer(table, _update_sql(table, tuple(keys), tuple(columns)), (_rows_json(table, names, rows),))
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         return self._send(sql, values).fetchall()
@@ -161,7 +161,7 @@ class PostgresTransaction:
     def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
         return self._send(sql, values).fetchone()
 
-    def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
+    def query_many(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
         return [cursor.fetchall() for cursor in [self._send(sql, values) for sql, values in queries]]
 
     def array(self, values: Sequence[Any]) -> list[Any]:
@@ -171,7 +171,7 @@ class PostgresTransaction:
         return "SELECT take_numbers(?, ?)", (f"{table}_numbers", count)
 
     def notify(self, consumer: int) -> None:
-        self.woken.add(consumer)
+        self.notified_consumers.add(consumer)
 
 
 SEQUENCES = (
@@ -262,14 +262,14 @@ class _PostgresWaiter:
         self.ledger = ledger
         self.connection = connection
         self.consumer = consumer
-        self.told = -math.inf
+        self.announced_at = -math.inf
 
     def mark(self) -> None:
-        if time.monotonic() < self.told + NOTIFY_SECONDS / 2:
+        if time.monotonic() < self.announced_at + NOTIFY_SECONDS / 2:
             return
         with self.ledger.write(shared=True, durable=False) as tx:
             tx.run("UPDATE consumers SET waiting = ? WHERE id = ?", (tx.now + NOTIFY_SECONDS, self.consumer))
-        self.told = time.monotonic()
+        self.announced_at = time.monotonic()
 
     def wait(self, seconds: float) -> None:
         import psycopg
@@ -278,7 +278,7 @@ class _PostgresWaiter:
             for _ in self.connection.notifies(timeout=seconds, stop_after=1):
                 pass
         except psycopg.Error as error:
-            raise self.ledger._explained(error, self.connection.closed) from error
+            raise self.ledger._translate_error(error, self.connection.closed) from error
 
 
 @contextmanager
@@ -352,7 +352,7 @@ class PostgresLedger:
                 self._open += 1
         try:
             if connection is None or connection.closed:
-                connection = self._again()
+                connection = self._reconnect()
             yield connection
         finally:
             with self._changed:
@@ -386,7 +386,7 @@ class PostgresLedger:
 
         committing, broken = False, True
         try:
-            with self._begun(begin, seconds) as (connection, now):
+            with self._begin(begin, seconds) as (connection, now):
                 try:
                     with _pipeline(connection) as pipeline:
                         tx = PostgresTransaction(connection, pipeline, now)
@@ -396,7 +396,7 @@ class PostgresLedger:
                             hit_failpoint("before commit")
                         committing = writes
                         connection.execute("COMMIT")
-                        for consumer in tx.woken:
+                        for consumer in tx.notified_consumers:
                             # Not within the transaction: the server lets one commit at a time that notifies.
                             connection.execute("SELECT pg_notify(%s, '')", (self.channel(consumer),))
                 except BaseException as error:
@@ -404,14 +404,14 @@ class PostgresLedger:
                     failed = not broken and connection.info.transaction_status == psycopg.pq.TransactionStatus.INERROR
                     self._undo(connection)
                     if isinstance(error, psycopg.errors.LockNotAvailable):
-                        self._end_paused(connection)
+                        self._end_paused_sessions(connection)
                     if failed:
                         # The server skipped the rest of the pipeline. psycopg takes statements for prepared that were
                         # in it: the next transaction gets another connection.
                         connection.close()
                     raise
         except BaseException as error:
-            explained = self._explained(error, broken, committing, seconds)
+            explained = self._translate_error(error, broken, committing, seconds)
             if explained is error:
                 raise
             raise explained from error
@@ -419,7 +419,7 @@ class PostgresLedger:
             hit_failpoint("after commit")
 
     @contextmanager
-    def _begun(self, begin: str, seconds: float) -> Iterator[tuple[psycopg.Connection[Any], float]]:
+    def _begin(self, begin: str, seconds: float) -> Iterator[tuple[psycopg.Connection[Any], float]]:
         """Return a connection in a new transaction, and the time.
 
         Connections that broke while idle (after a restart of the server) are replaced; no statement can be lost.
@@ -446,7 +446,7 @@ class PostgresLedger:
                     break
                 except psycopg.errors.LockNotAvailable:
                     self._undo(connection)
-                    self._end_paused(connection)
+                    self._end_paused_sessions(connection)
                     if time.monotonic() >= end:
                         raise
                     stack.close()
@@ -459,7 +459,7 @@ class PostgresLedger:
                     stack.close()
             yield connection, now
 
-    def _again(self) -> Any:
+    def _reconnect(self) -> Any:
         end = time.monotonic() + RECONNECT_SECONDS
         while True:
             try:
@@ -478,7 +478,7 @@ class PostgresLedger:
         except psycopg.Error:
             connection.close()
 
-    def _end_paused(self, connection: psycopg.Connection[Any]) -> None:
+    def _end_paused_sessions(self, connection: psycopg.Connection[Any]) -> None:
         """End the sessions that hold the book's lock and have waited for their clients for too long.
 
         The server's own timer does not run within a pipeline, nor after one that ended with a flush.
@@ -501,7 +501,7 @@ class PostgresLedger:
                     (*values, pid, since),
                 )
 
-    def _explained(
+    def _translate_error(
         self, error: BaseException, broken: bool, committing: bool = False, seconds: float = math.inf
     ) -> BaseException:
         import psycopg
@@ -515,7 +515,9 @@ class PostgresLedger:
             return ConcurrentChangeError(text)
         if isinstance(error, psycopg.errors.LockNotAvailable):
             waited = min(seconds, BUSY_SECONDS)
-            return LockTimeoutError(f"{where}: other writers held the ledger for {waited:.3g} s{self._holder()}")
+            return LockTimeoutError(
+                f"{where}: other writers held the ledger for {waited:.3g} s{self._name_lock_holder()}"
+            )
         if isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout):
             return ConnectionLostError(
                 f"{where}: this process paused for more than {IDLE_SECONDS:g} s inside a transaction, and the server "
@@ -532,7 +534,7 @@ class PostgresLedger:
             return ConnectionLostError(f"{where}: the connection to PostgreSQL broke, nothing was changed: {text}")
         return error
 
-    def _holder(self) -> str:
+    def _name_lock_holder(self) -> str:
         """Name a session that holds the book's lock, if there is one now."""
         import psycopg
 
@@ -556,7 +558,7 @@ class PostgresLedger:
                 except psycopg.Error as error:
                     attempt += 1
                     if not connection.closed or attempt > CONNECTIONS:
-                        raise self._explained(error, connection.closed) from error
+                        raise self._translate_error(error, connection.closed) from error
 
     def array(self, values: Sequence[Any]) -> list[Any]:
         """Return the parameter of `in_ints`."""
@@ -567,15 +569,17 @@ class PostgresLedger:
         return f"rollbook_{xxhash.xxh3_64_hexdigest(self.schema.encode())}_{consumer}"
 
     @contextmanager
-    def turn(self, consumer: int, seconds: float | None, stop: threading.Event) -> Iterator[_PostgresWaiter | None]:
-        """See `Ledger.turn`. Processes wait in line for an advisory lock, over a connection of their own."""
+    def wait_turn(
+        self, consumer: int, seconds: float | None, stop: threading.Event
+    ) -> Iterator[_PostgresWaiter | None]:
+        """See `Ledger.wait_turn`. Processes wait in line for an advisory lock, over a connection of their own."""
         import psycopg
 
         end = math.inf if seconds is None else time.monotonic() + seconds
         with self._turns.take(consumer, end, stop) as mine, ExitStack() as stack:
             waiter = None
             if mine:
-                connection = stack.enter_context(self._again())
+                connection = stack.enter_context(self._reconnect())
                 key = f"{LOCK + 2}, hashtext('{self.channel(consumer)}')"
                 while waiter is None and not stop.is_set() and time.monotonic() < end:
                     # Short: a statement that waits for long keeps the server from vacuuming the book's tables.
@@ -588,7 +592,7 @@ class PostgresLedger:
                     except psycopg.errors.LockNotAvailable:
                         continue
                     except psycopg.Error as error:
-                        raise self._explained(error, connection.closed) from error
+                        raise self._translate_error(error, connection.closed) from error
             yield waiter
 
     def bounds(self) -> tuple[int, int]:
@@ -607,7 +611,7 @@ class PostgresLedger:
             except BaseException as error:
                 broken = connection.closed
                 self._undo(connection)
-                raise self._explained(error, broken) from error
+                raise self._translate_error(error, broken) from error
         return seq or 0, event or 0
 
     def clear_log(self) -> None:

@@ -72,7 +72,7 @@ def save_undo(tx: Transaction, table: str, consumer: int, key: str, values: Sequ
         return
     among = tx.in_ints if key == "seq" else tx.in_texts
     # Rows of records that came after the checkpoint did not exist then.
-    tx.later(
+    tx.defer(
         f"{table}_before",
         f"INSERT INTO {table}_before (checkpoint, {_UNDO_LISTED[table]}) SELECT point.event, {_UNDO_SELECTED[table]} "
         f"FROM {table} AS now CROSS JOIN (SELECT event, seq FROM checkpoints ORDER BY event DESC LIMIT 1) AS point "
@@ -126,7 +126,7 @@ def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], oth
         return
     save_undo(tx, GROUPS_TABLE, consumer.id, "gid", listed)
     chosen = tx.array(listed)
-    work_rows, record_rows, group_rows = tx.ask(
+    work_rows, record_rows, group_rows = tx.query_many(
         (
             # Without an order, which would have SQLite read all rows of the consumer in that order.
             f"SELECT gid, state, seq, version, value, uses FROM work WHERE consumer = ? AND gid {tx.in_texts}",
@@ -210,7 +210,7 @@ def _refresh_group(
         item = consumer.item(first, min(uses), max(versions, default=None), mean, group=True)
         weight = sampler.weight(item)
         # A place that chance or turns gave is kept, by what was given back too; other ranks follow from the members.
-        if not sampler.keeps or rank == UNRANKED or weight != had:
+        if not sampler.keeps_rank or rank == UNRANKED or weight != had:
             rank = sampler.rank(item, consumer.state)
     if ready or was:
         count, weights = consumer.state.get("ready", (0, 0.0))
@@ -679,7 +679,7 @@ def requeue_rows(tx: Transaction, consumer: Consumer, rows: Sequence[Row], kind:
     moves = []
     for row in back:
         rank = row.rank
-        if not sampler.keeps:  # Its number may have been revised while it was leased.
+        if not sampler.keeps_rank:  # Its number may have been revised while it was leased.
             rank = sampler.rank(consumer.item(row.seq, row.uses, row.version, row.value), consumer.state)
         moves.append((row, row._replace(state=WAITING, lease=None, attempts=row.attempts + 1, rank=rank)))
     change_rows(
@@ -703,7 +703,7 @@ def expire_leases(tx: Transaction, consumer: Consumer) -> None:
         f"SELECT id FROM leases WHERE consumer = ? AND state = 'active' AND expires <= ? ORDER BY id{tx.for_update}",
         (consumer.id, tx.now),
     ):
-        tx.later("leases", "UPDATE leases SET state = 'expired' WHERE id = ?", (lease,))
+        tx.defer("leases", "UPDATE leases SET state = 'expired' WHERE id = ?", (lease,))
         requeue_rows(tx, consumer, select_rows(tx, "lease = ? ORDER BY seq", (lease,)), "expired", None)
 
 
@@ -1006,7 +1006,7 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
     if consumer.settings.max_size is not None:
         drop_over_size(tx, consumer, CHUNK)
     if done:
-        tx.later("inbox", f"DELETE FROM inbox WHERE consumer = ? AND first {tx.in_ints}", (consumer.id, tx.array(done)))
+        tx.defer("inbox", f"DELETE FROM inbox WHERE consumer = ? AND first {tx.in_ints}", (consumer.id, tx.array(done)))
     if cut is not None:
         tx.run(
             "UPDATE inbox SET first = ?, count = count - ? WHERE consumer = ? AND first = ?",

@@ -57,21 +57,21 @@ _get_slot = operator.itemgetter(4)
 class FrameCache:
     """A cache of decoded frames. Rows are copied from them, never returned as views."""
 
-    def __init__(self, book: Book, most: int = 64) -> None:
+    def __init__(self, book: Book, max_frames: int = 64) -> None:
         self.book = book
-        self.most = most
-        self._kept: OrderedDict[Place, Experiences] = OrderedDict()
+        self.max_frames = max_frames
+        self._cache: OrderedDict[Place, Experiences] = OrderedDict()
 
     def get(self, place: Place, verify: bool = True) -> Experiences:
         """Return the frame at a place."""
-        frame = self._kept.get(place)
+        frame = self._cache.get(place)
         if frame is None:
             frame = read_frame(self.book, place, verify)
-            self._kept[place] = frame
-            while len(self._kept) > self.most:
-                self._kept.popitem(last=False)
+            self._cache[place] = frame
+            while len(self._cache) > self.max_frames:
+                self._cache.popitem(last=False)
         else:
-            self._kept.move_to_end(place)
+            self._cache.move_to_end(place)
         return frame
 
 
@@ -757,21 +757,21 @@ class Selection:
 
     def __init__(self, book: Book, conditions: Sequence[Condition], order: str = "seq") -> None:
         self._book = book
-        self._asked = list(conditions)
+        self._conditions = list(conditions)
         self._order = order
 
     def where(self, *conditions: Condition, **equal: Operand) -> Selection:
         """Return those of these records that also meet these conditions; see `Book.where`."""
-        return Selection(self._book, [*self._asked, *parse_conditions(conditions, equal)], self._order)
+        return Selection(self._book, [*self._conditions, *parse_conditions(conditions, equal)], self._order)
 
     @property
-    def _late(self) -> list[Condition]:
-        return [condition for condition in self._asked if condition[0] not in LEDGER_COLUMNS]
+    def _record_conditions(self) -> list[Condition]:
+        return [condition for condition in self._conditions if condition[0] not in LEDGER_COLUMNS]
 
     def count(self) -> int:
         """Count the records, including failed runs and those whose bytes are gone (the column `gone` says why)."""
-        if not self._late:
-            sql, values = build_ledger_condition(self._asked)
+        if not self._record_conditions:
+            sql, values = build_ledger_condition(self._conditions)
             with self._book.ledger.read() as tx:
                 return int(tx.one(f"SELECT COUNT(*) FROM records WHERE {sql}", values)[0])
         return sum(len(piece) for piece in self._pieces())
@@ -815,7 +815,7 @@ class Selection:
 
     def _pieces(self, rows: int = PAGE_ROWS) -> Iterator[list[Any]]:
         """Yield (seq, uid, segment, start, size, slot, gone, bytes) of the records that meet all conditions."""
-        sql, values = build_ledger_condition(self._asked)
+        sql, values = build_ledger_condition(self._conditions)
         last = 0
         while True:
             with self._book.ledger.read() as tx:
@@ -828,7 +828,7 @@ class Selection:
                 return
             last = page[-1][0]
             matches = page
-            for condition in self._late:
+            for condition in self._record_conditions:
                 matches = self._filtered(matches, condition)
             if matches:
                 yield matches
@@ -840,7 +840,7 @@ class Selection:
         return [row for row in piece if row[0] in values and _meets_condition(values[row[0]], condition)]
 
     def __repr__(self) -> str:
-        shown = " and ".join(f"{name} {test} {value!r}" for name, test, value in self._asked)
+        shown = " and ".join(f"{name} {test} {value!r}" for name, test, value in self._conditions)
         return f"Selection({self._book.url!r}, {shown or 'all'})"
 
 

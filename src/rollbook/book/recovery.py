@@ -570,7 +570,7 @@ def recover_rows(book: Book, aside: str, report: Report) -> LostRows:
         if lost.any(table):
             gaps, wrong = lost.gaps.get(table, 0), lost.rows.get(table, 0)
             description = lost.tables.get(table, f"{gaps} ranges and {wrong} single rows could not be read")
-            report.did("lost", description, f"table {table}")
+            report.add_repair("lost", description, f"table {table}")
     with book.ledger.write() as tx:
         if lost.any("meta") and tx.one(f"SELECT 1 FROM events WHERE kind = '{queue.QUARANTINED}' LIMIT 1"):
             queue.add_to_quarantine(tx, [], first=0)
@@ -596,7 +596,7 @@ def _recover_pages(book: Book, path: str, lost: LostRows, report: Report) -> Non
 
 
 def _recover_page(book: Book, table: str, rows: Sequence[Sequence[Any]], report: Report) -> None:
-    report.did("salvaged", "rows of intact pages", f"table {table}", count=_insert_rows(book, table, rows))
+    report.add_repair("salvaged", "rows of intact pages", f"table {table}", count=_insert_rows(book, table, rows))
 
 
 def _insert_rows(book: Book, table: str, rows: Iterable[Sequence[Any]]) -> int:
@@ -664,7 +664,7 @@ def _find_other_copies(tx: Transaction, report: Report) -> None:
     )
     for seq, uid, *place in moved:
         tx.run("UPDATE records SET segment = ?, start = ?, size = ?, slot = ? WHERE seq = ?", (*place, seq))
-        report.did(RECOVERED, "another copy of it was found; it may lack its last revision", uid)
+        report.add_repair(RECOVERED, "another copy of it was found; it may lack its last revision", uid)
 
 
 def _leave_out(tx: Transaction, lost: LostRows, complete: bool, report: Report) -> None:
@@ -679,7 +679,9 @@ def _leave_out(tx: Transaction, lost: LostRows, complete: bool, report: Report) 
     if not lost.any("records") and not any(tx.one(missing.format(table)) for table in ("events", "work")):
         # No row is missing: these are bytes of appends that raised, or that a crash ended.
         for (uid,) in tx.all("SELECT uid FROM found ORDER BY uid"):
-            report.did("uncommitted", "its bytes are there, but the ledger never admitted it: append it again", uid)
+            report.add_repair(
+                "uncommitted", "its bytes are there, but the ledger never admitted it: append it again", uid
+            )
         tx.run("DELETE FROM found")
     if complete:
         return
@@ -692,7 +694,7 @@ def _leave_out(tx: Transaction, lost: LostRows, complete: bool, report: Report) 
     if unknown and lost.any("purges"):
         where, why = "1 = 1", f"{unknown} records were deleted or redacted, and it may be one of them"
     for (uid,) in tx.all(f"SELECT uid FROM found WHERE {where} ORDER BY uid"):
-        report.did("lost", f"not recovered: {why}", uid)
+        report.add_repair("lost", f"not recovered: {why}", uid)
     tx.run(f"DELETE FROM found WHERE {where}")
 
 
@@ -723,7 +725,7 @@ def _admit_found(book: Book, report: Report) -> None:
                 purposes = media.evaluation_flags(stripped)
             except (WireError, ValueError) as error:
                 for _, uid, _ in mine:
-                    report.did("lost", f"found, and cannot be restored: {error}", uid)
+                    report.add_repair("lost", f"found, and cannot be restored: {error}", uid)
             else:
                 numbers = _former_numbers(book, [uid for _, uid, _ in mine])
                 seqs = [numbers.get(uid, base + i) for i, (_, uid, _) in enumerate(mine)]
@@ -732,7 +734,7 @@ def _admit_found(book: Book, report: Report) -> None:
                 for _, uid, n in mine:
                     history = "its number is known" if uid in numbers else "its history is not known"
                     more = f"; {n} versions were there, the last one stands" if n > 1 else ""
-                    report.did(RECOVERED, f"{history}{more}", uid)
+                    report.add_repair(RECOVERED, f"{history}{more}", uid)
                 with book.ledger.write() as tx:
                     tx.many("INSERT INTO recovered VALUES (?)", [(uid,) for _, uid, _ in mine])
                     unknown = [
@@ -787,11 +789,11 @@ def _repeat_deletions(book: Book, listed: Sequence[revision.Deletion], report: R
                 revision.redact_records(book, [entry.uid], entry.fields, author=entry.author, reason=entry.reason)
             except ValueError:
                 revision.redact_records(book, [entry.uid], _REDACTABLE, author="repair", reason=entry.reason)
-            report.did("redacted", f"{', '.join(entry.fields)} redacted again", entry.uid)
+            report.add_repair("redacted", f"{', '.join(entry.fields)} redacted again", entry.uid)
     for (author, reason), uids in deleted.items():
         revision.delete_records(book, list(uids), author=author, reason=reason)
         for uid in uids:
-            report.did("deleted", "it was deleted before, and stays so", uid)
+            report.add_repair("deleted", "it was deleted before, and stays so", uid)
 
 
 def _insert_records(
@@ -926,7 +928,7 @@ def _repair_readable(book: Book, report: Report, copy: Callable[[], str], offer:
 
 def _release_quarantine(book: Book, report: Report) -> None:
     with book.ledger.write() as tx:
-        report.did("offered", "quarantined records are offered for training", count=queue.release_quarantine(tx))
+        report.add_repair("offered", "quarantined records are offered for training", count=queue.release_quarantine(tx))
 
 
 def _check_again(book: Book, report: Report) -> Report:
@@ -1029,12 +1031,12 @@ def _repair_consumers(book: Book, report: Report) -> bool:
                 parse_settings(settings)
             except ValueError:
                 settings = ConsumerConfig().to_json()
-                report.did("consumer", f"its settings are those of a new one now: {why}", str(name))
+                report.add_repair("consumer", f"its settings are those of a new one now: {why}", str(name))
             try:
                 parse_state(state)
             except ValueError:
                 state = "{}"
-                report.did("consumer", f"its sampler begins anew: {why}", str(name))
+                report.add_repair("consumer", f"its sampler begins anew: {why}", str(name))
             tx.run(
                 "UPDATE consumers SET settings = ?, state = ?, grouped = CASE WHEN grouped = 1 THEN 1 ELSE 0 END, "
                 "floor = NULL, generation = 0, inserts = (SELECT COUNT(*) FROM work WHERE consumer = ? AND "
@@ -1052,7 +1054,7 @@ def _repair_consumers(book: Book, report: Report) -> bool:
             name = "train" if number == 1 else f"recovered-{number}"
             consumer = create_consumer(tx, name, ConsumerConfig())
             tx.run("UPDATE consumers SET id = ? WHERE id = ?", (number, consumer.id))
-            report.did("consumer", f"number {number} had no row: it has the settings of a new one now", name)
+            report.add_repair("consumer", f"number {number} had no row: it has the settings of a new one now", name)
         return not lost and tx.one("SELECT 1 FROM consumers LIMIT 1") is not None
 
 
@@ -1064,16 +1066,14 @@ def _repair_records(book: Book, report: Report) -> None:
         if problem.kind == "tags":
             with book.ledger.write() as tx:
                 settings = ", ".join(f"{name} = ?" for name in index_columns.IndexColumns._fields)
-                tx.run(f"UPDATE records SET {settings} WHERE seq = ?", (*problem.mend, problem.seq))
-                tx.run("UPDATE work SET gid = ? WHERE seq = ?", (problem.mend.gid, problem.seq))
-            report.did("tags", problem.description, problem.uid)
+                tx.run(f"UPDATE records SET {settings} WHERE seq = ?", (*problem.fix, problem.seq))
+                tx.run("UPDATE work SET gid = ? WHERE seq = ?", (problem.fix.gid, problem.seq))
+            report.add_repair("tags", problem.description, problem.uid)
         elif problem.kind == "uses":
             with book.ledger.write() as tx:
                 tx.run("DELETE FROM media_uses WHERE seq = ?", (problem.seq,))
-                tx.many(
-                    "INSERT INTO media_uses (hash, seq) VALUES (?, ?)", [(key, problem.seq) for key in problem.mend]
-                )
-            report.did("uses", problem.description, problem.uid)
+                tx.many("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", [(key, problem.seq) for key in problem.fix])
+            report.add_repair("uses", problem.description, problem.uid)
         else:
             bad.append((problem.seq, problem.uid, problem.description))
             if len(bad) >= PAGE_ROWS:
@@ -1097,7 +1097,7 @@ def _repair_records(book: Book, report: Report) -> None:
             "DELETE FROM media_uses WHERE NOT EXISTS (SELECT 1 FROM records WHERE records.seq = media_uses.seq "
             "AND records.segment IS NOT NULL) OR NOT EXISTS (SELECT 1 FROM media WHERE media.hash = media_uses.hash)"
         )
-        report.did("uses", f"{count} uses of media by records that are not there", count=count)
+        report.add_repair("uses", f"{count} uses of media by records that are not there", count=count)
 
 
 def _drop_damaged(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) -> None:
@@ -1129,7 +1129,7 @@ def _drop_damaged(book: Book, bad: Sequence[tuple[int, str, str]], report: Repor
     for seq, uid, description in bad:
         if seq in seqs:
             seqs.remove(seq)
-            report.did("lost", description, uid)
+            report.add_repair("lost", description, uid)
     if isinstance(book.store, FileSegmentStore) and report.aside is not None:
         for name in filter(is_name, busy):
             _link_segment(book.store, name, report.aside)
@@ -1164,12 +1164,14 @@ def _repair_work(book: Book, report: Report, gaps: bool) -> None:
             "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq AND records.evaluation = 0) "
             "OR consumer NOT IN (SELECT id FROM consumers)"
         )
-        report.did("work", "rows of records that are not there", count=tx.count(f"DELETE FROM work WHERE {stray}"))
+        report.add_repair(
+            "work", "rows of records that are not there", count=tx.count(f"DELETE FROM work WHERE {stray}")
+        )
         for table in ("work_before", "groups_before"):
             tx.run(f"DELETE FROM {table} WHERE checkpoint NOT IN (SELECT event FROM checkpoints)")
         marks = ", ".join("?" * len(queue.STATES))
         count = tx.count(f"DELETE FROM work WHERE state NOT IN ({marks})", queue.STATES)
-        report.did("work", "rows in no known state, made anew from their events", count=count)
+        report.add_repair("work", "rows in no known state, made anew from their events", count=count)
         tx.run("DELETE FROM inbox")  # what is in it is missing in `work`
         for consumer in all_consumers(tx):
             _enter_missing_rows(tx, book, consumer, report, gaps)
@@ -1210,7 +1212,9 @@ def _enter_missing_rows(tx: Transaction, book: Book, consumer: Consumer, report:
             if mine.kind == queue.TRAINED:
                 row = row._replace(state=queue.TRAINED, reason=None)
             entries.append(row._replace(uses=uses))
-            report.did("work", f"consumer {consumer.name!r} had no row for it: {row.state} now, as its events say", uid)
+            report.add_repair(
+                "work", f"consumer {consumer.name!r} had no row for it: {row.state} now, as its events say", uid
+            )
         if unknown:
             queue.add_to_quarantine(tx, unknown)
         queue.enter_rows(tx, consumer, entries)
@@ -1222,15 +1226,15 @@ def _repair_leases(book: Book, report: Report) -> None:
             rows = queue.select_rows(tx, f"consumer = ? AND {LEASED_WITHOUT_LEASE} ORDER BY seq", (consumer.id,))
             queue.requeue_rows(tx, consumer, rows, "expired", "repair")
             save_consumer(tx, consumer)
-            report.did(
+            report.add_repair(
                 "lease",
                 f"consumer {consumer.name!r}: records without an active lease are offered again",
                 count=len(rows),
             )
         count = tx.count(f"UPDATE work SET lease = NULL WHERE {LEASE_WITHOUT_STATE}")
-        report.did("lease", "rows that named a lease and were not leased", count=count)
+        report.add_repair("lease", "rows that named a lease and were not leased", count=count)
         count = tx.count(f"UPDATE leases SET state = 'voided' WHERE {EXPIRED_AND_EMPTY}", (tx.now,))
-        report.did("lease", "leases that held nothing are ended", count=count)
+        report.add_repair("lease", "leases that held nothing are ended", count=count)
 
 
 _SELECT_TALLIES = "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tallies GROUP BY 1, 2, 3 HAVING SUM(n) <> 0"
@@ -1251,13 +1255,15 @@ def _repair_counts(book: Book, report: Report) -> None:
         )
         after = {row[:3]: row[3:] for row in tx.all(_SELECT_TALLIES)}
         changed = sum(before.get(key, (0, 0.0)) != after.get(key, (0, 0.0)) for key in {*before, *after})
-        report.did("tally", "counts were made anew", count=changed)
+        report.add_repair("tally", "counts were made anew", count=changed)
         for consumer in all_consumers(tx):
             wrong = wrong_groups(tx, consumer)
             if wrong:
                 queue.rebuild_groups(tx, consumer)
                 save_consumer(tx, consumer)
-                report.did("group", f"consumer {consumer.name!r}: all groups were looked at anew", count=len(wrong))
+                report.add_repair(
+                    "group", f"consumer {consumer.name!r}: all groups were looked at anew", count=len(wrong)
+                )
 
 
 def _repair_files(store: FileSegmentStore, aside: str, report: Report) -> None:
@@ -1265,14 +1271,14 @@ def _repair_files(store: FileSegmentStore, aside: str, report: Report) -> None:
     for kind, path in find_foreign_files(store):
         if kind == "leftover" and os.lstat(path).st_mtime < time.time() - LEFTOVER_SECONDS:
             os.rename(path, os.path.join(aside, os.path.basename(path)))
-            report.did("leftover", "moved away", path)
+            report.add_repair("leftover", "moved away", path)
     for name in store.segments():
         try:
             store.get(Place(name, 64, 0))
         except WireError:
             if not store.busy(name):
                 os.rename(os.path.join(store.folder, name), os.path.join(aside, name))
-                report.did("begun", "moved away", name)
+                report.add_repair("begun", "moved away", name)
         except LookupError:
             continue
 
@@ -1290,7 +1296,7 @@ def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
     busy = [name for name in sizes if store.busy(name)]
     if busy:
         raise BookError(f"{folder}: a living process writes to {busy[0]}; a ledger is built anew when all are away")
-    report.did("ledger", f"built anew: {why}", LEDGER)
+    report.add_repair("ledger", f"built anew: {why}", LEDGER)
     report.aside = aside = _make_backup_folder(folder)
     for tail in DATABASE_SUFFIXES:
         if os.path.exists(f"{path}{tail}"):

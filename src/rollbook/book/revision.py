@@ -453,14 +453,14 @@ def add_fields(
             )
         return (addition.merged, addition.added) if addition.added else None
 
-    digest = [pending.digests.full[i] for i in indices]
+    digest = [pending.hashes.full[i] for i in indices]
     seqs = [seq for _, seq in revisions]
     revised = rewrite_records(
         book, seqs, change, kind="revised", author=author, reason="append", hashes=digest, also=also, timeout=timeout
     )
     if len(revised) < len(seqs):
         _store_hashes(book, seqs, digest, author)
-    return [pending.tags[indices[i]].uid for i in revised]
+    return [pending.index_rows[indices[i]].uid for i in revised]
 
 
 def _store_hashes(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: str) -> None:

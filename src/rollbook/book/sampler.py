@@ -69,7 +69,7 @@ def draw_rank(item: Item, weight: float, state: State) -> float:
 class Sampler(Protocol):
     """Computes a rank for each item; smaller ranks are leased first."""
 
-    keeps: ClassVar[bool]
+    keeps_rank: ClassVar[bool]
     """Whether an unchanged item keeps its rank; otherwise the rank depends on the item alone."""
 
     @property
@@ -87,26 +87,26 @@ class Sampler(Protocol):
     def weight(self, item: Item) -> float:
         """Return the item's relative probability; 1 for samplers that are not random."""
 
-    def took(self, rank: float, state: State) -> None:
+    def record_lease(self, rank: float, state: State) -> None:
         """Update the state after an item of this rank was leased."""
 
-    def after(self, item: Item) -> tuple[bool, float]:
+    def reuse(self, item: Item) -> tuple[bool, float]:
         """Return whether an item may be used again after `item.uses` uses, and its cooldown in seconds."""
 
 
 class _Ordered:
     """Base of samplers without randomness, state and cooldown."""
 
-    keeps: ClassVar[bool] = False
+    keeps_rank: ClassVar[bool] = False
     key: str | None = None
 
     def weight(self, item: Item) -> float:
         return 1.0
 
-    def took(self, rank: float, state: State) -> None:
+    def record_lease(self, rank: float, state: State) -> None:
         return None
 
-    def after(self, item: Item) -> tuple[bool, float]:
+    def reuse(self, item: Item) -> tuple[bool, float]:
         return True, 0.0
 
 
@@ -140,12 +140,12 @@ class NewestPolicy(_Ordered):
 class _Random:
     """Base of random samplers, which rank by exponential times on the consumer's clock."""
 
-    keeps: ClassVar[bool] = True
+    keeps_rank: ClassVar[bool] = True
 
-    def took(self, rank: float, state: State) -> None:
+    def record_lease(self, rank: float, state: State) -> None:
         state["clock"] = max(rank, state.get("clock", 0.0))
 
-    def after(self, item: Item) -> tuple[bool, float]:
+    def reuse(self, item: Item) -> tuple[bool, float]:
         return True, 0.0
 
 
@@ -250,7 +250,7 @@ class Priority(_Ordered):
             priority += self.sigma * radius * math.cos(2 * math.pi * hash_uniform(item.seed, item.seq, item.uses, 2))
         return -priority
 
-    def after(self, item: Item) -> tuple[bool, float]:
+    def reuse(self, item: Item) -> tuple[bool, float]:
         """Return whether uses are left, and the cooldown."""
         return self.most is None or item.uses < self.most, self.cooldown
 
@@ -297,7 +297,7 @@ class Balanced(_Ordered):
     [1.0, 2.0, 1.6]
     """
 
-    keeps: ClassVar[bool] = True
+    keeps_rank: ClassVar[bool] = True
     key: str = "reward"
     edges: tuple[float, ...] = (0.25, 0.5, 0.75)
 
@@ -318,7 +318,7 @@ class Balanced(_Ordered):
         turns[str(band)] = turn
         return turn + band / (bands + 1)
 
-    def took(self, rank: float, state: State) -> None:
+    def record_lease(self, rank: float, state: State) -> None:
         """Advance the round, so that a band that was empty for long does not catch up all its turns at once."""
         state["round"] = max(int(state.get("round", 0)), math.floor(rank) - 1)
 

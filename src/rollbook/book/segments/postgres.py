@@ -88,7 +88,7 @@ class PostgresSegmentStore:
         spans, pieces = align_parts(parts)
         for number, data in enumerate(_split_rows([build_header(), *pieces]) if spans else ()):
             row = (_row_name(name, number), data, tx.now)
-            tx.later("blobs", "INSERT INTO blobs (segment, data, made) VALUES (?, ?, ?)", row)
+            tx.defer("blobs", "INSERT INTO blobs (segment, data, made) VALUES (?, ?, ?)", row)
         return [Place(name, ALIGN + start, length) for start, length in spans]
 
     def put(self, parts: Sequence[Buffer]) -> list[Place]:
@@ -238,11 +238,11 @@ class PostgresSegmentStore:
                 except (psycopg.OperationalError, psycopg.InterfaceError) as error:
                     attempt += 1
                     if not connection.closed or attempt > CONNECTIONS:
-                        raise self._explained(error) from error
+                        raise self._translate_error(error) from error
                 except psycopg.Error as error:
-                    raise self._explained(error) from error
+                    raise self._translate_error(error) from error
 
-    def _explained(self, error: psycopg.Error) -> Exception:
+    def _translate_error(self, error: psycopg.Error) -> Exception:
         import psycopg
 
         message = str(error).strip()
