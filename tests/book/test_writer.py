@@ -158,7 +158,7 @@ def test_threads_share_a_writer(url: str) -> None:
 
 def test_back_pressure_reaches_whoever_adds(url: str) -> None:
     with rollbook.open(url, limiters=SamplesToInserts(ratio=1.0, slack=4, append_size=2)) as book:
-        writer = book.writer(delay=0.0, batch=1, most=2)
+        writer = book.writer(delay=0.0, batch=1, max_pending=2)
         added: list[int] = []
 
         def add() -> None:

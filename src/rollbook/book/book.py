@@ -67,11 +67,13 @@ from rollbook.core.checks import check_choice, check_float, check_int
 
 if TYPE_CHECKING:
     from rollbook.book.check import Report
+    from rollbook.book.consumer import ConsumerSetting
     from rollbook.book.query import Result
-    from rollbook.book.read import Operand, RecordIds
+    from rollbook.book.read import Operand, RecordId, RecordIds
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
     from rollbook.core.ids import EID
+    from rollbook.core.vocabulary import Tokenizer
 
 
 TRAIN = "train"
@@ -128,7 +130,7 @@ class Book:
         """Columns and their types that the ledger is known to have."""
         self.unsettled_checkpoints: dict[str | None, str] = {}
         """Tokens of checkpoints whose outcome is unknown, by the requested name."""
-        self.pending_tokenizer: Any = None
+        self.pending_tokenizer: Tokenizer | None = None
         """The tokenizer, until the ledger is known to have its vocabulary."""
 
     # --- writing ------------------------------------------------------------------------------------------------
@@ -167,20 +169,26 @@ class Book:
         return append_records(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
 
     def writer(
-        self, *, delay: float = 0.05, batch: int = 256, most: int = 4096, evaluation: bool = False, author: str = ""
+        self,
+        *,
+        delay: float = 0.05,
+        batch: int = 256,
+        max_pending: int = 4096,
+        evaluation: bool = False,
+        author: str = "",
     ) -> Writer:
         """Return a streaming writer, which collects small appends and commits them together.
 
         Args:
             delay: Seconds that a record waits at most for others.
             batch: Number of records that are committed without waiting longer.
-            most: Number of records that may be pending; `Writer.add` blocks above it.
+            max_pending: Number of records that may be pending; `Writer.add` blocks above it.
             evaluation: As for `append`.
             author: As for `append`.
         """
         check_writable(self, "writer")
         check_text("author", author, 0)
-        return Writer(self, delay=delay, batch=batch, most=most, evaluation=evaluation, author=author)
+        return Writer(self, delay=delay, batch=batch, max_pending=max_pending, evaluation=evaluation, author=author)
 
     def fail(self, eids: EID | Sequence[EID], reason: str = "failed", *, group_size: int | None = None) -> int:
         """Record runs that produced no record (a crash, a filter), so that they count for their group.
@@ -227,7 +235,7 @@ class Book:
     # --- leasing ------------------------------------------------------------------------------------------------
 
     def consumer(
-        self, name: str = TRAIN, *, create: bool = False, change: bool = False, **settings: Any
+        self, name: str = TRAIN, *, create: bool = False, change: bool = False, **settings: ConsumerSetting
     ) -> ConsumerConfig:
         """Return a consumer group's configuration, or create or change the group.
 
@@ -490,9 +498,9 @@ class Book:
         """
         return fetch(self, find_seqs(self, get_uids(uids)))
 
-    def __contains__(self, uid: object) -> bool:
+    def __contains__(self, uid: RecordId) -> bool:
         with self.ledger.read() as tx:
-            return bool(tx.one("SELECT 1 FROM records WHERE uid = ?", (get_uid(uid),)))  # type: ignore[arg-type]
+            return bool(tx.one("SELECT 1 FROM records WHERE uid = ?", (get_uid(uid),)))
 
     def __len__(self) -> int:
         """Return how many records were admitted, for training and evaluation, including failed runs."""
@@ -663,14 +671,14 @@ def open(
     url: str | os.PathLike[str],
     mode: str = "a",
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | str | None = None,
     quota: int | None = None,
     data: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     segment_bytes: int = 256 << 20,
     clock: Callable[[], float] | None = None,
     disk: Disk | None = None,
-    **settings: Any,
+    **settings: ConsumerSetting,
 ) -> Book:
     """Open a book, or create it.
 
@@ -751,7 +759,7 @@ def open(
             with ledger.read() as tx:
                 check_tokenizer(tx, book)
         if not read_only:
-            book.consumer(TRAIN, create=True, **settings)
+            book.consumer(TRAIN, create=True, **settings)  # type: ignore[arg-type]
         elif settings:
             raise ReadOnlyError(f"{book.url}: opened for reading, and got settings ({', '.join(settings)})")
     except BaseException:
@@ -760,7 +768,7 @@ def open(
     return book
 
 
-def _get_fingerprint(tokenizer: Any) -> str | None:
+def _get_fingerprint(tokenizer: Tokenizer | str | None) -> str | None:
     if tokenizer is None or isinstance(tokenizer, str):
         return tokenizer
     from rollbook.core.vocabulary import tokenizer_fingerprint

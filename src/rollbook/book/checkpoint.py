@@ -37,12 +37,19 @@ _UNVOIDED = (
     "NOT EXISTS (SELECT 1 FROM events AS undone WHERE undone.seq = done.seq AND undone.kind = 'voided' "
     "AND undone.consumer = done.consumer AND undone.lease = done.lease AND undone.id > done.id)"
 )
-"""Of an acknowledgement `done`: a lease acknowledges a record once, so the lease says which one was voided."""
+"""Condition on an acknowledgement `done`. A lease acknowledges a record once, so the lease identifies it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A named point of a book.
+
+    Attributes:
+        name: Its name.
+        created: Seconds since 1970, by the database's clock.
+        event: Number of the ledger's event that created it; later events have larger numbers.
+        records: Number of the last record that was admitted before it.
+        policy_version: The announced policy version, or `None`.
 
     >>> import rollbook
     >>> with rollbook.open("memory:") as book:
@@ -54,30 +61,35 @@ class Checkpoint:
 
     name: str
     created: float
-    """Seconds since 1970, by the database's clock."""
     event: int
-    """The number of the ledger's event that made it: what has a larger one came later."""
     records: int
-    """The number of the last record that was admitted before it."""
     policy_version: int | None
-    """The version that was announced."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewindResult:
-    """The result of a rewind."""
+    """The result of a rewind.
+
+    Attributes:
+        checkpoint: Name of the checkpoint.
+        acks: Acknowledgements that were voided.
+        leases: Leases that were ended; their holders get `LeaseLostError`.
+        later: Records that came after the checkpoint, and were kept or dropped.
+        forgotten: Names of later checkpoints, which are forgotten.
+        lineage: Number of the policy lineage that begins: how many rewinds there were.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> book.rewind(book.checkpoint("start"))
+    RewindResult(checkpoint='start', acks=0, leases=0, later=0, forgotten=(), lineage=1)
+    """
 
     checkpoint: str
     acks: int
-    """Acknowledgements that were voided."""
     leases: int
-    """Leases that were ended; their holders get `LeaseLostError`."""
     later: int
-    """Records that came after the checkpoint, and were kept or dropped."""
     forgotten: tuple[str, ...]
-    """Later checkpoints: what they speak of is void."""
     lineage: int
-    """The number of the policy's lineage that begins: how many rewinds there were."""
 
 
 class Point(NamedTuple):
@@ -105,7 +117,7 @@ def _parse_point(row: Sequence[Any]) -> Point:
         isinstance(entry, dict) and type(entry.get("id")) is int for entry in consumers
     )
     if not valid or any(type(number) is not int for number in (event, seq, 0 if version is None else version)):
-        raise CorruptBookError(f"checkpoint {name!r}: got {str(state)[:100]!r}, expected what every consumer was like")
+        raise CorruptBookError(f"checkpoint {name!r}: got {str(state)[:100]!r}, expected the state of every consumer")
     return Point(name, event, seq, created, fields)
 
 
@@ -121,11 +133,11 @@ def find_checkpoint(tx: Transaction, name: str) -> Point:
     return _parse_point(row)
 
 
-# --- making and forgetting ----------------------------------------------------------------------------------------
+# --- creating and forgetting ----------------------------------------------------------------------------------------
 
 
 def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
-    """See `Book.checkpoint`."""
+    """Implement `Book.checkpoint`."""
     if name is not None:
         check_text("checkpoint", name, 1, 200)
     if keep is not None:
@@ -181,7 +193,7 @@ def _exists(tx: Transaction, name: str, state: str) -> bool:
 
 
 def _insert_checkpoint(tx: Transaction, name: str | None, state: str, token: str) -> str:
-    """Make a checkpoint; `token` names the call, by which a checkpoint is found whose commit got no answer."""
+    """Insert a checkpoint; `token` identifies the call, to find a checkpoint whose commit was not confirmed."""
     last = tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]
     while name is None:
         last += 1
@@ -189,7 +201,7 @@ def _insert_checkpoint(tx: Transaction, name: str | None, state: str, token: str
         if tx.one("SELECT 1 FROM checkpoints WHERE name = ?", (name,)):
             name = None
     queue.record_events(tx, [queue.Event("checkpoint", reason=name, detail={"token": token})])
-    # The event is the checkpoint's own: no two have the same, and all that comes later has a larger number.
+    # Each checkpoint has its own event, and all later events have larger numbers.
     event, seq = tx.one("SELECT (SELECT MAX(id) FROM events), (SELECT COALESCE(MAX(seq), 0) FROM records)")
     tx.run(
         "INSERT INTO checkpoints (name, event, seq, made, state) VALUES (?, ?, ?, ?, ?)",
@@ -217,18 +229,27 @@ def _capture_state(tx: Transaction, book: Book) -> dict[str, Any]:
 
 
 def list_checkpoints(book: Book) -> list[Checkpoint]:
-    """See `Book.checkpoints`."""
+    """Implement `Book.checkpoints`."""
     with book.ledger.read() as tx:
         points = list_points(tx)
     return [Checkpoint(p.name, p.created, p.event, p.seq, p.state["policy_version"]) for p in points]
 
 
 def forget_checkpoint(book: Book, name: str) -> None:
-    """Forget a checkpoint; nothing is kept for it any more.
+    """Forget a checkpoint; bytes that only it needs may be removed.
 
     Args:
         book: The book.
         name: The checkpoint.
+
+    Raises:
+        KeyError: The book has no checkpoint of this name.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> forget_checkpoint(book, book.checkpoint())
+    >>> book.checkpoints()
+    []
     """
     check_writable(book, "forget_checkpoint")
     with book.ledger.write() as tx:
@@ -241,11 +262,11 @@ def _forget(tx: Transaction, point: Point) -> None:
     queue.record_events(tx, [queue.Event("forgotten", reason=point.name)])
 
 
-# --- going back ---------------------------------------------------------------------------------------------------
+# --- rewinding ---------------------------------------------------------------------------------------------------------
 
 
 def rewind_book(book: Book, name: str, later: str) -> RewindResult:
-    """See `Book.rewind`."""
+    """Implement `Book.rewind`."""
     check_choice("later", later, ("keep", "drop"))
     with queue.write_drained(book) as tx:
         done = undo_work(tx, book, find_checkpoint(tx, name), later)
@@ -254,8 +275,8 @@ def rewind_book(book: Book, name: str, later: str) -> RewindResult:
 
 
 def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindResult:
-    """Put everything back to the checkpoint, within a transaction."""
-    # Newest first: each hands what it kept to the one before it, until all lies with this checkpoint.
+    """Restore the state of the checkpoint, within a transaction."""
+    # Newest first: each undo log is merged into the one before it, until this checkpoint has all.
     forgotten = [later_point for later_point in reversed(list_points(tx)) if later_point.event > point.event]
     for later_point in forgotten:
         _forget(tx, later_point)
@@ -263,12 +284,12 @@ def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindRe
     queue.set_announced_version(tx, point.state["policy_version"])
     acks = _void_acks(tx, point)
     leases = void_leases(tx, point.name)
-    came = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND gone IS NULL", (point.seq,))[0]
+    later_count = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND gone IS NULL", (point.seq,))[0]
     if later == "drop":
         _mark_rewound(tx, point.seq)
-    states = {later_point["id"]: later_point for later_point in point.state["consumers"]}
+    states = {consumer_state["id"]: consumer_state for consumer_state in point.state["consumers"]}
     revised = _list_revised(tx, point)
-    # Records that are brought again get numbers from here on; they are ranked by those they had.
+    # Records that are appended again get larger numbers, but the ranks of their former numbers.
     last = tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0] if later == "drop" else point.seq
     for consumer in all_consumers(tx):
         if consumer.id in states:
@@ -277,14 +298,14 @@ def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindRe
             _reset_consumer(tx, book, consumer, point, last)
         save_consumer(tx, consumer)
     done = RewindResult(
-        point.name, acks, leases, came, tuple(newer.name for newer in reversed(forgotten)), len(lineage.branches)
+        point.name, acks, leases, later_count, tuple(newer.name for newer in reversed(forgotten)), len(lineage.branches)
     )
     detail = {
         "lineage": len(lineage.branches),
         "event": point.event,
         "acks": acks,
         "leases": leases,
-        later: came,
+        later: later_count,
         "forgotten": list(done.forgotten),
     }
     queue.record_events(tx, [queue.Event("rewound", reason=point.name, detail=detail)])
@@ -302,7 +323,7 @@ def _void_acks(tx: Transaction, point: Point) -> int:
 
 
 def void_leases(tx: Transaction, reason: str) -> int:
-    """End every living lease, whoever holds it; its rows are the caller's to free."""
+    """End every active lease; the caller has to free its rows."""
     tx.run(
         "INSERT INTO events (time, seq, consumer, kind, reason, lease, detail) "
         f"SELECT {tx.now!r}, seq, consumer, 'voided', ?, lease, '{{\"what\": \"leased\"}}' FROM work "
@@ -368,7 +389,7 @@ def _restore_consumer(
     settings = ConsumerConfig.from_json(was["settings"])
     if settings != consumer.settings:
         save_settings(tx, consumer, settings)
-    # Groups are put back as they were, not made again from their members as each of those changes.
+    # Groups are restored from the undo log, not refreshed for each change of a member.
     consumer.grouped = False
     consumer.state = _shift_state(was["state"], point, last)
     lost = _restore_rows(tx, consumer, point)
@@ -377,7 +398,7 @@ def _restore_consumer(
     mine = (point.event, consumer.id)
     source = "FROM work_before WHERE checkpoint = ? AND consumer = ? AND state"
     leased = tx.one(f"SELECT COUNT(*) {source} = 'leased'", mine)[0]
-    # Rows that are now as they were need not be kept. Those that were leased wait now: that is not what they were.
+    # The undo log keeps rows that were leased, since they wait now; the others are as they were.
     tx.run(f"DELETE {source} <> 'leased'", mine)
     consumer.inserts, consumer.samples, consumer.floor = was["inserts"], was["samples"] - leased, was["floor"]
     if was["grouped"]:
@@ -435,7 +456,7 @@ def _unlease(row: queue.Row) -> queue.Row:
 
 
 def free_leased(tx: Transaction, consumer: Consumer) -> list[str]:
-    """Have all leased rows wait again, at the place they had; their groups."""
+    """Return all leased rows to the queue with their former ranks; return their groups."""
     rows = queue.select_rows(tx, "lease IS NOT NULL AND consumer = ? ORDER BY seq", (consumer.id,))
     queue.change_rows(tx, consumer, [(row, _unlease(row)) for row in rows], [])
     consumer.samples -= len(rows)
@@ -445,8 +466,11 @@ def free_leased(tx: Transaction, consumer: Consumer) -> list[str]:
 def _apply_revisions(
     tx: Transaction, book: Book, consumer: Consumer, point: Point, revised: Sequence[int]
 ) -> list[str]:
-    """Revisions are facts: a record that was revised after the checkpoint has the numbers that it has now, and waits
-    if that was asked. The groups of those that have other numbers, or wait again."""
+    """Apply revisions made after the checkpoint, which a rewind does not undo, to restored rows.
+
+    Returns:
+        The groups of records whose numbers changed or that wait again.
+    """
     returned = {
         seq
         for (seq,) in tx.all(
@@ -491,15 +515,15 @@ def _offer_later_records(tx: Transaction, book: Book, consumer: Consumer, point:
         inserts, samples = consumer.inserts, consumer.samples
         moves, events = [], []
         for now in rows:
-            old = floor is not None and now.version is not None and now.version < floor
+            outdated = floor is not None and now.version is not None and now.version < floor
             abandoned = bounded and lineage.is_abandoned(now.seq, newest[now.seq])
-            why = gone[now.seq] or ("stale" if old or abandoned else None)
+            reason_dropped = gone[now.seq] or ("stale" if outdated or abandoned else None)
             detail = queue.abandoned_detail(newest[now.seq]) if abandoned else None
-            new = queue.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), why)
+            new = queue.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), reason_dropped)
             moves.append((now, new))
             inserts += new.state != queue.DROPPED
             if new.state == queue.DROPPED and (now.state, now.reason) != (new.state, new.reason):
-                events.append(queue.Event(queue.DROPPED, now.seq, consumer.id, why, detail=detail))
+                events.append(queue.Event(queue.DROPPED, now.seq, consumer.id, reason_dropped, detail=detail))
             elif now.state == queue.DROPPED != new.state:
                 reoffer_detail = {"what": queue.DROPPED, "why": now.reason}
                 events.append(queue.Event("voided", now.seq, consumer.id, point.name, detail=reoffer_detail))
@@ -509,7 +533,7 @@ def _offer_later_records(tx: Transaction, book: Book, consumer: Consumer, point:
         last = seqs[-1]
 
 
-# --- proof --------------------------------------------------------------------------------------------------------
+# --- trained steps --------------------------------------------------------------------------------------------------------
 
 
 def trained_steps(book: Book, consumer: str = "train") -> dict[str, list[int | None]]:
@@ -521,6 +545,13 @@ def trained_steps(book: Book, consumer: str = "train") -> dict[str, list[int | N
 
     Returns:
         The steps by id.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append(rollbook.Experience(eid={"suffix": "a"}, tokens=[1, 2, 3]))
+    >>> _ = book.lease(1).ack(step=7)
+    >>> trained_steps(book)
+    {'//0/0/a': [7]}
     """
     with book.ledger.read() as tx:
         group = get_consumer(tx, consumer)

@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 _EVICTION_REASONS = ("stale", "max_size", "max_age", "attempts")
 _UNUSED_MEDIUM = "NOT EXISTS (SELECT 1 FROM media_uses WHERE media_uses.hash = media.hash)"
 MARK_ORPHANS = "INSERT INTO orphans (segment, seen) {} ON CONFLICT (segment) DO UPDATE SET seen = 0"
-"""Note segments of which the ledger once spoke: no append can be on its way to one, and once empty it may go."""
+"""Mark segments that the ledger referred to before: no append is about to use them, and they may be removed."""
 
 
 # --- records that lose their bytes ----------------------------------------------------------------------------------
 
 
 def _finished_rule(tx: Transaction, condition: str) -> str | None:
-    """Return the end of a query of `work` and `records` for records that every consumer is done with.
+    """Return the end of a query of `work` and `records` for records that every consumer has finished.
 
-    `condition` says so of a consumer's row (`mine`). Records that a checkpoint may need again are left out. Without a
+    `condition` is about a consumer's row (`mine`). Records that a checkpoint may need again are left out. Without a
     consumer the result is `None`.
     """
     first = tx.one("SELECT MIN(id) FROM consumers")[0]
@@ -86,7 +86,7 @@ def _trained_or_dropped_rule(tx: Transaction) -> str | None:
 
 
 def purge_records(book: Book) -> int:
-    """Take the bytes of records that nobody will ask for; how many."""
+    """Detach the bytes of records that no consumer or checkpoint needs, and return how many."""
     with book.ledger.read() as tx:
         gone = [row[0] for row in tx.all("SELECT seq FROM records WHERE gone IS NOT NULL AND segment IS NOT NULL")]
         rule = _evicted_rule(tx)
@@ -104,7 +104,7 @@ def purge_records(book: Book) -> int:
             count += _detach_bytes(tx, rows)
     for marks, part in chunks(evicted):
         with book.ledger.write() as tx:
-            # A revision may have brought one back meanwhile.
+            # A revision may have returned one to the queue meanwhile.
             rows = tx.all(f"SELECT work.seq, work.reason {_evicted_rule(tx)} AND work.seq IN ({marks})", part)
             count += _detach_bytes(tx, rows)
     if count or unused:
@@ -127,7 +127,7 @@ def _detach_bytes(tx: Transaction, reasons: Sequence[tuple[int, str]]) -> int:
 
 
 def _forget_media(book: Book) -> None:
-    """Media that no record uses: their bytes are garbage."""
+    """Delete the rows of media that no record uses."""
     with book.ledger.read() as tx:
         hashes = [key for (key,) in tx.all(f"SELECT hash FROM media WHERE {_UNUSED_MEDIUM}")]
     for marks, part in chunks(hashes):
@@ -137,11 +137,21 @@ def _forget_media(book: Book) -> None:
             tx.run(f"DELETE FROM media WHERE {unused}", part)
 
 
-def evict_finished(book: Book, least: int, most: int) -> int:
-    """Take the bytes of records that were trained or dropped for every consumer, the oldest first, up to `most` bytes;
-    how many records. None where less than `least` bytes could be had."""
+def evict_finished(book: Book, min_bytes: int, max_bytes: int) -> int:
+    """Detach the bytes of records that every consumer has trained on or dropped, oldest first.
+
+    Args:
+        book: The book.
+        min_bytes: Do nothing if fewer bytes could be freed.
+        max_bytes: Stop after so many bytes.
+
+    Returns:
+        How many records lost their bytes.
+    """
     book.store.seal()
-    busy = {name for name in book.store.segments() if book.store.busy(name)}  # other writers' cannot be written anew
+    busy = {
+        name for name in book.store.segments() if book.store.busy(name)
+    }  # segments of other writers cannot be rewritten
     with book.ledger.read() as tx:
         rule = _trained_or_dropped_rule(tx)
         if rule is None:
@@ -159,7 +169,7 @@ def evict_finished(book: Book, least: int, most: int) -> int:
     freed = 0
     taken: list[int] = []
     for seq, segment, size in finished:
-        if freed >= most:
+        if freed >= max_bytes:
             break
         if segment in busy:
             continue
@@ -168,7 +178,7 @@ def evict_finished(book: Book, least: int, most: int) -> int:
         for key in uses[seq]:
             left[key] -= 1
             freed += 0 if left[key] else sizes.get(key, 0)
-    if freed < least:
+    if freed < min_bytes:
         return 0
     count = 0
     for marks, part in chunks(taken):
@@ -179,11 +189,11 @@ def evict_finished(book: Book, least: int, most: int) -> int:
     return count
 
 
-# --- bytes that must go ---------------------------------------------------------------------------------------------
+# --- bytes that must be removed----------------------------------------------------------------------------------------
 
 
 def pending_purges(book: Book) -> dict[str, str]:
-    """Segments that hold deleted or redacted bytes, and what the removal of these waits for."""
+    """Return the segments that hold deleted or redacted bytes, with what their removal waits for."""
     with book.ledger.read() as tx:
         segments = [segment for (segment,) in tx.all("SELECT segment FROM purges ORDER BY segment")]
     return {
@@ -197,8 +207,10 @@ def pending_purges(book: Book) -> dict[str, str]:
 
 
 def find_stale_copies(book: Book) -> None:
-    """Find the segments that hold copies of deleted or redacted records which the ledger no longer knows of: from
-    before a revision, or from an append that crashed or came second; list them in `purges`."""
+    """Find segments with copies of deleted or redacted records that the ledger does not refer to; add them to `purges`.
+
+    Such copies are left by revisions, and by appends that crashed or came second.
+    """
     with book.ledger.read() as tx:
         row = tx.one("SELECT value FROM meta WHERE key = 'forgotten'")
         since = int(row[0]) if row is not None else 0
@@ -255,20 +267,20 @@ def _holds_stale_copy(book: Book, segment: str, size: int, names: set[str]) -> b
         except MissingSegmentError:
             return False
         except WireError:
-            return True  # What cannot be read may be anything: the rest is copied, and this goes.
+            return True  # It may be anything: the rest is copied, and this is removed.
         at += -(-length // ALIGN) * ALIGN
     return False
 
 
 FRAME_RECORDS = 512
 FRAME_BYTES = 8 << 20
-"""A new frame holds at most so many records and, unless it holds one only, about so many bytes."""
+"""Limits of a new frame: records, and bytes unless it has a single record."""
 PUT_BYTES = 64 << 20
-"""How much is copied between two commits: about what a compactor holds in memory."""
+"""Bytes that are copied between two commits, and about what compaction holds in memory."""
 REPOINT_ROWS = 2000
-"""How many rows of the ledger one transaction has point to their copies: others wait for it."""
+"""Rows of the ledger that one transaction updates, while other writers wait."""
 MERGE_SEGMENTS = 8
-"""So many small segments of about one size become one: each byte is then copied once for each step in size."""
+"""Merge this many small segments of about one size: each byte is copied once per step in size."""
 SMALL_SEGMENT_BYTES = 32 << 20
 AUTO_MERGE_INTERVAL = 64
 """Check every this many appends whether small segments should be merged."""
@@ -282,32 +294,41 @@ _FAILPOINT = "during compaction"
 
 @dataclass(slots=True)
 class CompactionResult:
-    """The result of a compaction."""
+    """The result of a compaction.
+
+    Attributes:
+        before: Bytes in the store before.
+        after: Bytes in the store afterwards.
+        read: Segments whose records were copied.
+        written: Segments that hold the copies.
+        removed: Segments that were removed.
+        records: Records that were moved.
+        media: Media that were moved.
+        purged: Records that lost their bytes: dropped by every consumer, and needed by no checkpoint.
+        damaged: Segments that do not match the ledger, with the problem; they are not changed.
+        pending: Segments that still hold deleted or redacted bytes, with what the removal waits for.
+
+    >>> import rollbook
+    >>> rollbook.open("memory:").compact().removed
+    0
+    """
 
     before: int = 0
-    """Bytes in the store."""
     after: int = 0
     read: int = 0
-    """Segments whose records were copied elsewhere."""
     written: int = 0
-    """Segments that the copies lie in."""
     removed: int = 0
-    """Segments that are gone."""
     records: int = 0
-    """Records that were moved."""
     media: int = 0
     purged: int = 0
-    """Records that lost their bytes: dropped by every consumer, and needed by no checkpoint."""
     damaged: dict[str, str] = field(default_factory=dict)
-    """Segments that hold something which is not what the ledger says, and what; they are left as they are."""
     pending: dict[str, str] = field(default_factory=dict)
-    """Segments that still hold deleted or redacted bytes, and what the removal waits for."""
 
 
 def compact(
     book: Book, *, garbage: float = 0.5, small: int = SMALL_SEGMENT_BYTES, grace: float = 3600.0
 ) -> CompactionResult:
-    """See `Book.compact`."""
+    """Implement `Book.compact`."""
     check_float("garbage", garbage, 0.0, 1.0)
     check_int("small", small)
     check_float("grace", grace, 0.0)
@@ -344,11 +365,11 @@ def _choose_segments(book: Book, garbage: float, small: int) -> list[list[str]]:
         emptied = {row[0] for row in tx.all("SELECT segment FROM orphans WHERE seen = 0")}
     chosen = set()
     for name, size in sizes.items():
-        # What nothing points to may be an append's on its way, unless it is known that it is not.
+        # A segment without references may belong to an append that is about to commit, unless it is marked.
         if name in must or (name in emptied if name not in live else _garbage_share(live[name], size) > garbage):
             chosen.add(name)
     if any(map(book.store.busy, chosen)):
-        book.store.seal()  # It may be this writer's own, which can end it; others' have to wait.
+        book.store.seal()  # This ends the segment of this process; those of others have to wait.
         chosen = {name for name in chosen if not book.store.busy(name)}
     merged = {
         name
@@ -365,7 +386,7 @@ def _choose_segments(book: Book, garbage: float, small: int) -> list[list[str]]:
             room = PUT_BYTES
         groups[-1].append(name)
         room -= live[name]
-    # To write a single one anew because it is small would change nothing.
+    # Rewriting a single small segment would change nothing.
     return [names for names in groups if len(names) > 1 or names[0] in chosen]
 
 
@@ -375,7 +396,7 @@ def _garbage_share(live: int, size: int) -> float:
 
 
 def _group_by_size(sizes: dict[str, int]) -> dict[int, list[str]]:
-    """Segments of about one size, each step eight times the one before.
+    """Group segments by size; each group is eight times as large as the one before.
 
     >>> _group_by_size({"a": 100, "b": 60_000, "c": 70_000, "d": 1 << 20})
     {0: ['a', 'b'], 1: ['c'], 2: ['d']}
@@ -416,7 +437,7 @@ class _Medium(NamedTuple):
 
 
 class _Copies:
-    """What was read and checked, to be put with one write."""
+    """Verified frames and media, to be put with one write."""
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
@@ -430,7 +451,7 @@ class _Copies:
 
 
 def _move_segments(book: Book, names: Sequence[str], done: CompactionResult) -> None:
-    """Copy what is needed of these segments, have the ledger point to the copies, and remove them."""
+    """Copy the needed parts of these segments, make the ledger refer to the copies, and remove the segments."""
     rows: list[_Row] = []
     media: list[_Medium] = []
     with book.ledger.read() as tx:
@@ -488,7 +509,7 @@ def _gather(
             frame = frames.get(place)
             check_slots(place, [row.slot for row in members], len(frame))
         except MissingSegmentError:
-            continue  # Another compactor was here.
+            continue  # Another compaction removed it.
         except CorruptBookError as error:
             done.damaged.setdefault(place.segment, str(error))
             continue
@@ -497,7 +518,7 @@ def _gather(
             for name, column in frame.columns.items()
         }
         if any(kinds.get(name, kind) != kind for name, kind in mine.items()):
-            # Joined, narrow numbers would be kept as wide ones; columns of another version may not go together at all.
+            # Joined, narrow numbers would become wide; columns of other versions may not be joinable at all.
             yield Experiences.concat(parts), rows
             parts, rows, kinds = [], [], {}
         kinds |= mine
@@ -524,9 +545,9 @@ def _read_blob(book: Book, medium: _Medium, done: CompactionResult) -> memoryvie
     return None
 
 
-def _put_copies(book: Book, names: Sequence[str], copies: _Copies, done: CompactionResult, least: int) -> _Copies:
-    """Put copies of `least` bytes or more in the store and have the ledger point to them; what is still to be put."""
-    if copies.size < least:
+def _put_copies(book: Book, names: Sequence[str], copies: _Copies, done: CompactionResult, min_bytes: int) -> _Copies:
+    """Put copies of `min_bytes` or more in the store and make the ledger refer to them; return those still to put."""
+    if copies.size < min_bytes:
         return copies
     hit_failpoint(_FAILPOINT)
     places = book.store.put(copies.parts)
@@ -562,23 +583,23 @@ def _repoint(
     last: bool,
     done: CompactionResult,
 ) -> bool:
-    """Have the ledger point to copies of records and media in the segment `fresh`; whether the segment is there."""
+    """Make the ledger refer to copies in the segment `fresh`; return whether that segment exists."""
     with book.ledger.write() as tx:
         if not book.store.has(fresh):
-            return False  # A remover thought it was left behind; everything is still where it was.
-        had = [_count_references(tx, table, fresh) for table in ("records", "media")]
-        # A record that was revised or purged meanwhile lies elsewhere: its row is left alone.
+            return False  # Another compaction removed it as an orphan; the originals are still there.
+        before = [_count_references(tx, table, fresh) for table in ("records", "media")]
+        # A record that was revised or purged meanwhile has another place, and its row does not change.
         tx.many(
             "UPDATE records SET segment = ?, start = ?, size = ?, slot = ?, bytes = ? "
             "WHERE seq = ? AND segment = ? AND start = ? AND slot = ?",
             records,
         )
         tx.many("UPDATE media SET segment = ?, start = ?, size = ? WHERE hash = ? AND segment = ? AND start = ?", media)
-        moved = [_count_references(tx, table, fresh) - n for table, n in zip(("records", "media"), had, strict=True)]
+        moved = [_count_references(tx, table, fresh) - n for table, n in zip(("records", "media"), before, strict=True)]
         if any(moved):
             detail = {"segments": len(names), "records": moved[0], "media": moved[1], "bytes": size}
             queue.record_events(tx, [queue.Event("compacted", detail=detail)])
-            done.written += not any(had)
+            done.written += not any(before)
         for name in (*names, fresh) if last else ():
             if not _is_referenced(tx, name):
                 tx.run(MARK_ORPHANS.format("VALUES (?, 0)"), (name,))
@@ -602,10 +623,10 @@ def _is_referenced(tx: Transaction, segment: str) -> bool:
 
 
 def _remove_segments(book: Book, names: Sequence[str]) -> int:
-    """Remove those of these segments that nothing points to and nobody writes; how many there were."""
+    """Remove those of these segments that have no references and no writer; return how many."""
     count = 0
     for _, part in chunks(names, _REMOVE_CHUNK):
-        # An append that is on its way looks in its own transaction whether its segment is still there.
+        # An append checks in its own transaction that its segment still exists.
         with book.ledger.write() as tx:
             for name in part:
                 if _is_referenced(tx, name):
@@ -623,42 +644,42 @@ def _remove_segments(book: Book, names: Sequence[str]) -> int:
 
 
 def _sweep_orphans(book: Book, grace: float) -> int:
-    """Note what nothing points to, remove what was noted `grace` seconds ago or more; how many were removed."""
-    there = book.store.segments()
+    """Mark segments without references, and remove those marked at least `grace` seconds ago; return how many."""
+    sizes = book.store.segments()
     with book.ledger.read() as tx:
         used = {
             row[0]
             for table in ("records", "media")
             for row in tx.all(f"SELECT DISTINCT segment FROM {table} WHERE segment IS NOT NULL")
         }
-        noted = dict(tx.all("SELECT segment, seen FROM orphans"))
-        must = [row[0] for row in tx.all("SELECT segment FROM purges")]
+        marked = dict(tx.all("SELECT segment, seen FROM orphans"))
+        to_purge = [row[0] for row in tx.all("SELECT segment FROM purges")]
         now = tx.now
-    loose = [name for name in there if name not in used and not book.store.busy(name)]
-    new = [name for name in loose if name not in noted]
-    late = [name for name in loose if name in noted and (noted[name] == 0 or noted[name] <= now - grace)]
+    orphans = [name for name in sizes if name not in used and not book.store.busy(name)]
+    new = [name for name in orphans if name not in marked]
+    removable = [name for name in orphans if name in marked and (marked[name] == 0 or marked[name] <= now - grace)]
     # A segment may have been begun after the list was made.
-    absent = {name for name in (*noted, *must) if name not in there and not book.store.has(name)}
-    found_again = [name for name in noted if name in used or name in absent]
-    if new or absent or found_again:
+    absent = {name for name in (*marked, *to_purge) if name not in sizes and not book.store.has(name)}
+    unmarked = [name for name in marked if name in used or name in absent]
+    if new or absent or unmarked:
         with book.ledger.write() as tx:
             tx.many(
                 "INSERT INTO orphans (segment, seen) VALUES (?, ?) ON CONFLICT DO NOTHING", [(n, tx.now) for n in new]
             )
-            tx.many("DELETE FROM orphans WHERE segment = ? AND seen = ?", [(n, noted[n]) for n in found_again])
+            tx.many("DELETE FROM orphans WHERE segment = ? AND seen = ?", [(n, marked[n]) for n in unmarked])
             tx.many("DELETE FROM purges WHERE segment = ?", [(name,) for name in absent])
-    return _remove_segments(book, late)
+    return _remove_segments(book, removable)
 
 
 # --- room under a quota -------------------------------------------------------------------------------------------
 
 
 def make_room(book: Book, size: int) -> bool:
-    """Have room for `size` bytes under the book's quota: first garbage goes, then the bytes of what every consumer is
-    done with, oldest first and a sixteenth of the quota at once where there is so much; whether there is room now.
+    """Make room for `size` bytes under the book's quota, and return whether there is room now.
 
-    While segments are written anew the store holds their copies too, up to `PUT_BYTES` above the quota. No record loses
-    its bytes where all that could go would not be enough.
+    Garbage is removed first, then the bytes of records that every consumer has finished, oldest first, up to a
+    sixteenth of the quota at once. While segments are rewritten, the store exceeds the quota by up to `PUT_BYTES`. No
+    record loses its bytes if that would not be enough.
     """
     quota = book.quota
     if quota is None:
@@ -675,12 +696,12 @@ def make_room(book: Book, size: int) -> bool:
         if excess <= 0:
             return True
         if not evict_finished(book, excess, excess + quota // 16):
-            # The little garbage that is left in many segments, as the last resort.
+            # Last resort: remove the little garbage that is left in many segments.
             compact(book, garbage=0.0, small=0, grace=0.0)
             return over() <= 0
 
 
-# --- beside appends -----------------------------------------------------------------------------------------------
+# --- in the background -----------------------------------------------------------------------------------------------
 
 _compactors: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -177,6 +177,8 @@ Limiter = MinSize | SamplesToInserts
 REMOVERS: dict[str, type[Remover]] = {"max_size": MaxSize, "max_age": MaxAge, "max_uses": MaxUses}
 LIMITERS: dict[str, type[Limiter]] = {"min_size": MinSize, "samples_to_inserts": SamplesToInserts}
 """Removers and rate limiters by name, as in the saved settings of a consumer."""
+ConsumerSetting = Sampler | Remover | Limiter | Sequence[Remover] | Sequence[Limiter] | float | None
+"""The value of a field of `ConsumerConfig`; one remover or limiter stands for a list of one."""
 
 
 def check_limits(
@@ -374,7 +376,7 @@ class ConsumerConfig:
         plain["limiters"] = tuple([part_from_json(LIMITERS, "limiter", part) for part in plain["limiters"]])
         return cls(**plain)
 
-    def changed(self, options: dict[str, Any]) -> ConsumerConfig:
+    def changed(self, options: Mapping[str, ConsumerSetting]) -> ConsumerConfig:
         """Return a copy with some settings replaced.
 
         Args:
@@ -387,7 +389,7 @@ class ConsumerConfig:
         for name in options:
             if name not in by_name:
                 raise ValueError(f"consumer: unknown setting {name!r}{suggest(name, by_name)}")
-        return replace(self, **options)
+        return replace(self, **options)  # type: ignore[arg-type]
 
 
 _MAX_JSON_CHARACTERS = 1 << 20  # characters of settings or of a sampler's state; both are a few numbers

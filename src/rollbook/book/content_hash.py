@@ -25,6 +25,7 @@ from rollbook.core import freeform
 from rollbook.core.columns import Column, EidParts, Values, numbers, texts
 from rollbook.core.errors import WireError
 from rollbook.core.fields import BY_CODE, DTYPES, Field, owner
+from rollbook.core.freeform import Json
 from rollbook.core.ragged import Ragged, check_shape
 
 if TYPE_CHECKING:
@@ -468,7 +469,7 @@ def _hash_json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     return entries
 
 
-def _canonical(value: Any, depth: int) -> Any:
+def _canonical(value: Json, depth: int) -> Json:
     """Tagged JSON in the one form that all values equal to it have, once its keys are sorted."""
     kind = type(value)
     if kind is dict:
@@ -493,7 +494,7 @@ def _canonical(value: Any, depth: int) -> Any:
     return value
 
 
-def _canonical_tagged(tag: str, content: Any, depth: int) -> Any:
+def _canonical_tagged(tag: str, content: Json, depth: int) -> Json:
     if tag == "$dict":
         return _escape({key: _canonical(item, depth) for key, item in content.items()})
     if tag == "$tuple":
@@ -526,7 +527,7 @@ def _base64(text: str) -> bytes:
     return binascii.a2b_base64(text, strict_mode=True)
 
 
-def _canonical_int(value: int) -> Any:
+def _canonical_int(value: int) -> Json:
     if -(2**63) <= value < 2**64:
         return value
     try:
@@ -555,7 +556,7 @@ def _canonical_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     return {"$map": [by_key[text] for text in sorted(by_key)]}
 
 
-def _canonical_key(key: Any, depth: int) -> Any:
+def _canonical_key(key: Json, depth: int) -> Json:
     """Return the canonical form of a dict's key; a numpy number equals the plain number here, unlike in values."""
     if depth <= 0:
         raise WireError("a free-form value is nested too deeply")

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from rollbook.book.content_hash import Ids, canonical_floats, list_boxes, printed_ids
 from rollbook.core import columns as arrow
-from rollbook.core import columns as physical
 from rollbook.core import freeform
 from rollbook.core.checks import suggest
 from rollbook.core.columns import Column
 from rollbook.core.errors import WireError
 from rollbook.core.fields import COLUMNAR, DTYPES, FIELDS
+from rollbook.core.freeform import Json
 from rollbook.core.ragged import Ragged
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> l
     if "\0" in "".join(ids.uid):
         i = next(i for i, uid in enumerate(ids.uid) if "\0" in uid)
         raise ValueError(f"record {i}: eid: got {ids.uid[i]!r}, expected no NUL, which a database cannot keep")
-    kinds = physical.texts(columns["experience_type"])
+    kinds = arrow.texts(columns["experience_type"])
     lengths, _ = arrow.token_lengths(columns, count)
     prompt = np.minimum(records.prompt_lengths(), lengths)
     if "dpo" in kinds:
@@ -112,8 +112,8 @@ def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> l
     mask = _Mask(columns, count)
     trained = np.where(mask.known, mask.counts, response)
     oldest, newest = _version_ranges(columns, mask, count)
-    rewards: list[float | None] = physical.numbers(columns["reward"]) if "reward" in columns else [None] * count
-    sizes: list[int | None] = physical.numbers(columns["group_size"]) if "group_size" in columns else [None] * count
+    rewards: list[float | None] = arrow.numbers(columns["reward"]) if "reward" in columns else [None] * count
+    sizes: list[int | None] = arrow.numbers(columns["group_size"]) if "group_size" in columns else [None] * count
     scored = [UNSCORED if reward is None else SCORED if reward == reward else NOT_A_NUMBER for reward in rewards]
     if NOT_A_NUMBER in scored:
         rewards = [reward if flag == SCORED else None for reward, flag in zip(rewards, scored, strict=True)]
@@ -153,10 +153,10 @@ def get_reward(tag: IndexColumns) -> float | None:
 
 
 def _read_texts(columns: Mapping[str, Column], name: str, count: int) -> list[str | None]:
-    strings: list[str | None] = physical.texts(columns[name]) if name in columns else [None] * count
+    strings: list[str | None] = arrow.texts(columns[name]) if name in columns else [None] * count
     raw = columns.get(f"{name}__raw")
     if raw is not None:
-        strings = physical.decode(FIELDS[name], columns) or strings
+        strings = arrow.decode(FIELDS[name], columns) or strings
     if raw is not None or "\0" in "".join(filter(None, strings)):
         strings = [None if text is None else _escape(text) for text in strings]
     return strings
@@ -256,7 +256,7 @@ def _version_ranges(
     for i, box in enumerate(list_boxes(other, name) if other is not None else ()):
         if box is not None and oldest[i] is None and len(box[2]):
             oldest[i], newest[i] = _range(_clip_to_int64(_tensor_elements(box[0], box[2])), mask.row(i))
-    for i, version in enumerate(physical.numbers(single) if single is not None else ()):
+    for i, version in enumerate(arrow.numbers(single) if single is not None else ()):
         if oldest[i] is None and version is not None:
             oldest[i] = newest[i] = version
     if None in oldest and "info" in columns:
@@ -320,10 +320,10 @@ def _read_numbers(column: pa.Array, name: str) -> list[float | None]:
     last = name.rpartition(".")[2]
     sure = last.isalnum() and last.isascii()
     entries: list[float | None] = []
-    flat = column.flat if isinstance(column, physical.Values) else None
+    flat = column.flat if isinstance(column, arrow.Values) else None
     if flat and None not in flat:
         return [_to_number(_look_up(value, name)) for value in flat if value is not None]
-    for i, text in enumerate(physical.texts(column)):
+    for i, text in enumerate(arrow.texts(column)):
         if text is None or (sure and last not in text):
             entries.append(None)
             continue
@@ -334,7 +334,7 @@ def _read_numbers(column: pa.Array, name: str) -> list[float | None]:
     return entries
 
 
-def _text_entries(value: Any) -> dict[str, Any]:
+def _text_entries(value: Json) -> dict[str, Any]:
     """Return the entries with text keys of a dict in tagged JSON; an empty dict for anything else."""
     if not isinstance(value, dict):
         return {}
@@ -357,7 +357,7 @@ def _look_up(value: dict[str, Any], name: str) -> Any:
     return None
 
 
-def _to_number(value: Any) -> float | None:
+def _to_number(value: Json) -> float | None:
     """Convert a value of tagged JSON, or an index column, to a number."""
     if isinstance(value, dict) and len(value) == 1:
         tag, content = next(iter(value.items()))

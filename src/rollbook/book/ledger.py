@@ -741,14 +741,14 @@ class SQLiteLedger:
         self._closed = True
 
 
-def check_text(name: str, text: object, least: int = 1, most: int = 1 << 20) -> str:
+def check_text(name: str, text: str, min_length: int = 1, max_length: int = 1 << 20) -> str:
     """Return a text that every database can store.
 
     Args:
         name: The argument's name, for error messages.
         text: The text.
-        least: Minimum length.
-        most: Maximum length.
+        min_length: Minimum length.
+        max_length: Maximum length.
 
     Raises:
         ValueError: It is not a string, too short or long, or has NUL or lone surrogates.
@@ -756,8 +756,10 @@ def check_text(name: str, text: object, least: int = 1, most: int = 1 << 20) -> 
     >>> check_text("reason", "too long")
     'too long'
     """
-    if not isinstance(text, str) or not least <= len(text) <= most:
-        size = f" of {least} to {most} characters" if isinstance(text, str) and text else " that is not empty" * least
+    if not isinstance(text, str) or not min_length <= len(text) <= max_length:
+        size = " that is not empty" * min_length
+        if isinstance(text, str) and text:
+            size = f" of {min_length} to {max_length} characters"
         raise ValueError(f"{name}: got {str(text)[:100]!r}, expected a text{size}")
     try:
         encoded = text.encode()

@@ -1009,7 +1009,7 @@ def sql_tables(book: Book) -> dict[str, query.Source]:
 def run_sql(
     book: Book, text: str, parameters: Sequence[Any] | Mapping[str, Any] | None, memory: str | int, seconds: float
 ) -> Result:
-    """See `Book.sql`."""
+    """Implement `Book.sql`."""
     return query.run_query(text, sql_tables(book), parameters=parameters, memory=memory, seconds=seconds)
 
 

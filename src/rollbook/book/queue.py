@@ -33,6 +33,7 @@ from rollbook.book.consumer import (
     SELECT_CONSUMERS,
     Consumer,
     ConsumerConfig,
+    ConsumerSetting,
     all_consumers,
     create_consumer,
     find_consumer,
@@ -915,17 +916,17 @@ def backfill_consumer(tx: Transaction, consumer: int) -> None:
         tx.insert("inbox", INBOX_COLUMNS, [(consumer, 1, last, count, None)])
 
 
-def add_consumer(tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
+def add_consumer(tx: Transaction, name: str, settings: Mapping[str, ConsumerSetting] | None = None) -> Consumer:
     """Create a consumer group and offer it all training records of the book, within an exclusive transaction."""
-    consumer = create_consumer(tx, name, ConsumerConfig().changed(dict(settings or {})))
+    consumer = create_consumer(tx, name, ConsumerConfig().changed(settings or {}))
     backfill_consumer(tx, consumer.id)
     return consumer
 
 
 def configure_consumer(
-    tx: Transaction, name: str, settings: dict[str, Any], *, create: bool, change: bool
+    tx: Transaction, name: str, settings: Mapping[str, ConsumerSetting], *, create: bool, change: bool
 ) -> ConsumerConfig:
-    """See `Book.consumer`."""
+    """Implement `Book.consumer`."""
     if create and find_consumer(tx, name) is None:
         return add_consumer(tx, name, settings).settings
     current = get_consumer(tx, name)

@@ -638,7 +638,8 @@ _CONDITION_COLUMNS = tuple(
     )
 )
 """What a condition can be on, with the entries of `info` and `metrics`."""
-Operand = str | float | bool | None | Sequence[str | float | bool]
+Scalar = str | float | bool
+Operand = Scalar | None | Sequence[Scalar]
 Condition = tuple[str, str, Any]
 """Column, operator (one of `OPERATORS`) and operand."""
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -705,7 +706,7 @@ def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[C
     return parsed
 
 
-def _coerce_operand(name: str, value: Any) -> Any:
+def _coerce_operand(name: str, value: Scalar) -> str | float:
     """Convert a value so that every database compares it with a column in the same way."""
     if name in ("batch", "task"):
         value = str(value)

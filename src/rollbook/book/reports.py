@@ -75,7 +75,7 @@ _SELECT_TALLIES = (
 
 
 def count_records(book: Book, name: str) -> Counts:
-    """See `Book.counts`."""
+    """Implement `Book.counts`."""
     queue.drain_inboxes(book, bounded=True)
     with book.ledger.read() as tx:
         mine = (get_consumer(tx, name).id,)
@@ -99,7 +99,7 @@ def count_records(book: Book, name: str) -> Counts:
 
 
 def read_history(book: Book, uid: str) -> list[Entry]:
-    """See `Book.history`."""
+    """Implement `Book.history`."""
     queue.drain_inboxes(book, bounded=True)
     with book.ledger.read() as tx:
         row = tx.one("SELECT seq FROM records WHERE uid = ?", (uid,))
@@ -264,7 +264,7 @@ def decode_metrics(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
 
 
 def log_metrics(book: Book, step: int, metrics: Mapping[str, Any]) -> None:
-    """See `Book.log`."""
+    """Implement `Book.log`."""
     if check_int("step", step) >= _INT64_END:
         raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
     event = queue.Event(METRICS_KIND, step=int(step), detail=encode_metrics(metrics))
@@ -273,7 +273,7 @@ def log_metrics(book: Book, step: int, metrics: Mapping[str, Any]) -> None:
 
 
 def read_metrics(book: Book) -> list[tuple[int, dict[str, float]]]:
-    """See `Book.metrics`."""
+    """Implement `Book.metrics`."""
     with book.ledger.read() as tx:
         # Events of no record are few, and together in the index.
         rows = tx.all(

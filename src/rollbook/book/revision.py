@@ -485,7 +485,7 @@ def check_signature(author: str, reason: str | None) -> None:
 def revise_records(
     book: Book, changes: Mapping[str, Mapping[str, Any]], *, author: str, reason: str | None, retrain: bool | str
 ) -> int:
-    """See `Book.revise`."""
+    """Implement `Book.revise`."""
     allowed = [name for name, field in FIELDS.items() if content_hash.is_late(field)]
     for uid, fields in changes.items():
         for name in fields:
@@ -627,7 +627,7 @@ def _clear_quoted_values(tx: Transaction, seqs: Sequence[int]) -> None:
 
 
 def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str | None) -> int:
-    """See `Book.delete`."""
+    """Implement `Book.delete`."""
     seqs = find_seqs(book, uids)
     count = 0
     for start in range(0, len(seqs), _CHUNK):

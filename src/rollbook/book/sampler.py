@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import xxhash
 
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
+from rollbook.core.freeform import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +347,7 @@ def part_to_json(kinds: Mapping[str, type[Part]], part: Part) -> dict[str, Any]:
     return {"name": name, **asdict(part)}  # type: ignore[call-overload]
 
 
-def part_from_json(kinds: Mapping[str, type[Part]], label: str, description: object) -> Part:
+def part_from_json(kinds: Mapping[str, type[Part]], label: str, description: Json) -> Part:
     """Create the sampler, remover or limiter that `part_to_json` described.
 
     Args:

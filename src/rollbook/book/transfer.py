@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,9 @@ from rollbook.core.wire import decode, encode
 if TYPE_CHECKING:
     from rollbook.book.book import Book
     from rollbook.book.checkpoint import Point
+    from rollbook.core.vocabulary import Tokenizer
+
+    StorageOption = str | int | Mapping[str, Any] | Callable[[], float] | Disk | Tokenizer | None
 
 COPY_OPTIONS = ("tokenizer", "quota", "data", "storage_options", "segment_bytes", "clock", "disk")
 """What of `rollbook.open` says how a copy is kept; what consumers do is in the book."""
@@ -51,7 +54,7 @@ class _SourceChangedError(Exception):
     """A record changed and its old bytes went while they were copied."""
 
 
-def snapshot(book: Book, url: str | os.PathLike[str], **options: Any) -> Book:
+def snapshot(book: Book, url: str | os.PathLike[str], **options: StorageOption) -> Book:
     """Copy the book, in its current state, to an empty address of any kind, while others go on writing.
 
     Active leases are void in the copy.
@@ -75,7 +78,7 @@ def snapshot(book: Book, url: str | os.PathLike[str], **options: Any) -> Book:
     return _copy_book(book, url, None, options)
 
 
-def fork(book: Book, name: str, url: str | os.PathLike[str], **options: Any) -> Book:
+def fork(book: Book, name: str, url: str | os.PathLike[str], **options: StorageOption) -> Book:
     """Start another run from a checkpoint: copy the book as it was then to `url`.
 
     The copy has nothing that came after the checkpoint, except revisions and deletions of older records.
