@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 MAX_LISTED = 100
-"""How many findings of one kind a report holds; it counts the rest."""
+"""Findings of one kind that a report stores; it counts the rest."""
 ERROR, NOTE = "error", "note"
 _REPAIR = "rollbook check --repair"
 _COMPACT = "none is needed; rollbook compact removes it in time"
@@ -63,37 +63,60 @@ KINDS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem (`error`) or a harmless leftover (`note`)."""
+    """A problem (`error`) or a harmless leftover (`note`).
+
+    Attributes:
+        kind: A key of `KINDS`.
+        severity: `"error"` or `"note"`.
+        description: What is wrong.
+        where: A record's id, a segment, a consumer or a table.
+        remedy: What to do about it.
+
+    >>> Finding("orphan", NOTE, "a segment without references", "0001.rbs", "none").severity
+    'note'
+    """
 
     kind: str
     severity: str
     description: str
     where: str
-    """A record's id, a segment, a consumer or a table."""
     remedy: str
 
 
 @dataclass(slots=True)
 class Report:
-    """The result of a check or a repair."""
+    """The result of a check or a repair.
+
+    Attributes:
+        url: Address of the book.
+        deep: Whether every byte of the data was checked, or only its place.
+        records: Records that were checked.
+        media: Media that were checked.
+        segments: Segments that were checked.
+        bytes: Size of these segments.
+        findings: Current findings, at most `MAX_LISTED` of a kind.
+        counts: Number of findings of each kind.
+        repaired: What a repair did, recovered and could not recover, at most `MAX_LISTED` of a kind.
+        repairs: Number of these actions of each kind.
+        aside: Where a repair put copies of what it changed.
+
+    >>> report = Report("runs/demo/book")
+    >>> report.add("orphan", "a segment without references")
+    >>> report.ok, report.counts["orphan"]
+    (True, 1)
+    """
 
     url: str
     deep: bool = True
-    """Whether every byte of the data was checked, or only where it is."""
     records: int = 0
     media: int = 0
     segments: int = 0
     bytes: int = 0
-    """What was checked; the bytes are those of the segments."""
     findings: list[Finding] = field(default_factory=list)
-    """Current findings, at most `MAX_LISTED` of a kind."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Number of findings of each kind."""
     repaired: list[Finding] = field(default_factory=list)
-    """What a repair did, recovered and could not recover; counted in `repairs`."""
     repairs: Counter[str] = field(default_factory=Counter)
     aside: str | None = None
-    """Where a repair put what it changed, as it was before."""
 
     @property
     def ok(self) -> bool:
@@ -148,7 +171,7 @@ class Report:
 
 
 PAGE_ROWS = 1000
-"""How many rows of the ledger are looked at together."""
+"""Rows of the ledger that are checked together."""
 
 
 class Problem(NamedTuple):
@@ -159,7 +182,7 @@ class Problem(NamedTuple):
     uid: str
     description: str
     fix: Any = None
-    """Of `tags` those of the record, of `uses` the hashes of its media."""
+    """Of kind `tags`, the record's index columns; of kind `uses`, the hashes of its media."""
 
 
 class _Row(NamedTuple):
@@ -304,11 +327,11 @@ def _check_medium(book: Book, key: str, place: Place, deep: bool) -> str | None:
 
 
 LEFTOVER_NAME = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.ASCII)
-"""What a write that a crash ended leaves behind."""
+"""Name of a temporary file that a crash left."""
 
 
 def check(book: Book, *, deep: bool = True) -> Report:
-    """Look at everything; `deep` also at every byte of records and media.
+    """Implement `Book.check`.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -386,7 +409,7 @@ _STORED_TYPES = {"TEXT": "('text')", "{INT}": "('integer')", "{REAL}": "('real',
 
 def check_types(book: Book, report: Report) -> None:
     if book.ledger.dialect != "sqlite":
-        return  # PostgreSQL keeps to what was declared.
+        return  # PostgreSQL enforces the declared types.
     for table, columns in TABLES.items():
         wrong = []
         for column in columns:
@@ -462,15 +485,17 @@ def recount(tx: Transaction, consumer: int) -> dict[tuple[str, str], tuple[int, 
 
 def _check_counts(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
-        good, bad = parse_each_consumer(tx)
-        for number, why in bad.items():
+        readable, unreadable = parse_each_consumer(tx)
+        for number, why in unreadable.items():
             report.add("consumer", why, f"consumer number {number}")
-        came = dict(tx.all("SELECT evaluation, COUNT(*) FROM records GROUP BY 1"))
+        stored = dict(tx.all("SELECT evaluation, COUNT(*) FROM records GROUP BY 1"))
         totals = dict(tx.all("SELECT state, SUM(n) FROM tallies WHERE consumer = 0 GROUP BY 1"))
         for state, key in (("admitted", 0), ("evaluation", 1)):
-            if totals.get(state, 0) != came.get(key, 0):
-                report.add("tally", f"{state}: counted {totals.get(state, 0)}, there are {came.get(key, 0)}", "records")
-        for consumer in good:
+            if totals.get(state, 0) != stored.get(key, 0):
+                report.add(
+                    "tally", f"{state}: counted {totals.get(state, 0)}, there are {stored.get(key, 0)}", "records"
+                )
+        for consumer in readable:
             _check_consumer(tx, report, consumer, totals.get("admitted", 0))
         stray = f"consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED}"
         _add_stray_rows(tx, report, "work", stray, "of a consumer that is not there")
@@ -485,15 +510,15 @@ def _check_consumer(tx: Transaction, report: Report, consumer: Consumer, admitte
         "SELECT state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer = ? GROUP BY 1, 2", (consumer.id,)
     )
     tallies = {(state, reason): (n, weight) for state, reason, n, weight in rows}
-    passed = sum(weight for _, weight in there.values())  # Rounding errors are as large as what went in and out.
+    total_weight = sum(weight for _, weight in there.values())  # Rounding errors grow with the total.
     for key in sorted({*there, *tallies}):
         n, weight = tallies.get(key, (0, 0.0))
-        real, heavy = there.get(key, (0, 0.0))
+        real, real_weight = there.get(key, (0, 0.0))
         label = " ".join(filter(None, key))
         if n != real:
             report.add("tally", f"{label}: counted {n}, there are {real}", name)
-        elif abs(weight - heavy) > 1e-6 * max(abs(heavy), 1.0) + 1e-12 * passed:
-            report.add("tally", f"{label}: weight {weight!r}, there is {heavy!r}", name)
+        elif abs(weight - real_weight) > 1e-6 * max(abs(real_weight), 1.0) + 1e-12 * total_weight:
+            report.add("tally", f"{label}: weight {weight!r}, there is {real_weight!r}", name)
         if key[0] not in queue.STATES:
             report.add("work", f"{real} rows in unknown state {key[0]!r}", name)
     total = sum(n for n, _ in there.values()) + queue.inbox_size(tx, consumer.id)
@@ -532,13 +557,13 @@ LEASED_WITHOUT_LEASE = (
     "state = 'leased' AND (lease IS NULL OR NOT EXISTS "
     "(SELECT 1 FROM leases WHERE leases.id = work.lease AND leases.state = 'active'))"
 )
-"""Of `work`: leased by nobody."""
+"""Condition on `work`: leased, but by no active lease."""
 LEASE_WITHOUT_STATE = "state <> 'leased' AND lease IS NOT NULL"
 EXPIRED_AND_EMPTY = (
     "state = 'active' AND expires <= ? AND NOT EXISTS "
     "(SELECT 1 FROM work WHERE work.lease = leases.id AND work.state = 'leased')"
 )
-"""Of `leases`: its time is up, and it holds nothing."""
+"""Condition on `leases`: expired, without records."""
 
 
 def _check_leases(book: Book, report: Report) -> None:
@@ -558,7 +583,7 @@ def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
     after = settings.partial_after
     complete = f"({size} IS NULL OR came.runs >= {size})"
     waits = "(COALESCE(here.waiting, 0) > 0 AND COALESCE(here.held, 0) = 0)"
-    # A group whose time has come is made ready when somebody asks for one.
+    # A due group is made ready by the next lease.
     early = "1 = 1" if after is None else f"came.since + {float(after)!r} > {tx.now!r}"
     rows = tx.all(
         "SELECT came.gid, stands.ready, stands.runs, came.runs FROM "
@@ -603,14 +628,14 @@ _STATES_AFTER = {
     "dropped": (queue.DROPPED,),
     "voided": queue.STATES,
 }
-"""The states that a record can be in after an event of a consumer, if no other came since."""
+"""States that a record can have for a consumer after its last event."""
 
 
 class EventSummary(NamedTuple):
-    """What events say of a record and a consumer."""
+    """What the events of a record say about a consumer."""
 
     kind: str | None = None
-    """Of the last event that changed something; `None`: there is none, and it waits."""
+    """Kind of the last event that changed the state; `None` if there is none, and the record waits."""
     reason: str | None = None
     event: int = 0
     acks: frozenset[int | None] = frozenset()
@@ -618,7 +643,7 @@ class EventSummary(NamedTuple):
 
 
 def summarize_events(tx: Transaction, seqs: Sequence[int]) -> dict[tuple[int, int], EventSummary]:
-    """Return what the events say, by record and consumer."""
+    """Summarize the events of records, by record and consumer."""
     histories: dict[tuple[int, int], EventSummary] = {}
     for marks, part in chunks(seqs):
         rows = tx.all(
@@ -635,7 +660,7 @@ def summarize_events(tx: Transaction, seqs: Sequence[int]) -> dict[tuple[int, in
 
 
 _STRICT_JSON = "replace(replace(detail, 'Infinity', '0'), 'NaN', '0')"
-"""Python's JSON has numbers that SQLite's has not."""
+"""SQL: `detail` without the infinities and NaN of Python's JSON, which SQLite rejects."""
 
 
 def _check_events(book: Book, report: Report) -> None:
@@ -659,7 +684,7 @@ def _check_events(book: Book, report: Report) -> None:
         for consumer, row in rows:
             mine = histories.get((row.seq, consumer.id), EventSummary())
             if mine.event < rewound:
-                continue  # Going back puts rows where they were, without an event for each.
+                continue  # A rewind restores rows without an event for each.
             name = f"consumer {consumer.name!r}"
             allowed = (queue.WAITING,) if mine.kind is None else _STATES_AFTER[mine.kind]
             if row.state not in allowed:
@@ -676,7 +701,7 @@ _FIRST_EVENTS = "('admitted', 'recovered')"
 
 
 def _check_store(book: Book, report: Report) -> None:
-    # Segments first: what is put and committed in between is then not there to be missed.
+    # Segments first: what is committed in between is then not reported as missing.
     there = book.store.segments()
     report.segments, report.bytes = len(there), sum(there.values())
     with book.ledger.read() as tx:

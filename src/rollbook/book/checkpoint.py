@@ -262,7 +262,7 @@ def _forget(tx: Transaction, point: Point) -> None:
     queue.record_events(tx, [queue.Event("forgotten", reason=point.name)])
 
 
-# --- rewinding ---------------------------------------------------------------------------------------------------------
+# --- rewinding ------------------------------------------------------------------------------------------------------
 
 
 def rewind_book(book: Book, name: str, later: str) -> RewindResult:
@@ -533,7 +533,7 @@ def _offer_later_records(tx: Transaction, book: Book, consumer: Consumer, point:
         last = seqs[-1]
 
 
-# --- trained steps --------------------------------------------------------------------------------------------------------
+# --- trained steps --------------------------------------------------------------------------------------------------
 
 
 def trained_steps(book: Book, consumer: str = "train") -> dict[str, list[int | None]]:

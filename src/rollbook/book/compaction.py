@@ -413,7 +413,7 @@ def _mergeable(book: Book, names: Sequence[str]) -> list[str]:
     return idle if len(idle) >= MERGE_SEGMENTS else []
 
 
-# --- copying ------------------------------------------------------------------------------------------------------
+# --- copying --------------------------------------------------------------------------------------------------------
 
 
 class _Row(NamedTuple):
@@ -612,7 +612,7 @@ def _count_references(tx: Transaction, table: str, segment: str) -> int:
     return int(tx.one(f"SELECT COUNT(*) FROM {table} WHERE segment = ?", (segment,))[0])
 
 
-# --- removing -----------------------------------------------------------------------------------------------------
+# --- removing -------------------------------------------------------------------------------------------------------
 
 
 def _is_referenced(tx: Transaction, segment: str) -> bool:
@@ -671,7 +671,7 @@ def _sweep_orphans(book: Book, grace: float) -> int:
     return _remove_segments(book, removable)
 
 
-# --- room under a quota -------------------------------------------------------------------------------------------
+# --- room under a quota ---------------------------------------------------------------------------------------------
 
 
 def make_room(book: Book, size: int) -> bool:
@@ -701,7 +701,7 @@ def make_room(book: Book, size: int) -> bool:
             return over() <= 0
 
 
-# --- in the background -----------------------------------------------------------------------------------------------
+# --- in the background ----------------------------------------------------------------------------------------------
 
 _compactors: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 

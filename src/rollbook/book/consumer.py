@@ -60,7 +60,14 @@ class MaxSize:
 
 @dataclass(frozen=True)
 class MaxAge:
-    """Remover: drop records that have waited longer than `seconds` since they were admitted."""
+    """Remover: drop records that have waited longer than `seconds` since they were admitted.
+
+    Args:
+        seconds: The maximum age.
+
+    >>> MaxAge(3600.0).seconds
+    3600.0
+    """
 
     seconds: float
 
@@ -73,7 +80,13 @@ class MaxAge:
 class MaxUses:
     """Remover: lease a record until it was acknowledged `uses` times, or without limit if `None`.
 
-    Without this part a record is used once.
+    Without this remover a record is used once.
+
+    Args:
+        uses: The maximum, or `None`.
+
+    >>> ConsumerConfig(removers=[MaxUses(4)]).max_uses
+    4
     """
 
     uses: int | None
@@ -85,7 +98,14 @@ class MaxUses:
 
 @dataclass(frozen=True)
 class MinSize:
-    """Rate limiter: lease nothing until `size` records are waiting, cooling down or leased."""
+    """Rate limiter: lease nothing until `size` records are waiting, cooling down or leased.
+
+    Args:
+        size: The minimum.
+
+    >>> MinSize(512).size
+    512
+    """
 
     size: int
 
@@ -136,7 +156,7 @@ expected a slack of at least 36
         check_int("SamplesToInserts.lease_size", self.lease_size, 1)
         check_int("SamplesToInserts.append_size", self.append_size, 1)
         # Both wait when c - k < -slack and c + m * ratio > slack: possible if the window is narrower than both steps.
-        # And where all that came has been handed out, c is 0 at most: an append has to fit in then.
+        # If all appended records were leased, c is at most 0, and an append must still fit in.
         step = self.append_size * exact_decimal(self.ratio)
         needed = max((self.lease_size + step) / 2, step)
         if exact_decimal(self.slack) < needed:
@@ -192,13 +212,13 @@ def check_limits(
     for kind in (*REMOVERS.values(), *LIMITERS.values()):
         if sum(isinstance(part, kind) for part in (*removers, *limiters)) > 1:
             raise ValueError(f"{kind.__name__}: got it twice, expected it once")
-    most = min((part.size for part in removers if isinstance(part, MaxSize)), default=None)
+    max_size = min((part.size for part in removers if isinstance(part, MaxSize)), default=None)
     for part in limiters:
         floor = part.size if isinstance(part, MinSize) else part.min_size
-        if most is not None and floor > most:
+        if max_size is not None and floor > max_size:
             raise ValueError(
                 f"{type(part).__name__}: nothing is leased before {floor} records are present, but MaxSize keeps at "
-                f"most {most}: no lease would ever succeed"
+                f"most {max_size}: no lease would ever succeed"
             )
         if isinstance(part, SamplesToInserts) and uses is not None and part.ratio > uses:
             raise ValueError(
@@ -212,18 +232,18 @@ def check_limits(
                 "leased as a whole; expected at least one group"
             )
         if isinstance(part, SamplesToInserts):
-            # All but one of them may be there, and none of those is handed out: the next append has to fit in.
-            waits = [other.size for other in limiters if isinstance(other, MinSize)]
-            unseen = max([*waits, 0 if partial or group_size is None else group_size])
-            needed = (unseen - 1 + part.append_size - part.min_size) * exact_decimal(part.ratio)
-            if unseen and exact_decimal(part.slack) < needed:
+            # All but one of them may be there, with none leased: the next append must fit in.
+            minimums = [other.size for other in limiters if isinstance(other, MinSize)]
+            minimum = max([*minimums, 0 if partial or group_size is None else group_size])
+            needed = (minimum - 1 + part.append_size - part.min_size) * exact_decimal(part.ratio)
+            if minimum and exact_decimal(part.slack) < needed:
                 raise ValueError(
-                    f"SamplesToInserts.slack: got {part.slack}, but nothing is leased before {unseen} records are "
+                    f"SamplesToInserts.slack: got {part.slack}, but nothing is leased before {minimum} records are "
                     f"present: appends would wait forever; expected at least {_format_at_least(needed)}"
                 )
-    if most is not None and group_size and group_size > most and not partial:
+    if max_size is not None and group_size and group_size > max_size and not partial:
         raise ValueError(
-            f"MaxSize.size: got {most}, but groups need {group_size} runs to be complete: none ever would be"
+            f"MaxSize.size: got {max_size}, but groups need {group_size} runs to be complete: none ever would be"
         )
 
 
@@ -247,30 +267,35 @@ NUMERIC_COLUMNS = (
 class ConsumerConfig:
     """Settings of a consumer group.
 
+    Args:
+        sampler: Order of the waiting records.
+        removers: Any of `MaxSize`, `MaxAge`, `MaxUses`. Without `MaxUses` a record is used once, except by `Priority`.
+        limiters: Any of `MinSize`, `SamplesToInserts`.
+        max_staleness: How many policy versions behind the announced one a record's oldest token may be.
+        keep_stale: Keep the bytes of stale records for inspection.
+        group_size: Number of runs in a group whose records do not state it.
+        partial_after: Seconds after which an incomplete group is leased; `None` for never.
+        lease_seconds: Seconds without progress after which a lease ends and its records are offered again.
+        max_attempts: How often a record may be given back before it is dropped; `None` for no limit.
+        seed: Seed of random samplers.
+
+    Raises:
+        ValueError: A setting is invalid, or the limits could keep leases or appends waiting forever.
+
     >>> ConsumerConfig().max_uses, ConsumerConfig(sampler=Priority()).max_uses
     (1, None)
     """
 
     sampler: Sampler = field(default_factory=First)
-    """Order of the waiting records."""
     removers: tuple[Remover, ...] = ()
-    """Any of `MaxSize`, `MaxAge`, `MaxUses`. Without `MaxUses` a record is used once, except by `Priority`."""
     limiters: tuple[Limiter, ...] = ()
-    """Any of `MinSize`, `SamplesToInserts`."""
     max_staleness: int | None = None
-    """How many policy versions behind the announced one a record's oldest token may be."""
     keep_stale: bool = False
-    """Keep the bytes of stale records for inspection."""
     group_size: int | None = None
-    """Number of runs in a group whose records do not state it."""
     partial_after: float | None = None
-    """Seconds after which an incomplete group is leased; `None` for never."""
     lease_seconds: float = 300.0
-    """Seconds without progress after which a lease ends, and the records of a holder that died are offered again."""
     max_attempts: int | None = None
-    """How often a record may be given back before it is dropped."""
     seed: int = 0
-    """Seed of random samplers."""
 
     def __post_init__(self) -> None:
         if type(self.sampler) not in SAMPLERS.values():
@@ -313,8 +338,8 @@ class ConsumerConfig:
         part = self._part(MaxUses)
         limits = [part.uses if part is not None else None if isinstance(self.sampler, Priority) else 1]
         if isinstance(self.sampler, Priority):
-            limits.append(self.sampler.most)
-        return min((most for most in limits if most is not None), default=None)
+            limits.append(self.sampler.max_uses)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @cached_property
     def max_size(self) -> MaxSize | None:
@@ -351,7 +376,7 @@ class ConsumerConfig:
         plain["sampler"] = part_to_json(SAMPLERS, self.sampler)
         plain["removers"] = [part_to_json(REMOVERS, part) for part in self.removers]
         plain["limiters"] = [part_to_json(LIMITERS, part) for part in self.limiters]
-        # Numbers of numpy are numbers too.
+        # Numpy numbers are allowed, too.
         return json.dumps(plain, sort_keys=True, default=lambda n: int(n) if hasattr(n, "__index__") else float(n))
 
     @classmethod
@@ -370,7 +395,7 @@ class ConsumerConfig:
             raise ValueError(f"a consumer's settings: got {text[:200]!r}, expected only {', '.join(sorted(names))}")
         for name in ("sampler", "removers", "limiters"):
             if name not in plain or (name != "sampler" and not isinstance(plain[name], list)):
-                raise ValueError(f"a consumer's settings: {name}: got {plain.get(name)!r}, expected what it is made of")
+                raise ValueError(f"a consumer's settings: {name}: got {plain.get(name)!r}, expected its parts")
         plain["sampler"] = part_from_json(SAMPLERS, "sampler", plain["sampler"])
         plain["removers"] = tuple([part_from_json(REMOVERS, "remover", part) for part in plain["removers"]])
         plain["limiters"] = tuple([part_from_json(LIMITERS, "limiter", part) for part in plain["limiters"]])
@@ -562,7 +587,7 @@ def _parse_number(key: str, text: LedgerValue) -> int:
 
 _REMOVED_KEY = "removed_consumer:"
 NOT_REMOVED = f"'{_REMOVED_KEY}' || consumer NOT IN (SELECT key FROM meta)"
-"""Of a row with a `consumer`: not of one that was removed."""
+"""SQL condition on a row with a `consumer`: that consumer was not removed."""
 _REMOVED_CHUNK = 2000
 _CONSUMER_TABLES = {"work": "seq", "groups": "gid", "work_before": "seq", "groups_before": "gid"}
 
@@ -606,18 +631,18 @@ def delete_removed_consumers(ledger: Ledger) -> None:
         keys = [
             key for (key,) in tx.all("SELECT key FROM meta WHERE key LIKE ? AND value <> ''", (f"{_REMOVED_KEY}%",))
         ]
-        living = {number for (number,) in tx.all("SELECT id FROM consumers")} if keys else set()
+        existing = {number for (number,) in tx.all("SELECT id FROM consumers")} if keys else set()
     for key in keys:
         number = _parse_number(key, key.removeprefix(_REMOVED_KEY))
         for table, column in _CONSUMER_TABLES.items():
-            while number not in living and _delete_chunk(ledger, table, column, number):
+            while number not in existing and _delete_chunk(ledger, table, column, number):
                 pass
         with ledger.write() as tx:
             tx.run("UPDATE meta SET value = '' WHERE key = ?", (key,))
 
 
 def _delete_chunk(ledger: Ledger, table: str, column: str, consumer: int) -> bool:
-    """Delete some rows of a consumer; whether there were any."""
+    """Delete some rows of a consumer; return whether there were any."""
     with ledger.write() as tx:
         rows = tx.all(f"SELECT {column} FROM {table} WHERE consumer = ? LIMIT {_REMOVED_CHUNK}", (consumer,))
         for marks, part in chunks([value for (value,) in rows]):

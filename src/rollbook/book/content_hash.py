@@ -209,7 +209,7 @@ def _first_present(candidates: Sequence[list[bytes]]) -> list[bytes]:
     return entries
 
 
-# --- tensors ------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------------------------
 
 
 def canonical_floats(values: NDArray[Any], dtype: str) -> NDArray[Any]:
@@ -342,7 +342,7 @@ def list_boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int,
     return tensors
 
 
-# --- everything else ----------------------------------------------------------------------------------------------
+# --- everything else ------------------------------------------------------------------------------------------------
 
 
 def _slices(array: pa.Array | Values) -> Sequence[bytes | memoryview | None]:
@@ -432,7 +432,7 @@ def _encode_arrow(array: pa.Array, i: int, name: str) -> bytes:
     raise ValueError(f"column {name!r}: an unknown column of type {kind} cannot be kept in a book")
 
 
-# --- free-form values ---------------------------------------------------------------------------------------------
+# --- free-form values -----------------------------------------------------------------------------------------------
 
 
 def _hash_json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:

@@ -177,7 +177,7 @@ def _read_lengths(columns: Mapping[str, Column], name: str, count: int) -> NDArr
     return lengths
 
 
-# --- masks and versions -------------------------------------------------------------------------------------------
+# --- masks and versions ---------------------------------------------------------------------------------------------
 
 
 class _Mask:
@@ -277,7 +277,7 @@ def _clip_to_int64(values: NDArray[Any]) -> NDArray[Any]:
     return np.minimum(values, _MAX_INT64).astype(np.int64) if values.dtype == np.uint64 else values
 
 
-# --- a number of the user's choice --------------------------------------------------------------------------------
+# --- a number of the user's choice ----------------------------------------------------------------------------------
 
 
 def number_column(records: Experiences | RowLayout, key: str) -> list[float | None]:

@@ -94,7 +94,7 @@ _BASE64_PREFIX = re.compile(rb'"(?:(?:\$bytes|data|b64_json)":"|data:[ !#-+\--\[
 A key that only ends like one of these does no harm: the text is put back as it was, whatever it meant."""
 
 
-# --- blobs --------------------------------------------------------------------------------------------------------
+# --- blobs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ def open_blob(data: bytes | memoryview, *, verify: bool = False) -> Blob:
     return Blob(digest.hex(), kind, dtype, shape, payload)
 
 
-# --- lifting ------------------------------------------------------------------------------------------------------
+# --- lifting --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +417,7 @@ def _rows_with_runs(memory: NDArray[np.uint8], bounds: NDArray[np.int64], shorte
     return [int(row) for row in np.unique(rows)]
 
 
-# --- restoring ----------------------------------------------------------------------------------------------------
+# --- restoring ------------------------------------------------------------------------------------------------------
 
 
 def references(stripped: Experiences) -> list[tuple[str, ...]]:
@@ -554,7 +554,7 @@ def _fetch_blob(fetch: Callable[[str], Any], key: str, where: str) -> Blob:
     return blob
 
 
-# --- Arrow memory -------------------------------------------------------------------------------------------------
+# --- Arrow memory ---------------------------------------------------------------------------------------------------
 
 
 def _text_memory(array: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -218,7 +218,7 @@ def _join_lists(name: str, kinds: list[pa.DataType]) -> pa.DataType:
     return pa.list_(value, size) if size is not None and not sizes else pa.large_list(value)
 
 
-# --- a query's answer -------------------------------------------------------------------------------------------
+# --- a query's answer -----------------------------------------------------------------------------------------------
 
 
 class Result:
@@ -496,7 +496,7 @@ def _parse_memory(memory: str | int) -> int:
     return check_int("memory", memory, 1)
 
 
-# --- the connection ---------------------------------------------------------------------------------------------
+# --- the connection -------------------------------------------------------------------------------------------------
 
 
 class _Engine:
@@ -615,7 +615,7 @@ class _Watch:
             self._connection = None
 
 
-# --- what may run -----------------------------------------------------------------------------------------------
+# --- what may run ---------------------------------------------------------------------------------------------------
 
 
 def _check_reads(query: str, connection: DuckDBPyConnection) -> None:
@@ -669,7 +669,7 @@ def _explain(error: BaseException, sources: Mapping[str, Source], limit: int) ->
     return text
 
 
-# --- tables -----------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------------------------
 
 
 class _Scan:
@@ -790,7 +790,7 @@ _DUCKDB_TYPES = {pa.float16(): pa.float32()}
 """DuckDB does not know half floats."""
 
 
-# --- what comes out ---------------------------------------------------------------------------------------------
+# --- what comes out -------------------------------------------------------------------------------------------------
 
 
 def _collect(reader: pa.RecordBatchReader, limit: int, max_rows: int | None, watch: _Watch) -> Result:

@@ -46,6 +46,15 @@ class Entry:
 class Counts:
     """Number of records in each state of a consumer.
 
+    Attributes:
+        consumer: The consumer group.
+        admitted: Training records of the book.
+        waiting: Records that wait or cool down.
+        leased: Records in active leases.
+        trained: Records that are done.
+        dropped: Dropped records by reason.
+        evaluation: Records for evaluation, which no consumer gets and `admitted` does not count.
+
     >>> counts = Counts("train", admitted=3, waiting=1, leased=0, trained=1, dropped={"stale": 1})
     >>> counts.adds_up
     True
@@ -54,13 +63,10 @@ class Counts:
     consumer: str
     admitted: int
     waiting: int
-    """Including records that are cooling down."""
     leased: int
     trained: int
     dropped: dict[str, int]
-    """By reason."""
     evaluation: int = 0
-    """Records for evaluation, which are offered to no consumer and not counted as admitted."""
 
     @property
     def adds_up(self) -> bool:
@@ -71,7 +77,7 @@ class Counts:
 _SELECT_TALLIES = (
     "SELECT CAST(state AS TEXT), CAST(reason AS TEXT), CAST(SUM(CAST(n AS BIGINT)) AS BIGINT) FROM tallies"
 )
-"""SQLite keeps whatever it is given, text in a column of numbers too."""
+"""With casts, since SQLite stores text in a column of numbers, too."""
 
 
 def count_records(book: Book, name: str) -> Counts:
@@ -83,14 +89,14 @@ def count_records(book: Book, name: str) -> Counts:
         tallies = [
             row for row in tx.all(f"{_SELECT_TALLIES} WHERE consumer = ? GROUP BY 1, 2 ORDER BY 2", mine) if row[2]
         ]
-        unseen = queue.inbox_size(tx, mine[0])
+        inbox = queue.inbox_size(tx, mine[0])
     by_state: Counter[str] = Counter()
     for state, _, n in tallies:
         by_state[state] += n
     return Counts(
         name,
         admitted=totals.get("admitted", 0),
-        waiting=by_state["waiting"] + by_state["cooling"] + unseen,
+        waiting=by_state["waiting"] + by_state["cooling"] + inbox,
         leased=by_state["leased"],
         trained=by_state["trained"],
         dropped={reason: n for state, reason, n in tallies if state == "dropped"},
@@ -146,6 +152,13 @@ def keep_rates(
 
     Returns:
         One entry per range. Failed runs, which have neither length nor reward, are left out.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3], reward=reward) for reward in (0.0, 1.0)])
+    >>> _ = book.lease(1).ack()
+    >>> [(rate.low, rate.high, rate.admitted, rate.trained) for rate in keep_rates(book, "reward", [0.0, 0.5, 1.0])]
+    [(0.0, 0.5, 1, 1), (0.5, 1.0, 1, 0)]
     """
     check_choice("by", by, ("length", "reward"))
     column = "response_tokens" if by == "length" else "reward"
@@ -166,7 +179,7 @@ def keep_rates(
     if len(rising) < 2 or any(b <= a for a, b in pairwise(rising)):
         if not rows:
             return []
-        raise ValueError(f"edges: got {list(edges)!r}, expected at least two numbers that rise")
+        raise ValueError(f"edges: got {list(edges)!r}, expected at least two rising numbers")
     rates = []
     for low, high in pairwise(rising):
         last = high == rising[-1]
@@ -195,7 +208,7 @@ def _equal_ranges(values: Sequence[float]) -> list[float]:
 
 
 METRICS_KIND = "metrics"
-"""Of the events: `step` is the step's number, `detail` the numbers by name."""
+"""Kind of the events with metrics: `step` is the training step, `detail` the numbers by name."""
 _INT64_END = 1 << 63
 
 
@@ -221,9 +234,9 @@ def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
     numbers: dict[str, int | float | str] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
-            raise ValueError(f"metrics: got the name {name!r}, expected a text that is not empty")
+            raise ValueError(f"metrics: got the name {name!r}, expected a non-empty text")
         if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
-            hint = "; .item() gives a tensor's" if hasattr(value, "item") else ""
+            hint = "; use .item() for a tensor" if hasattr(value, "item") else ""
             raise ValueError(f"metrics[{name!r}]: got {str(value)[:60]!r}, expected an int or a float{hint}")
         if isinstance(value, Integral) and -_INT64_END <= int(value) < _INT64_END:
             numbers[name] = int(value)
@@ -289,9 +302,7 @@ def read_metrics(book: Book) -> list[tuple[int, dict[str, float]]]:
         else:
             back = metrics.get("event")
             if type(back) is not int:
-                raise CorruptBookError(
-                    f"event {event}: got {str(metrics)[:60]!r}, expected the checkpoint that was gone back to"
-                )
+                raise CorruptBookError(f"event {event}: got {str(metrics)[:60]!r}, expected the event of a checkpoint")
             while entries and entries[-1][0] > back:
                 entries.pop()
     steps: dict[int, dict[str, float]] = {}

@@ -62,7 +62,7 @@ def hash_uniform(*parts: int) -> float:
 def draw_rank(item: Item, weight: float, state: State) -> float:
     """Return the consumer's clock plus a random exponential time of rate `weight`."""
     clock = float(state.get("clock", 0.0))
-    # The clock is a part of the chance: an item ranked again later must not race with a time that is known to be long.
+    # The clock is hashed, too: an item that is ranked again later must not get the same (long) time again.
     (moment,) = struct.unpack("<q", struct.pack("<d", clock))
     return clock - math.log(hash_uniform(item.seed, item.seq, item.uses, moment)) / weight
 
@@ -113,7 +113,11 @@ class _Ordered:
 
 @dataclass(frozen=True)
 class First(_Ordered):
-    """First in, first out."""
+    """First in, first out.
+
+    >>> First().rank(Item(seq=3), {})
+    3.0
+    """
 
     def rank(self, item: Item, state: State) -> float:
         """Return the record's number."""
@@ -122,7 +126,11 @@ class First(_Ordered):
 
 @dataclass(frozen=True)
 class Last(_Ordered):
-    """Last in, first out."""
+    """Last in, first out.
+
+    >>> Last().rank(Item(seq=3), {})
+    -3.0
+    """
 
     def rank(self, item: Item, state: State) -> float:
         """Return the negative of the record's number."""
@@ -131,7 +139,11 @@ class Last(_Ordered):
 
 @dataclass(frozen=True)
 class NewestPolicy(_Ordered):
-    """Newest policy version first, then first in, first out. Records without a version come last."""
+    """Newest policy version first, then first in, first out. Records without a version come last.
+
+    >>> NewestPolicy().rank(Item(seq=3, version=7), {})
+    -7.0
+    """
 
     def rank(self, item: Item, state: State) -> float:
         """Return the negative of the policy version."""
@@ -139,7 +151,7 @@ class NewestPolicy(_Ordered):
 
 
 class _Random:
-    """Base of random samplers, which rank by exponential times on the consumer's clock."""
+    """Base of random samplers, which rank by exponential times on the consumer's clock (see the module)."""
 
     keeps_rank: ClassVar[bool] = True
 
@@ -152,7 +164,14 @@ class _Random:
 
 @dataclass(frozen=True)
 class Uniform(_Random):
-    """Draws waiting records with equal probability."""
+    """Draws waiting records with equal probability.
+
+    Args:
+        key: Must be `None`; `Proportional` takes a key.
+
+    >>> Uniform().weight(Item(seq=0))
+    1.0
+    """
 
     key: str | None = None
 
@@ -205,7 +224,7 @@ class Proportional(_Random):
         value = self.default if item.value is None or math.isnan(item.value) else abs(item.value)
         size = min(max(value, self.least), 1e100)
         powers = self.alpha * math.log10(size)
-        # Bounded: floats could not tell the ranks of heavy items apart after the clock has run for a light one.
+        # Bounded, since after a light item was leased, floats could not tell the ranks of heavy items apart.
         return float(size**self.alpha) if abs(powers) < 12 else 10.0 ** math.copysign(12, powers)
 
     def rank(self, item: Item, state: State) -> float:
@@ -253,10 +272,10 @@ class Priority(_Ordered):
 
     def reuse(self, item: Item) -> tuple[bool, float]:
         """Return whether uses are left, and the cooldown."""
-        return self.most is None or item.uses < self.most, self.cooldown
+        return self.max_uses is None or item.uses < self.max_uses, self.cooldown
 
     @property
-    def most(self) -> int | None:
+    def max_uses(self) -> int | None:
         """Maximum number of uses, or `None`."""
         return self.limit if self.function == "decay_limit_randomization" and self.limit else None
 
@@ -268,6 +287,9 @@ class EasyToHard(_Ordered):
     Args:
         key: An index column, `info.NAME` or `metrics.NAME`.
         ascending: The smallest value first, for lengths and difficulties.
+
+    >>> EasyToHard().rank(Item(seq=3, value=0.5), {})
+    -0.5
     """
 
     key: str = "reward"
@@ -313,7 +335,7 @@ class Balanced(_Ordered):
         bands = len(self.edges) + 1
         has_value = item.value is not None and not math.isnan(item.value)
         band = sum(item.value >= edge for edge in self.edges) if has_value else bands  # type: ignore[operator]
-        # Rounds are whole numbers; within a round the bands come in order. A group's turn is not one of its records'.
+        # Rounds are whole numbers; within a round the bands come in order. Groups and records have separate rounds.
         turns = state.setdefault("group_rounds" if item.group else "rounds", {})
         turn = max(int(turns.get(str(band), 0)), int(state.get("round", 0))) + 1
         turns[str(band)] = turn

@@ -180,7 +180,7 @@ def _copy_book(book: Book, url: str | os.PathLike[str], name: str | None, option
     raise BookError(f"{book.url}: compaction removed what was copied {_MAX_ATTEMPTS} times while it was copied")
 
 
-# --- where to -----------------------------------------------------------------------------------------------------
+# --- where to -------------------------------------------------------------------------------------------------------
 
 
 def _copy_to_memory(book: Book, name: str | None, options: Mapping[str, Any]) -> Book:
@@ -249,7 +249,7 @@ def _copy_to_postgres(book: Book, address: str, name: str | None, options: Mappi
     return open(address, "r+", **options)
 
 
-# --- the ledger ---------------------------------------------------------------------------------------------------
+# --- the ledger -----------------------------------------------------------------------------------------------------
 
 
 def _fill_copy(book: Book, copy: Book, name: str | None) -> None:
@@ -395,7 +395,7 @@ def _recount(out: Transaction) -> None:
     )
 
 
-# --- the bytes ----------------------------------------------------------------------------------------------------
+# --- the bytes ------------------------------------------------------------------------------------------------------
 
 
 def _copy_records(book: Book, source: Ledger, copy: Book) -> None:

@@ -113,7 +113,7 @@ class SegmentStore(Protocol):
         """Stop writing. Views that were returned stay valid."""
 
 
-# --- what all stores share -----------------------------------------------------------------------------------------
+# --- what all stores share ------------------------------------------------------------------------------------------
 
 
 def build_header() -> bytes:
