@@ -278,7 +278,9 @@ def test_an_append_that_is_always_overtaken_ends(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(append, "MAX_ATTEMPTS", 3)
     book = rollbook.open("memory:")
     monkeypatch.setattr(book.store, "has", lambda segment: False)
-    with pytest.raises(BookError, match="3 times while it was written, or its segment was removed"):
+    with pytest.raises(
+        BookError, match="failed 3 times because other writers added the same records or removed its segment"
+    ):
         book.append(made(PIECES[0]))
     assert len(book) == 0
 

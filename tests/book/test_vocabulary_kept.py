@@ -105,6 +105,6 @@ def test_a_tokenizer_without_a_usable_vocabulary_does_not_stop_an_append() -> No
             warnings.simplefilter("always")
             assert book.append(record()).admitted == 1
             assert book.append(record(1)).admitted == 1
-        assert [str(one.message) for one in said if "its vocabulary is not kept" in str(one.message)]
+        assert [str(one.message) for one in said if "its vocabulary is not stored" in str(one.message)]
         assert read_vocabulary(book) is None
         assert append.read_vocabulary(book) is None

@@ -76,7 +76,7 @@ def _print_parts(parts: list[str], are_numbers: NDArray[np.integer[Any]]) -> lis
     if not are_numbers.any():
         return parts
     parts = list(parts)
-    printed: dict[str, str] = {}  # Few tasks of a batch are different.
+    printed: dict[str, str] = {}  # A batch has few distinct tasks.
     for i in np.flatnonzero(are_numbers).tolist():
         text = parts[i]
         if text not in printed:
@@ -92,21 +92,21 @@ _CORE_SALT = b"rollbook core 1\0"
 _FULL_SALT = b"rollbook whole 1\0"
 _ABSENT = b""
 _CACHED_BYTES = 64
-"""Free-form texts below this many bytes, `{}` above all, are often the same in many records of a batch."""
+"""Hashes of free-form texts below this size are cached, since many records have the same (such as `{}`)."""
 _INTEGER, _NUMBER = struct.Struct("<qq"), struct.Struct("<dq")
 _SORTED = orjson.OPT_SORT_KEYS
 _CANONICAL_TYPES = frozenset((str, int, type(None)))
 _NAN_BITS = {"float16": (0x7C00, 0x7E00), "bfloat16": (0x7F80, 0x7FC0)}
-"""Infinity and the quiet NaN of the types that are cleaned by their bits."""
+"""Bits of infinity and of the canonical NaN, for types that numpy lacks or handles slowly."""
 
 
 class ContentHashes(NamedTuple):
     """One pair of 16-byte digests per record."""
 
     full: list[bytes]
-    """Of everything: equal if and only if the records are."""
+    """Of all fields: equal if and only if the records are."""
     core: list[bytes]
-    """Of everything but the late fields (see `is_late`): equal if one record can be the other with more known of it."""
+    """Of all fields but late ones (see `is_late`): equal if one record may be the other with late fields added."""
 
     def take(self, indices: Iterable[int]) -> ContentHashes:
         """Return the hashes of the records at `indices`."""
@@ -117,10 +117,10 @@ class ContentHashes(NamedTuple):
 def is_late(field: Field) -> bool:
     """Return whether a field may be added to a record that is already in a book.
 
-    Late is what is judged, computed or noted about a sample after it was drawn: its numbers (`reward`), floats per
-    response token (`advantages`, `returns`, a teacher's log-probs, weights), and the dicts that every record has for
-    whatever comes up (`info`, `metrics`). The rest says what was sampled and how, and so does one of the floats:
-    `logprobs` are the engine's own, drawn with the tokens. A declared field is sorted by the same rule.
+    Late fields are computed after sampling: numbers (`reward`), floats per response token (`advantages`, `returns`, a
+    teacher's log-probs, weights), and the dicts that every record has (`info`, `metrics`). The others say what was
+    sampled and how, including `logprobs`, which the engine returns with the tokens. Declared fields follow the same
+    rule.
 
     >>> from rollbook.core.fields import FIELDS
     >>> [name for name, field in FIELDS.items() if is_late(field)]  # doctest: +NORMALIZE_WHITESPACE
@@ -146,8 +146,8 @@ def content_hashes(records: Experiences | RowLayout, ids: Ids | None = None) -> 
     >>> from rollbook import Experience, Experiences
     >>> record = Experience(eid={"batch": 1, "task": 2, "suffix": "a"}, tokens=[1, 2, 3], info={"a": 1, "b": 2})
     >>> other = Experience(tokens=[1, 2, 3], reward=1.0, policy_versions=3)
-    >>> alone, beside = content_hashes(Experiences([record])), content_hashes(Experiences([other, record]))
-    >>> alone.full[0] == beside.full[1], alone.full[0].hex()
+    >>> alone, joined = content_hashes(Experiences([record])), content_hashes(Experiences([other, record]))
+    >>> alone.full[0] == joined.full[1], alone.full[0].hex()
     (True, '0d14085f88b1b4d5b088912f5eb41e0d')
     >>> scored = content_hashes(Experiences([record.replace(reward=0.5)]))
     >>> scored.core == alone.core, scored.full == alone.full
@@ -221,7 +221,7 @@ def canonical_floats(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     if not values.size:
         return values
     if dtype in ("float32", "float64"):
-        # Of all patterns of bits, -0.0 is the least as an integer.
+        # As an integer, -0.0 is the smallest of all bit patterns.
         least = values.view(f"int{dtype[-2:]}").min()
         if least != -(2 ** (8 * values.itemsize - 1)) and not np.isnan(values.min()):
             return values
@@ -232,11 +232,11 @@ def canonical_floats(values: NDArray[Any], dtype: str) -> NDArray[Any]:
         infinity, nan = _NAN_BITS[dtype]
         bits = values.view(np.uint16)
         size = bits & 0x7FFF
-        odd = (size > infinity) | (bits == 0x8000)
-        return np.where(odd, np.where(size > infinity, nan, 0), bits).astype(np.uint16) if odd.any() else values
+        changed = (size > infinity) | (bits == 0x8000)
+        return np.where(changed, np.where(size > infinity, nan, 0), bits).astype(np.uint16) if changed.any() else values
     if dtype.startswith("complex"):
         parts = values.view(f"float{4 * DTYPES[dtype].itemsize}").reshape(-1, 2) + 0
-        parts[np.isnan(parts).any(axis=1)] = np.nan  # a NaN in either part equals any other
+        parts[np.isnan(parts).any(axis=1)] = np.nan  # complex numbers with a NaN part are equal
         return np.asarray(parts).reshape(-1)
     if dtype.startswith("float8"):
         return _float8_table(dtype)[values.view(np.uint8)]
@@ -259,7 +259,7 @@ def _to_bytes(values: NDArray[Any]) -> memoryview:
 
 
 def _narrow(values: NDArray[Any], dtype: str, target: str) -> NDArray[Any]:
-    """Values of a column's type as a row's own type, which holds them exactly."""
+    """Convert values of a column to the type of a row, which holds them exactly."""
     if dtype == target:
         return values
     if target == "bfloat16":
@@ -294,7 +294,7 @@ def _hash_ragged(name: str, column: Ragged) -> list[bytes]:
     elif column.codes is None:
         entries = _hash_rows(name, column.dtype, values, offsets, trailing)
     else:
-        # A column of several types: as a whole in each of them, of which every row takes its own.
+        # A column of several types: convert all of it to each type, and take each row from its own.
         codes = np.where(column.present, column.codes, 0)
         hashes = {
             code: _hash_rows(name, dtype, _narrow(values, column.dtype, dtype), offsets, trailing)
@@ -342,7 +342,7 @@ def list_boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int,
     return tensors
 
 
-# --- everything else ------------------------------------------------------------------------------------------------
+# --- texts, numbers, media, unknown columns -------------------------------------------------------------------------
 
 
 def _slices(array: pa.Array | Values) -> Sequence[bytes | memoryview | None]:
@@ -381,7 +381,7 @@ def _hash_scalars(name: str, form: str, array: pa.Array | Values) -> list[bytes]
 def _hash_media(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     array = columns[field.name]
     valid = array.is_valid().to_pylist()
-    # Of the rows that are there: what lies under a null is nobody's.
+    # Bytes under a null belong to no row.
     lengths = [
         length if there else 0
         for length, there in zip(np.diff(arrow.offsets(array, len(array.values))).tolist(), valid, strict=True)
@@ -429,7 +429,7 @@ def _encode_arrow(array: pa.Array, i: int, name: str) -> bytes:
         at = (array.offset + i) * width
         fixed: bytes = array.buffers()[1][at : at + width].to_pybytes()
         return b"\1" + fixed
-    raise ValueError(f"column {name!r}: an unknown column of type {kind} cannot be kept in a book")
+    raise ValueError(f"column {name!r}: an unknown column of type {kind} cannot be stored in a book")
 
 
 # --- free-form values -----------------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ def _encode_arrow(array: pa.Array, i: int, name: str) -> bytes:
 def _hash_json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     custom = field.kind == "custom_fields"
     head = _hash_name(field.name, "custom" if custom else "json")
-    # Missing and empty are one value where a record always has one.
+    # For fields that every record has, missing and empty are the same.
     empty = (b"[]",) if custom else (b"null", b"{}") if field.always else (b"null",)
     entries, depth = [], freeform.MAX_DEPTH
     loads, dumps = orjson.loads, orjson.dumps
@@ -470,7 +470,7 @@ def _hash_json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
 
 
 def _canonical(value: Json, depth: int) -> Json:
-    """Tagged JSON in the one form that all values equal to it have, once its keys are sorted."""
+    """Return the canonical form of tagged JSON: equal values have the same form, once keys are sorted."""
     kind = type(value)
     if kind is dict:
         if depth <= 0:
@@ -578,7 +578,7 @@ def _canonical_array(array: NDArray[Any]) -> NDArray[Any]:
     cleaned[cleaned == 0] = 0
     cleaned[np.isnan(cleaned).any(axis=1)] = np.nan
     if kind.itemsize > 8 and np.finfo(np.longdouble).nmant == 63:
-        cleaned.view(np.uint8).reshape(-1, kind.itemsize)[:, 10:] = 0  # the bytes of a long double that mean nothing
+        cleaned.view(np.uint8).reshape(-1, kind.itemsize)[:, 10:] = 0  # padding of a long double
     return cleaned
 
 

@@ -59,7 +59,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
         "panfs prl_fs pvfs2 quobyte smb2 smb3 smbfs vboxsf vmhgfs wekafs",
     )
 )
-"""File systems of other machines: their locks and shared memory are not one kernel's, which SQLite's log needs."""
+"""File systems of other machines. SQLite's log needs locks and shared memory of one kernel."""
 NETWORK_FUSE_PROGRAMS = frozenset(
     re.findall(
         r"\S+",
@@ -68,7 +68,7 @@ NETWORK_FUSE_PROGRAMS = frozenset(
         "seaweedfs smbnetfs sshfs vmhgfs-fuse weed",
     )
 )
-"""Programs that show another machine's files through FUSE, as the mount's type or its source names them."""
+"""FUSE programs for files of other machines, as the type or the source of a mount names them."""
 
 
 class File:
@@ -85,7 +85,7 @@ class File:
             os.close(fd)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # As an interpreter ends, this module's names may be gone already: no call but the one that was kept.
+        # When the interpreter exits, globals of this module may be gone: only the default argument is safe.
         if self.fd >= 0:
             try:
                 close(self.fd)
@@ -98,7 +98,7 @@ def _add_path_to_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # Calls on a descriptor know no path.
+        # Errors of calls on a descriptor have no path.
         if error.filename is None:
             error.filename = path
         raise
@@ -157,12 +157,12 @@ class Disk:
                 left = [piece for piece in pieces[at : at + _MAX_WRITEV_BUFFERS] if len(piece)]
                 while left:
                     # A call may write less: a signal came, the disk is nearly full, or the pieces are over 2 GiB.
-                    took = os.writev(file.fd, left)
-                    written += took
-                    while left and took >= len(left[0]):
-                        took -= len(left.pop(0))
-                    if took:
-                        left[0] = memoryview(left[0])[took:]
+                    count = os.writev(file.fd, left)
+                    written += count
+                    while left and count >= len(left[0]):
+                        count -= len(left.pop(0))
+                    if count:
+                        left[0] = memoryview(left[0])[count:]
         return written
 
     def sync(self, file: File) -> None:
@@ -272,7 +272,7 @@ class Disk:
         return network_mount(os.path.realpath(path), table)
 
 
-# --- memory that is mapped ------------------------------------------------------------------------------------------
+# --- memory maps ----------------------------------------------------------------------------------------------------
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = _libc.mmap, _libc.munmap
@@ -282,7 +282,7 @@ _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MIN_MAP_BYTES = 64 << 10  # copying this much is quicker than a map of its own and the faults of its pages
 _MAX_MAPS = 1 << 14  # of the 65,530 that Linux allows a process, which malloc and every library need too
-_live_maps: dict[int, int] = {}  # address and length of every map that somebody still sees
+_live_maps: dict[int, int] = {}  # address and length of every map that is still in use
 
 
 class _Map:
@@ -317,7 +317,7 @@ class _Map:
 def read_private(fd: int, start: int, stop: int, mapped: bool) -> memoryview:
     """Read bytes of an open file as private writable memory (fewer at its end), mapped if that is faster.
 
-    A map must be asked for only within the file, and of a file that nobody cuts: touching what is not there kills.
+    The range must lie within the file, and nobody may truncate it: touching missing pages kills the process.
     """
     import numpy as np  # only here: the command line lists books without it
 
@@ -367,7 +367,7 @@ def network_mount(path: str, table: str) -> str | None:
 def _network_kind(kinds: list[str]) -> str | None:
     kind, source, options = kinds[0], kinds[1], kinds[-1].split(",")
     if kind == "9p":
-        # Virtual machines and sandboxes show their host's files by this protocol, over no network.
+        # Virtual machines and sandboxes use this protocol for files of their host, without a network.
         return kind if {"trans=tcp", "trans=rdma"} & set(options) else None
     family, _, program = kind.partition(".")
     if family in ("fuse", "fuseblk"):
@@ -400,7 +400,7 @@ def folder_lock(folder: str | os.PathLike[str], *, shared: bool, seconds: float)
     The lock is taken on the folder itself: it needs no file, moves with the folder and ends with the process.
 
     Returns:
-        A context whose value says whether the lock was had within `seconds`.
+        A context whose value says whether the lock was acquired within `seconds`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

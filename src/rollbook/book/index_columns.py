@@ -42,8 +42,7 @@ class IndexColumns(NamedTuple):
     uid: str
     """`EID.uid`."""
     gid: str
-    """The group: `EID.tid`, or the uid where batch and task are both empty, as they are by default: a record with a
-    default id is its own group."""
+    """The group: `EID.tid`, or the uid if batch and task are empty: a record with a default id is a group."""
     batch: str
     """A number as text, unescaped; so is `task`."""
     task: str
@@ -55,14 +54,14 @@ class IndexColumns(NamedTuple):
     scored: int
     """`UNSCORED`, `SCORED` or `NOT_A_NUMBER`."""
     length: int
-    """All tokens, a preference pair's two answers with them: always `prompt_tokens + response_tokens`."""
+    """All tokens, with both answers of a preference pair: `prompt_tokens + response_tokens`."""
     prompt_tokens: int
     response_tokens: int
     trained_tokens: int
-    """Where the mask is true; without a mask, all of the response."""
+    """Tokens where the mask is true; without a mask, the whole response."""
     version_min: int | None
-    """The oldest policy that sampled a token which counts: of `policy_versions` where the mask is true (of all of them
-    where it is nowhere), else `info["model_version"]`, Trinity's; `None` if neither is there."""
+    """The oldest policy version of the trained tokens: of `policy_versions` where the mask is true (of all if it is
+    false everywhere), else Trinity's `info["model_version"]`; `None` if there is neither."""
     version_max: int | None
     finish_reason: str | None
     """Of this text and the next, NUL and lone surrogates are written `\\\\x00` and `\\\\ud800`."""
@@ -81,14 +80,14 @@ def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> l
         ids: Their printed ids, if they were computed already.
 
     >>> from rollbook import Experience, Experiences
-    >>> made = index_columns(Experiences([
+    >>> rows = index_columns(Experiences([
     ...     Experience(eid={"batch": 1, "task": 2, "suffix": "a"}, tokens=[1, 2, 3, 4], prompt_length=2, reward=0.5,
     ...                action_mask=[True, False], policy_versions=[3, 4]),
     ...     Experience(eid={"suffix": "b"}, tokens=[1, 2, 3], reward=float("nan"), info={"model_version": 7}),
     ... ]))
-    >>> [(tag.gid, tag.reward, tag.scored, tag.length, tag.trained_tokens) for tag in made]
+    >>> [(row.gid, row.reward, row.scored, row.length, row.trained_tokens) for row in rows]
     [('1/2', 0.5, 1, 4, 1), ('//0/0/b', None, 2, 3, 2)]
-    >>> [(tag.version_min, tag.version_max) for tag in made]
+    >>> [(row.version_min, row.version_max) for row in rows]
     [(3, 3), (7, 7)]
     """
     count = len(records)
@@ -99,7 +98,7 @@ def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> l
         ids = printed_ids(columns["eid"])
     if "\0" in "".join(ids.uid):
         i = next(i for i, uid in enumerate(ids.uid) if "\0" in uid)
-        raise ValueError(f"record {i}: eid: got {ids.uid[i]!r}, expected no NUL, which a database cannot keep")
+        raise ValueError(f"record {i}: eid: got {ids.uid[i]!r}, expected no NUL, which databases cannot store")
     kinds = arrow.texts(columns["experience_type"])
     lengths, _ = arrow.token_lengths(columns, count)
     prompt = np.minimum(records.prompt_lengths(), lengths)
@@ -117,7 +116,7 @@ def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> l
     scored = [UNSCORED if reward is None else SCORED if reward == reward else NOT_A_NUMBER for reward in rewards]
     if NOT_A_NUMBER in scored:
         rewards = [reward if flag == SCORED else None for reward, flag in zip(rewards, scored, strict=True)]
-    columns_of_tags = (
+    values = (
         ids.uid,
         [uid if tid == "/" else tid for uid, tid in zip(ids.uid, ids.tid, strict=True)],
         ids.batch,
@@ -139,17 +138,17 @@ def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> l
         sizes,
         _read_texts(columns, "parent", count),
     )
-    return list(map(IndexColumns._make, zip(*columns_of_tags, strict=True)))
+    return list(map(IndexColumns._make, zip(*values, strict=True)))
 
 
-def get_reward(tag: IndexColumns) -> float | None:
+def get_reward(row: IndexColumns) -> float | None:
     """Return the record's reward, including NaN.
 
     >>> from rollbook import Experience, Experiences
     >>> get_reward(index_columns(Experiences([Experience(tokens=[1, 2], reward=float("nan"))]))[0])
     nan
     """
-    return math.nan if tag.scored == NOT_A_NUMBER else tag.reward
+    return math.nan if row.scored == NOT_A_NUMBER else row.reward
 
 
 def _read_texts(columns: Mapping[str, Column], name: str, count: int) -> list[str | None]:
@@ -181,7 +180,7 @@ def _read_lengths(columns: Mapping[str, Column], name: str, count: int) -> NDArr
 
 
 class _Mask:
-    """Which response tokens count: in one array for the column, apart for the rows that stand aside."""
+    """Which response tokens are trained on: one array for the column, and separate arrays for rows of other types."""
 
     def __init__(self, columns: Mapping[str, Column], count: int) -> None:
         column, other = columns.get("action_mask"), columns.get("action_mask__other")
@@ -189,24 +188,24 @@ class _Mask:
         self.counts = np.zeros(count, dtype=np.int64)
         self.offsets = np.zeros(count + 1, dtype=np.int64)
         self.bits: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
-        self.aside: dict[int, NDArray[np.bool_]] = {}
+        self.other_rows: dict[int, NDArray[np.bool_]] = {}
         if isinstance(column, Ragged):
             self.offsets = column.offsets - column.offsets[0]
             self.bits = _is_true(column.values[column.offsets[0] : column.offsets[-1]], column.dtype)
             self.known |= column.present
             there = column.lengths > 0
             if there.any():
-                # Rows without tokens take up none of the values, so the others follow one on another.
+                # Rows without tokens have no values, so the other rows are adjacent.
                 starts = self.offsets[:-1][there]
                 self.counts[there] = np.add.reduceat(self.bits.view(np.uint8), starts, dtype=np.int64)
         for i, box in enumerate(list_boxes(other, "action_mask") if other is not None else ()):
             if box is not None and not self.known[i]:
-                self.aside[i] = bits = _is_true(_tensor_elements(box[0], box[2]), box[0])
+                self.other_rows[i] = bits = _is_true(_tensor_elements(box[0], box[2]), box[0])
                 self.counts[i], self.known[i] = int(bits.sum()), True
 
     def row(self, i: int) -> NDArray[np.bool_]:
         """Return row i, empty if it is missing."""
-        return self.aside[i] if i in self.aside else self.bits[self.offsets[i] : self.offsets[i + 1]]
+        return self.other_rows[i] if i in self.other_rows else self.bits[self.offsets[i] : self.offsets[i + 1]]
 
 
 def _tensor_elements(dtype: str, data: bytes | memoryview) -> NDArray[Any]:
@@ -242,7 +241,7 @@ def _version_ranges(
         if low == high:
             lows = highs = [int(low)] * len(rows)
         elif np.array_equal(offsets, mask.offsets):
-            # A row of which no token counts is as old as all of its tokens.
+            # If no token of a row is trained on, all of its tokens count.
             keep = mask.bits | np.repeat(mask.counts == 0, column.lengths)
             starts = offsets[:-1][there]
             lows = np.minimum.reduceat(np.where(keep, values, high), starts).tolist()
@@ -273,11 +272,11 @@ def _range(values: NDArray[Any], keep: NDArray[np.bool_]) -> tuple[int, int]:
 
 
 def _clip_to_int64(values: NDArray[Any]) -> NDArray[Any]:
-    """Versions as databases can keep them: what is beyond 63 bits is the greatest that is not."""
+    """Clip versions to the integers that databases can store."""
     return np.minimum(values, _MAX_INT64).astype(np.int64) if values.dtype == np.uint64 else values
 
 
-# --- a number of the user's choice ----------------------------------------------------------------------------------
+# --- numbers by key -------------------------------------------------------------------------------------------------
 
 
 def number_column(records: Experiences | RowLayout, key: str) -> list[float | None]:
@@ -295,8 +294,8 @@ def number_column(records: Experiences | RowLayout, key: str) -> list[float | No
         ValueError: The key is unknown.
 
     >>> from rollbook import Experience, Experiences
-    >>> many = Experiences([Experience(tokens=[1, 2], info={"judge": {"score": 0.5}}), Experience(tokens=[1, 2, 3])])
-    >>> number_column(many, "info.judge.score"), number_column(many, "length")
+    >>> records = Experiences([Experience(tokens=[1, 2], info={"judge": {"score": 0.5}}), Experience(tokens=[1, 2, 3])])
+    >>> number_column(records, "info.judge.score"), number_column(records, "length")
     ([0.5, None], [2.0, 3.0])
     """
     field, dot, name = key.partition(".") if isinstance(key, str) else ("", "", "")
@@ -305,26 +304,26 @@ def number_column(records: Experiences | RowLayout, key: str) -> list[float | No
         return [None] * len(records) if column is None else _read_numbers(column, name)
     if key not in IndexColumns._fields:
         raise ValueError(
-            f"key: got {key!r}, expected info.NAME, metrics.NAME or a tag"
+            f"key: got {key!r}, expected info.NAME, metrics.NAME or an index column"
             + suggest(str(key), list(IndexColumns._fields))
         )
     if key == "reward":
-        return [get_reward(tag) for tag in index_columns(records)]
+        return [get_reward(row) for row in index_columns(records)]
     at = IndexColumns._fields.index(key)
-    return [_to_number(tag[at]) for tag in index_columns(records)]
+    return [_to_number(row[at]) for row in index_columns(records)]
 
 
 def _read_numbers(column: pa.Array, name: str) -> list[float | None]:
     """Return the number under a name in each dict of a free-form column."""
-    # Most dicts do not have it: their text says so without being read. A key that JSON escapes is looked for in all.
+    # Most dicts lack the entry, which their text shows without parsing. Keys that JSON may escape are always parsed.
     last = name.rpartition(".")[2]
-    sure = last.isalnum() and last.isascii()
+    unescaped = last.isalnum() and last.isascii()
     entries: list[float | None] = []
     flat = column.flat if isinstance(column, arrow.Values) else None
     if flat and None not in flat:
         return [_to_number(_look_up(value, name)) for value in flat if value is not None]
     for i, text in enumerate(arrow.texts(column)):
-        if text is None or (sure and last not in text):
+        if text is None or (unescaped and last not in text):
             entries.append(None)
             continue
         try:

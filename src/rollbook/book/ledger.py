@@ -44,22 +44,22 @@ if TYPE_CHECKING:
 
 
 LAYOUT = 3
-"""The number of the tables' layout (see `rollbook.book.ledger`)."""
+"""Version of the tables' layout."""
 HASH_FORMAT = 1
 """Version of the content hashes; here, so that listing books loads neither numpy nor pyarrow."""
 BUSY_SECONDS = 30.0
-"""How long a writer waits for other writers by default, in seconds."""
+"""Seconds that a writer waits for other writers by default."""
 _WRITE_LOCK_BYTE = 120
 """The byte of the file `-shm` that a writer locks."""
 RETRY_SECONDS = 30.0
-"""How long a write transaction is retried after broken connections, in seconds."""
+"""Seconds for which a write transaction is retried after broken connections."""
 WAL_SUFFIX = "-wal"
-"""What SQLite adds to a database's name for that of its write-ahead log."""
+"""Suffix of the file name of SQLite's write-ahead log."""
 _DAMAGE_PHRASES = ("malformed", "not a database", "corrupt", "Could not decode", "too big", "integer overflow")
 MAX_VALUE_BYTES = 64 << 20
-"""The longest text or row that is read or written; SQLite would allow a gigabyte."""
+"""Maximum size of a text or row; SQLite would allow a gigabyte."""
 MAX_IN_VALUES = 500
-"""How many values one `IN (...)` holds; SQLite's own limit is 999 in old builds."""
+"""Maximum number of values of one `IN (...)`; the limit of old SQLite builds is 999."""
 
 Result = TypeVar("Result")
 LedgerValue = int | float | str | bytes | None
@@ -71,7 +71,7 @@ def _to_json_array(values: Sequence[Any]) -> str:
     try:
         return json.dumps(values)
     except TypeError:
-        # SQLite keeps whatever it is given, bytes in a column of texts too.
+        # SQLite stores bytes in a column of texts, too.
         raise CorruptBookError(f"got {str(values)[:100]}, expected numbers or texts; see `rollbook check`") from None
 
 
@@ -80,7 +80,7 @@ class ConcurrentChangeError(RollbookError):
 
 
 class Transaction(Protocol):
-    """Runs statements."""
+    """A transaction of the ledger, which runs statements."""
 
     shard: int
     """The row of a counter that this transaction adds to; concurrent transactions have different ones."""
@@ -133,27 +133,27 @@ class Transaction(Protocol):
         """Return a query that reserves `count` numbers for new rows of "records" or "leases" and gives the first."""
 
     def notify(self, consumer: int) -> None:
-        """Wake who waits for records of this consumer, once the transaction is committed."""
+        """Wake leases that wait for records of this consumer, once the transaction is committed."""
 
 
 class Waiter(Protocol):
-    """Waits for changes of the book."""
+    """Waits until the book changes."""
 
     def mark(self) -> None:
-        """Changes from now on end the next `wait`."""
+        """Make changes from now on end the next `wait`."""
 
     def wait(self, seconds: float) -> None:
-        """Return when the book has changed, or after so many seconds."""
+        """Wait until the book has changed since `mark`, for at most so many seconds."""
 
 
 class Ledger(Protocol):
-    """A database that keeps a book's ledger."""
+    """A database with the ledger of a book."""
 
     dialect: str
 
     @property
     def clock(self) -> Callable[[], float] | None:
-        """Tells the time instead of the database, in tests; `None` in PostgreSQL."""
+        """Replaces the database's clock in tests; `None` for the clock of PostgreSQL."""
 
     def write(
         self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
@@ -161,7 +161,7 @@ class Ledger(Protocol):
         """Begin a write transaction, which the context commits unless an exception leaves it.
 
         Args:
-            shared: Run beside other shared transactions; by default no other transaction writes.
+            shared: Run concurrently with other shared transactions; by default no other transaction writes.
             durable: Wait until the commit is on disk. Otherwise a server crash may undo it, together with all later
                 commits that did not wait either.
             timeout: How many seconds to wait for other writers, `BUSY_SECONDS` by default.
@@ -176,27 +176,27 @@ class Ledger(Protocol):
         """Begin a transaction that sees one state of the book."""
 
     in_ints: str
-    """As of a `Transaction`, for `all`."""
+    """See `Transaction.in_ints`; for `all`."""
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return every row of one query, in a transaction of its own."""
 
     def array(self, values: Sequence[Any]) -> Any:
-        """Return the parameter of `in_ints`, as of a `Transaction`."""
+        """Return the parameter of `in_ints`."""
 
     def wait_turn(
         self, consumer: int, seconds: float | None, stop: threading.Event
     ) -> AbstractContextManager[Waiter | None]:
-        """Wait in line, with callers of all processes; the context gives a `Waiter` to one of them at a time.
+        """Wait in line with callers of all processes; one at a time gets a `Waiter` as the context's value.
 
-        It gives `None` if the caller's turn does not come within so many seconds, or `stop` is set.
+        The value is `None` if the turn does not come within so many seconds, or `stop` is set.
         """
 
     def bounds(self) -> tuple[int, int]:
         """Return the largest record number and event number such that nothing below them is still being written."""
 
     def clear_log(self) -> None:
-        """Let go of old versions of rows, as far as the database leaves that to us."""
+        """Remove old versions of rows, unless the database does so itself."""
 
     def close(self) -> None: ...
 
@@ -231,7 +231,7 @@ def took_effect(ledger: Ledger, error: BookError, committed: Callable[[Transacti
     if not isinstance(error, OutcomeUnknownError):
         return False
     try:
-        # Not `read`: the broken session may still be committing, and holds the lock until that is done.
+        # Not `read`: the broken session may still be committing, and holds the lock until it is done.
         with ledger.write() as tx:
             return committed(tx)
     except BookError as failure:
@@ -276,7 +276,7 @@ def write_once(
             if time.monotonic() >= start + RETRY_SECONDS:
                 raise
         except LockTimeoutError:
-            # A row's lock, whose wait is shorter: a session that paused with it has been ended.
+            # The wait for a row's lock is shorter than `patience`; paused sessions that held it have been ended.
             left = start + patience - time.monotonic()
             if left <= 0.01:
                 raise
@@ -284,7 +284,7 @@ def write_once(
 
 
 def parse_object(text: LedgerValue, label: str) -> dict[str, Any]:
-    """Parse a JSON object from a ledger, which anybody may have written.
+    """Parse a JSON object of a ledger, which is not trusted.
 
     Args:
         text: The JSON.
@@ -329,7 +329,7 @@ class _SQLiteTransaction:
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
         if not rows:
             return
-        # Binding a `None` takes the driver several times as long as a number: columns without values are left out.
+        # The driver binds `None` several times slower than a number: columns without values are left out.
         names: list[str] = []
         values: list[tuple[Any, ...]] = []
         for name, column in zip(columns, zip(*rows, strict=True), strict=True):
@@ -351,11 +351,7 @@ class _SQLiteTransaction:
         return self.connection.execute(sql, values).fetchone()
 
     def query_many(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
-        answers = []
-        for sql, values in queries:
-            rows = self.connection.execute(sql, values)
-            answers.append(rows.fetchall())
-        return answers
+        return [self.connection.execute(sql, values).fetchall() for sql, values in queries]
 
     array = staticmethod(_to_json_array)
 
@@ -368,18 +364,18 @@ class _SQLiteTransaction:
 
 
 POLL_SECONDS = 0.05
-"""How often a waiting thread or process polls, in seconds."""
+"""Polling interval of a waiting thread or process, in seconds."""
 
 
 class TurnQueue:
-    """Lets the threads of a process wait in line, one line for each consumer."""
+    """Queues of waiting threads of this process, one for each consumer."""
 
     def __init__(self) -> None:
         self._lines: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     @contextmanager
     def take(self, consumer: int, end: float, stop: threading.Event) -> Iterator[bool]:
-        """Wait in line; give whether the turn came before `end`, on the monotonic clock, and before `stop` was set."""
+        """Wait in line; the context's value says whether the turn came before `end` (monotonic) and `stop`."""
         line = self._lines[consumer]
         while not stop.is_set():
             if line.acquire(timeout=max(0.0, min(POLL_SECONDS, end - time.monotonic()))):
@@ -394,7 +390,7 @@ class TurnQueue:
 
 
 class _SQLiteWaiter:
-    """Looks at SQLite's counter of changes, which costs a few microseconds."""
+    """Polls SQLite's counter of changes, which takes a few microseconds."""
 
     def __init__(self, ledger: SQLiteLedger) -> None:
         self.ledger = ledger
@@ -430,8 +426,8 @@ def check_no_code(connection: sqlite3.Connection, path: Path) -> None:
     """
     objects = connection.execute(
         "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%' "
-        "UNION ALL SELECT 'column', kept.name || '.' || has.name FROM sqlite_master AS kept "
-        "JOIN pragma_table_xinfo(kept.name) AS has WHERE kept.type = 'table' AND has.hidden <> 0 LIMIT 1"
+        "UNION ALL SELECT 'column', item.name || '.' || info.name FROM sqlite_master AS item "
+        "JOIN pragma_table_xinfo(item.name) AS info WHERE item.type = 'table' AND info.hidden <> 0 LIMIT 1"
     ).fetchone()
     if objects is not None:
         raise NotABookError(f"{path}: not a ledger: it has the {objects[0]} {str(objects[1])[:80]!r}")
@@ -494,7 +490,7 @@ class SQLiteLedger:
         self._connection = self._open()
 
     def _open(self) -> sqlite3.Connection:
-        """Connect, and remember which file that was."""
+        """Connect, and store the identity of the file."""
         if self.path is None:
             return self._connect()
         with nullcontext() if self.read_only else self._block_repairs(self.path):
@@ -548,7 +544,7 @@ class SQLiteLedger:
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path)) from None
                 raise NotABookError(f"{self.path}: the ledger cannot be opened: {error}") from None
         try:
-            # Names of functions in a stranger's schema (views, triggers, indices) are not called.
+            # Functions named in a foreign schema (views, triggers, indices) are not called.
             connection.execute("PRAGMA trusted_schema=OFF")
             connection.execute("PRAGMA cell_size_check=ON")
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
@@ -559,9 +555,9 @@ class SQLiteLedger:
                 self._execute_retrying(connection, "PRAGMA journal_mode=WAL")
                 connection.execute("PRAGMA synchronous=FULL")
             connection.execute("PRAGMA mmap_size=0")
-            connection.execute("PRAGMA secure_delete=ON")  # what was redacted is not left in free pages
+            connection.execute("PRAGMA secure_delete=ON")  # free pages keep no redacted data
             connection.execute("PRAGMA cache_size=-16384")
-            connection.execute("PRAGMA busy_timeout=0")  # from here on `_patiently` waits, which looks more often
+            connection.execute("PRAGMA busy_timeout=0")  # `_execute_retrying` waits instead, and polls more often
         except sqlite3.DatabaseError as error:
             connection.close()
             raise self._translate_error(error) from error
@@ -571,7 +567,7 @@ class SQLiteLedger:
         return connection
 
     def _is_immutable(self, path: Path) -> bool:
-        """Return whether the ledger cannot change: a closed book in a read-only folder.
+        """Return whether nobody can change the ledger: a closed book in a read-only folder.
 
         SQLite cannot create its shared-memory file there and would refuse to read it.
         """
@@ -582,11 +578,11 @@ class SQLiteLedger:
         text = str(error)
         if isinstance(error, sqlite3.OperationalError):
             if self.read_only and "readonly" in text:
-                return NotABookError(f"{self.path}: a write was broken off there ({text}); open it for writing once")
+                return NotABookError(f"{self.path}: a write was interrupted ({text}); open it for writing once")
             if self.path is not None and "readonly" in text:
                 for path in (self.path, self.path.parent):
                     if not os.access(path, os.W_OK):
-                        # The system says so of a disk that is mounted to be read alone, too.
+                        # A disk that is mounted read-only has the same symptom.
                         code = errno.EACCES if os.statvfs(path).f_flag & os.ST_RDONLY == 0 else errno.EROFS
                         return OSError(code, os.strerror(code), str(path))
             for phrase, code in (("disk is full", errno.ENOSPC), ("disk I/O", errno.EIO), ("readonly", errno.EROFS)):
@@ -633,7 +629,7 @@ class SQLiteLedger:
             raise BookError("the book is closed")
         if self._pid != os.getpid():
             if self.path is None:
-                raise BookError("memory: a book in memory does not follow into a forked process")
+                raise BookError("memory: a book in memory cannot be used in a forked process")
             _parent_connections.append(self._connection)
             self._lock = threading.RLock()
             self._turns = TurnQueue()
@@ -663,8 +659,8 @@ class SQLiteLedger:
             self._execute_retrying(connection, begin, left)
             try:
                 if begin == "BEGIN":
-                    # The first query takes the snapshot. It may meet a connection that recovers, clears the log or is
-                    # the last to close the book.
+                    # The first query takes the snapshot. It may wait for a connection that recovers, clears the log or
+                    # is the last to close the book.
                     self._execute_retrying(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
                 if self.path is not None and file_identity(self.path) != self._identity:
                     raise moved_error(self.path)
@@ -703,7 +699,7 @@ class SQLiteLedger:
 
     @contextmanager
     def wait_turn(self, consumer: int, seconds: float | None, stop: threading.Event) -> Iterator[_SQLiteWaiter | None]:
-        """See `Ledger.wait_turn`. Processes wait in line for a lock on a file, which no order is promised for."""
+        """Implement `Ledger.wait_turn`. Processes wait for a lock on a file, in no guaranteed order."""
         end = math.inf if seconds is None else time.monotonic() + seconds
         with self._turns.take(consumer, end, stop) as mine, ExitStack() as stack:
             if mine and self.path is not None:
@@ -724,7 +720,7 @@ class SQLiteLedger:
         return seq or 0, event or 0
 
     def clear_log(self) -> None:
-        """Write the log back and truncate it if it is not in use, which removes old pages from the disk."""
+        """Write the log back to the database and truncate it if it is not in use, which removes old pages."""
         connection = self._get_connection()
         if self.path is not None and not self.read_only:
             with self._lock:
@@ -766,7 +762,7 @@ def check_text(name: str, text: str, min_length: int = 1, max_length: int = 1 <<
     except UnicodeEncodeError:
         encoded = b"\0"
     if b"\0" in encoded:
-        raise ValueError(f"{name}: got {text!r}, expected no NUL and no lone surrogate, which a database cannot keep")
+        raise ValueError(f"{name}: got {text!r}, expected no NUL and no lone surrogate, which databases cannot store")
     return text
 
 
@@ -786,7 +782,7 @@ TYPES = {
     },
 }
 _TEXT_TYPES = {"sqlite": "TEXT", "postgresql": 'TEXT COLLATE "C"'}
-"""PostgreSQL's own order of texts depends on its locale, SQLite's is that of their bytes."""
+"""The default order of texts depends on the locale in PostgreSQL, and is that of their bytes in SQLite."""
 
 TABLES: dict[str, tuple[str, ...]] = {
     "meta": ("key TEXT PRIMARY KEY", "value TEXT NOT NULL"),
@@ -938,11 +934,11 @@ for _table, _key in (("work", "seq"), ("groups", "gid")):
         *TABLES[_table][:-1],
         f"PRIMARY KEY (checkpoint, consumer, {_key})",
     )
-"""`records`: one row a record, its tags, its digests at admission and where its bytes lie (`gone`: why it has none).
-`work`: how far each consumer is with it. `inbox`: ranges of records that a consumer has no rows of `work` for yet.
-`groups`: which groups are ready, for consumers that lease by group. `tallies`: how many rows of `work` are in each
-state, kept with them; a count is the sum over `shard`. `events`: what happened, in order. `work_before`,
-`groups_before`: rows that have changed since a checkpoint, as they were then."""
+"""`records`: one row per record: index columns, content hashes, place of the bytes (`gone`: why there are none).
+`work`: the state of each record for each consumer. `inbox`: ranges of records for which a consumer has no rows of
+`work` yet. `groups`: which groups are ready, for consumers that lease by group. `tallies`: numbers of rows of `work` by
+state, updated with them; a count is the sum over `shard`. `events`: what happened, in order. `work_before`,
+`groups_before`: the undo log, with rows that have changed since a checkpoint as they were then."""
 
 INDICES = (
     "CREATE INDEX records_batch ON records (batch, seq)",
@@ -964,7 +960,7 @@ INDICES = (
 )
 
 MIGRATIONS: dict[int, tuple[str, ...]] = {}
-"""The statements that lead from a layout to the next one, by the older one's number."""
+"""Statements that migrate a layout to the next one, by the number of the older one."""
 
 
 def prepare_tables(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -> bool:
@@ -988,7 +984,7 @@ def prepare_tables(ledger: Ledger, *, create: bool, where: str, meta: dict[str, 
         if not create:
             raise NotABookError(f"{where}: there is no book here")
         with ledger.write() as tx:
-            if _read_layout(tx, ledger.dialect) is not None:  # Another process was faster.
+            if _read_layout(tx, ledger.dialect) is not None:  # Another process created them.
                 return False
             _create_tables(tx, ledger.dialect, meta)
         return True

@@ -4,7 +4,7 @@ Invariant: `restore(extract(records).stripped, fetch)` equals `records`, column 
 joining stripped records first makes no difference. A separate column lists the references, so that no data of a user
 can be mistaken for one.
 
-Media are, from `least` bytes on:
+Media are, from `min_bytes` on:
 
 - a tensor in a media column (`multi_modal_inputs`);
 - base64 in a free-form column, as the value of `$bytes` or `data` (bytes, tensors and arrays as
@@ -29,13 +29,13 @@ The layout of a blob in a store, all numbers little-endian:
 
 >>> from rollbook import Experience, Experiences
 >>> image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBO" * 500}}
->>> asked = [{"role": "user", "content": [image]}]
->>> many = Experiences([Experience(tokens=[1, 2, 3], messages=asked) for _ in range(4)])
->>> lifted = extract(many)
->>> [(blob.kind, len(blob.payload)) for blob in lifted.blobs.values()], [len(used) for used in lifted.uses]
+>>> messages = [{"role": "user", "content": [image]}]
+>>> records = Experiences([Experience(tokens=[1, 2, 3], messages=messages) for _ in range(4)])
+>>> extracted = extract(records)
+>>> [(blob.kind, len(blob.payload)) for blob in extracted.blobs.values()], [len(hashes) for hashes in extracted.uses]
 ([('bytes', 1500)], [1, 1, 1, 1])
->>> store = {name: blob.data for name, blob in lifted.blobs.items()}
->>> restore(lifted.stripped, store.__getitem__) == many
+>>> store = {name: blob.data for name, blob in extracted.blobs.items()}
+>>> restore(extracted.stripped, store.__getitem__) == records
 True
 """
 
@@ -71,7 +71,7 @@ REFERENCES_COLUMN = "book__media"
 EVALUATION_COLUMN = "book__evaluation"
 """The column that marks records for evaluation; absent where there are none."""
 BOOK_COLUMNS = (REFERENCES_COLUMN, EVALUATION_COLUMN)
-"""Columns of the book. Another column whose name begins so is kept under its name and one character more."""
+"""Columns of the book. Other columns whose names begin so are stored with one more character."""
 REFERENCES_TYPE = pa.large_list(
     pa.struct([("column", pa.large_string()), ("at", pa.int64()), ("hash", pa.large_string())]),
 )
@@ -90,8 +90,8 @@ _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=-
 _IN_ALPHABET = np.isin(np.arange(256, dtype=np.uint8), np.frombuffer(_ALPHABET, dtype=np.uint8))
 _WINDOW_BYTES = 32
 _BASE64_PREFIX = re.compile(rb'"(?:(?:\$bytes|data|b64_json)":"|data:[ !#-+\--\[\]-~]{0,255};base64,)')
-"""What stands before a piece of base64, which then reaches to the next quote: inside a JSON string a quote is escaped.
-A key that only ends like one of these does no harm: the text is put back as it was, whatever it meant."""
+"""The text before base64, which then reaches to the next quote: inside a JSON string a quote is escaped. Another key
+that ends like one of these does no harm, since the text is restored unchanged."""
 
 
 # --- blobs ----------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ A key that only ends like one of these does no harm: the text is put back as it 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """One medium: its hash, what it is, and its bytes, which are not copied until `data` is asked for."""
+    """One medium: its hash, what it is, and its bytes, which are not copied until `data` is read."""
 
     hash: str
     """64 hexadecimal digits; covers kind, dtype, shape and payload."""
@@ -145,7 +145,7 @@ def _checksum(*pieces: bytes | memoryview) -> int:
 
 
 def _digest(kind: Kind, described: bytes, payload: bytes | memoryview) -> str:
-    # Of one cryptographic hash: whoever may write to a book must not be able to pass a medium off as another's.
+    # A cryptographic hash: a writer of a book must not be able to replace another's medium.
     state = hashlib.sha256(b"rollbook medium 1\0" + kind.encode() + b"\0" + described + b"\0")
     state.update(payload)
     return state.hexdigest()
@@ -216,15 +216,15 @@ def open_blob(data: bytes | memoryview, *, verify: bool = False) -> Blob:
     return Blob(digest.hex(), kind, dtype, shape, payload)
 
 
-# --- lifting --------------------------------------------------------------------------------------------------------
+# --- extracting -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """Records and their media, apart."""
+    """Records, with references instead of media, and their media."""
 
     stripped: Experiences
-    """The same records with references; the very object that was given if there was nothing to lift."""
+    """The same records with references; the same object if there are no media."""
     blobs: dict[str, Blob]
     """Each distinct medium, by hash."""
     uses: list[tuple[str, ...]]
@@ -233,7 +233,7 @@ class Extracted:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Bytes start to stop of a column's data, and what stands in their place."""
+    """A range of bytes of a column's data, and its replacement."""
 
     start: int
     stop: int
@@ -249,7 +249,7 @@ class _BlobCollector:
 
     def add(self, kind: Kind, content: NDArray[np.uint8], dtype: str = "", shape: tuple[int, ...] = ()) -> str | None:
         """Hash and store a medium (a tensor's elements, or base64); return `None` for invalid base64."""
-        # The members of a group show the same pictures: those are known by a hash ten times as fast. A match is
+        # Records of a group often have the same images, which a hash that is ten times as fast finds. A match is
         # compared, not trusted.
         key = (kind, dtype, shape, len(content), xxhash.xxh3_128_intdigest(content.data))
         seen = self._seen.get(key)
@@ -276,18 +276,18 @@ def _from_base64(text: memoryview) -> bytes | None:
         data = binascii.a2b_base64(text, strict_mode=True)
     except binascii.Error:
         return None
-    # Bits behind the last byte must be zero, which no decoder asks for.
+    # Bits after the last byte must be zero, which decoders do not check.
     tail = len(data) // 3 * 3
     canonical = len(data) % 3 == 0 or binascii.b2a_base64(data[tail:], newline=False) == bytes(text[-4:])
     return data if canonical and len(text) == -(-len(data) // 3) * 4 else None
 
 
-def extract(records: Experiences, least: int = MIN_MEDIUM_BYTES, evaluation: Sequence[bool] = ()) -> Extracted:
+def extract(records: Experiences, min_bytes: int = MIN_MEDIUM_BYTES, evaluation: Sequence[bool] = ()) -> Extracted:
     """Separate records from their media.
 
     Args:
         records: The records.
-        least: The smallest size of a medium, in bytes.
+        min_bytes: The smallest size of a medium, in bytes.
         evaluation: Whether each record is for evaluation; by default none is.
 
     Returns:
@@ -297,12 +297,12 @@ def extract(records: Experiences, least: int = MIN_MEDIUM_BYTES, evaluation: Seq
     >>> from rollbook import Experience
     >>> image = torch.zeros(4, 1176, dtype=torch.bfloat16)
     >>> row = Experience(tokens=[1, 2, 3], multi_modal_inputs={"pixel_values": image, "image_grid_thw": [[1, 2, 2]]})
-    >>> lifted = extract(Experiences([row, row]))
-    >>> [(blob.dtype, blob.shape) for blob in lifted.blobs.values()]
+    >>> extracted = extract(Experiences([row, row]))
+    >>> [(blob.dtype, blob.shape) for blob in extracted.blobs.values()]
     [('bfloat16', (4, 1176))]
     """
-    if type(least) is not int or least < 1:
-        raise ValueError(f"least: got {least!r}, expected a whole number of bytes, at least 1")
+    if type(min_bytes) is not int or min_bytes < 1:
+        raise ValueError(f"min_bytes: got {min_bytes!r}, expected a whole number of bytes, at least 1")
     columns = records.columns
     gathered = _BlobCollector()
     listed: dict[int, list[dict[str, Any]]] = {}
@@ -312,9 +312,9 @@ def extract(records: Experiences, least: int = MIN_MEDIUM_BYTES, evaluation: Seq
         if entry is None or entry[0].kind not in ("json", "media"):
             continue
         kind = entry[0].kind
-        if kind == "json" and np.diff(_text_memory(column)[1]).max(initial=0) < least:
+        if kind == "json" and np.diff(_text_memory(column)[1]).max(initial=0) < min_bytes:
             continue  # Every text is shorter than a medium.
-        cuts = (_cut_tensors if kind == "media" else _cut_texts)(column, least, gathered)
+        cuts = (_cut_tensors if kind == "media" else _cut_texts)(column, min_bytes, gathered)
         if cuts:
             changed[name] = _apply_cuts(column, [cut for _, _, cut in cuts])
         for row, at, cut in cuts:
@@ -340,11 +340,11 @@ def _distinct_hashes(listed: list[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(item["hash"] for item in listed))
 
 
-def _cut_tensors(column: pa.Array, least: int, gathered: _BlobCollector) -> list[tuple[int, int, _Cut]]:
+def _cut_tensors(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> list[tuple[int, int, _Cut]]:
     """Return (row, entry in the row, cut in the data) of each large and valid tensor."""
     entries, rows = _tensor_entries(column)
     memory, bounds = _text_memory(entries.field("data"))
-    heavy = np.diff(bounds) >= least
+    heavy = np.diff(bounds) >= min_bytes
     for array in (entries, entries.field("data")):
         there = arrow.validity(array)
         if there is not None:
@@ -360,15 +360,15 @@ def _cut_tensors(column: pa.Array, least: int, gathered: _BlobCollector) -> list
         try:
             shape = check_shape(description["dtype"], description["shape"], stop - start, "")
         except WireError:
-            continue  # not a tensor: it is kept as it is, and whoever makes a row of it is told
+            continue  # Not a valid tensor: it is not changed, and making a row of it raises.
         if name := gathered.add("tensor", memory[start:stop], description["dtype"], shape):
             cuts.append((row, entry - int(rows[row]), _Cut(start, stop, _PREFIX + name.encode())))
     return cuts
 
 
-def _cut_texts(column: pa.Array, least: int, gathered: _BlobCollector) -> list[tuple[int, int, _Cut]]:
+def _cut_texts(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> list[tuple[int, int, _Cut]]:
     """Return (row, byte of the reference in the row, cut in the column's text) of each large base64 text."""
-    shortest = -(-4 * least // 3)
+    shortest = -(-4 * min_bytes // 3)
     memory, bounds = _text_memory(column)
     cuts = []
     for row in _rows_with_runs(memory, bounds, shortest):
@@ -406,7 +406,7 @@ def _rows_with_runs(memory: NDArray[np.uint8], bounds: NDArray[np.int64], shorte
     """Return the rows that may hold a run of `shortest` base64 characters, by looking at a few bytes."""
     if not len(bounds) or int(np.diff(bounds).max(initial=0)) < shortest:
         return []
-    # Such a run covers one of the windows that begin every `step` bytes from end to end.
+    # Such a run completely covers one of the windows that begin every `step` bytes.
     width = min(_WINDOW_BYTES, -(-shortest // 2))
     step = shortest - width + 1
     first = int(bounds[0])
@@ -457,12 +457,13 @@ def _parse_references(column: pa.Array) -> list[list[dict[str, Any]]]:
 def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
     """Return a copy of the records with their media restored.
 
-    `fetch(hash)` gives the blob's bytes, or raises `KeyError`; it is asked once for each hash. Columns that were left
-    out of `stripped` need nothing.
+    Args:
+        stripped: The records with references. Columns may be missing.
+        fetch: Returns the bytes of a blob by its hash, or raises `KeyError`; called once per hash.
 
     >>> from rollbook import Experience
-    >>> lifted = extract(Experiences([Experience(tokens=[1, 2], info={"png": bytes(2000)})]))
-    >>> restore(lifted.stripped, {}.__getitem__)  # doctest: +ELLIPSIS
+    >>> extracted = extract(Experiences([Experience(tokens=[1, 2], info={"png": bytes(2000)})]))
+    >>> restore(extracted.stripped, {}.__getitem__)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     rollbook.core.errors.WireError: record 0: info: the medium sha256:... is missing
@@ -488,7 +489,7 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
         for (row, item), (start, stop, entry) in zip(refs, _find_references(column, refs), strict=True):
             where, key = f"record {row}: {name}", item["hash"]
             if start == stop:
-                raise WireError(f"{where}: no reference to sha256:{key} stands at {item['at']}")
+                raise WireError(f"{where}: no reference to sha256:{key} at {item['at']}")
             if key not in opened:
                 opened[key] = _fetch_blob(fetch, key, where)
             blob = opened[key]
@@ -503,7 +504,7 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
                 if key not in written:
                     written[key] = binascii.b2a_base64(blob.payload, newline=False)
                 new = written[key]
-            # A few bytes of reference can ask for any number of copies of a large medium.
+            # Small references could request any number of copies of a large medium.
             room -= len(new)
             if room < 0:
                 raise WireError(f"{where}: the media take more than the limit of {DEFAULT_LIMITS.max_bytes} bytes")
@@ -550,7 +551,7 @@ def _fetch_blob(fetch: Callable[[str], Any], key: str, where: str) -> Blob:
     except WireError as error:
         raise WireError(f"{where}: the medium sha256:{key} is damaged: {error}") from None
     if blob.hash != key:
-        raise WireError(f"{where}: the medium sha256:{key} was asked for, and sha256:{blob.hash} given")
+        raise WireError(f"{where}: the medium sha256:{key} was requested, got sha256:{blob.hash}")
     return blob
 
 
@@ -571,7 +572,7 @@ def _tensor_entries(column: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
 
 
 def _describe_entries(entries: pa.Array, where: NDArray[np.int64]) -> list[dict[str, Any]]:
-    """Key, dtype and shape of some entries, without their data."""
+    """Return key, dtype and shape of some entries, without their data."""
     chosen = pa.array(where)
     parts = {name: entries.field(name).take(chosen).to_pylist() for name in ("key", "dtype", "shape")}
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 LOCK = 0x726F6C6C  # "roll": the class of advisory locks that books take; the second number is the schema's.
 CONNECTIONS = 8
-"""How many connections the threads of one open book have at most; one thread needs one."""
+"""Maximum number of connections of one open book; a thread needs one."""
 SHARDS = 64
-"""A counter is the sum of so many rows: transactions that add to it seldom wait for each other."""
+"""Number of rows of a counter, so that transactions that add to it seldom wait for each other."""
 IDLE_SECONDS = 20.0
 """How long a writer may pause inside a transaction before its session is ended: shorter than `BUSY_SECONDS`, so that
 writers that wait for it get their turn. Also the longest wait for a lock in one statement."""
 READ_SECONDS = 3600.0
 """The same for a reader, which blocks nobody and may copy data between two statements."""
 RECONNECT_SECONDS = 30.0
-"""How long to wait for a server that restarts."""
+"""Seconds to wait for a server that restarts."""
 NETWORK_LIMITS = {
     "connect_timeout": 10,
     "keepalives": 1,
@@ -50,7 +50,7 @@ NETWORK_LIMITS = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
 }
-"""libpq's limits for a server that does not answer; what the URL or the environment says comes first."""
+"""libpq options for a server that does not answer; the URL and the environment take precedence."""
 _LOCK_HOLDERS = (
     "FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
     "WHERE l.locktype = 'advisory' AND l.granted AND l.classid = %s::bigint::oid "
@@ -186,7 +186,7 @@ SEQUENCES = (
     f"PERFORM pg_advisory_unlock({LOCK + 1}, hashtext(current_schema() || sequence)); "
     "RETURN number; END $$",
 )
-"""What gives consecutive numbers without waiting for other transactions."""
+"""Sequences of consecutive numbers that do not wait for other transactions."""
 
 
 @lru_cache(maxsize=512)
@@ -252,11 +252,11 @@ def _rows_json(table: str, columns: tuple[str, ...], rows: Sequence[Sequence[Any
 
 
 NOTIFY_SECONDS = 30.0
-"""How long appends notify after somebody said that it waits."""
+"""Seconds for which appends notify after a lease announced that it waits."""
 
 
 class _PostgresWaiter:
-    """Listens for notifications, and tells appends that somebody does."""
+    """Listens for notifications, and announces this to appends."""
 
     def __init__(self, ledger: PostgresLedger, connection: psycopg.Connection[Any], consumer: int) -> None:
         self.ledger = ledger
@@ -319,7 +319,7 @@ class PostgresLedger:
         self._lock_key = f"""{LOCK}, hashtext('{schema.replace("'", "''")}')"""
 
     def make_schema(self) -> None:
-        """Make the schema if it is not there."""
+        """Create the schema if it does not exist."""
         import psycopg
         from psycopg import sql
 
@@ -330,15 +330,15 @@ class PostgresLedger:
                 try:
                     connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
                 except psycopg.errors.UniqueViolation:
-                    pass  # Another process made it in the same moment.
+                    pass  # Another process created it at the same moment.
                 except psycopg.Error as error:
-                    raise NotABookError(f"schema {self.schema!r} cannot be made: {str(error).strip()}") from None
+                    raise NotABookError(f"schema {self.schema!r} cannot be created: {str(error).strip()}") from None
 
     @contextmanager
     def connection(self) -> Iterator[psycopg.Connection[Any]]:
         """Lend a connection to the calling thread; a broken one is replaced."""
         if self._pid != os.getpid():
-            # The parent's connections are the parent's to close.
+            # Only the parent may close its connections.
             _parent_connections.extend(self._idle)
             self._changed, self._turns = threading.Condition(), TurnQueue()
             self._idle, self._open, self._pid = [], 0, os.getpid()
@@ -432,7 +432,7 @@ class PostgresLedger:
             while True:
                 connection = stack.enter_context(self.connection())
                 left = max(end - time.monotonic(), 0.0)
-                # Where more is left, the session's limit holds.
+                # With more time left, the session's limit applies.
                 limit = f"SET LOCAL lock_timeout TO {_milliseconds(left)}; " if left < IDLE_SECONDS else ""
                 try:
                     if self.clock is not None:
@@ -491,7 +491,7 @@ class PostgresLedger:
         )
         values = (LOCK, self.schema, IDLE_SECONDS)
         with suppress(psycopg.Error):
-            # Looked at twice: one that has just ended a long statement goes on.
+            # Checked twice: a session that has just finished a long statement continues.
             seen = connection.execute(f"SELECT a.pid, a.state_change {paused}", values).fetchall()
             if seen:
                 time.sleep(0.1)
@@ -572,7 +572,7 @@ class PostgresLedger:
     def wait_turn(
         self, consumer: int, seconds: float | None, stop: threading.Event
     ) -> Iterator[_PostgresWaiter | None]:
-        """See `Ledger.wait_turn`. Processes wait in line for an advisory lock, over a connection of their own."""
+        """Implement `Ledger.wait_turn`. Processes wait for an advisory lock, over a separate connection."""
         import psycopg
 
         end = math.inf if seconds is None else time.monotonic() + seconds
@@ -597,7 +597,8 @@ class PostgresLedger:
 
     def bounds(self) -> tuple[int, int]:
         """Return the largest record number and event number such that nothing below them is still being written."""
-        # Alone for a moment: whoever took smaller numbers has committed. One exchange: nobody waits for this client.
+        # With the exclusive lock, transactions with smaller numbers have committed. One exchange with the server, so
+        # that nobody waits for this client.
         sql = (
             f"BEGIN; SELECT pg_advisory_xact_lock({self._lock_key}); "
             "SELECT (SELECT MAX(seq) FROM records), (SELECT MAX(id) FROM events); COMMIT"
@@ -615,10 +616,10 @@ class PostgresLedger:
         return seq or 0, event or 0
 
     def clear_log(self) -> None:
-        """Nothing: old versions of rows leave with the server's vacuum."""
+        """Do nothing: the server's vacuum removes old versions of rows."""
 
     def close(self) -> None:
-        """Close the connections; what was committed is safe in any case."""
+        """Close the connections. Commits are durable with or without it."""
         if self._pid != os.getpid():
             self._closed = True
             return

@@ -25,7 +25,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from rollbook.book import query
 from rollbook.book.ledger import TABLES
 from rollbook.book.read import LEDGER_TYPES, frame_arrays, ledger_arrays
 from rollbook.core import columns as arrow
@@ -94,8 +93,12 @@ def distinct_schemas(schemas: Iterable[pa.Schema]) -> list[pa.Schema]:
 def unify(batches: Iterable[pa.RecordBatch], schema: pa.Schema | None = None) -> pa.Table:
     """Return one table of all batches, a chunk for each; missing columns are null.
 
-    `schema`: the columns wanted and their types (default: the superset of the batches'). A column of a batch that
-    is not in it is left out; one whose type it cannot hold raises `ValueError`.
+    Args:
+        batches: The batches.
+        schema: Columns and types of the table; by default the superset of the batches'. Other columns are left out.
+
+    Raises:
+        ValueError: A column has a type that the schema's cannot hold.
 
     >>> narrow = pa.record_batch({"step": pa.array([1, 2], pa.int32())})
     >>> wide = pa.record_batch({"step": pa.array([2**40]), "note": ["late"]})
@@ -132,7 +135,7 @@ def _cast_batch(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         elif batch.column(place).type == field.type:
             arrays.append(batch.column(place))
         else:
-            # Not "safe", which would refuse 2**53 + 1 as a float: what the types allow was settled above.
+            # Not "safe", which would reject 2**53 + 1 as a float; the types were checked above.
             column = batch.column(place)
             counted = replace_types(column.type, _BOOL_AS_NUMBER)
             if counted != column.type:  # Arrow casts a bool to any number but a decimal.
@@ -218,7 +221,7 @@ def _join_lists(name: str, kinds: list[pa.DataType]) -> pa.DataType:
     return pa.list_(value, size) if size is not None and not sizes else pa.large_list(value)
 
 
-# --- a query's answer -----------------------------------------------------------------------------------------------
+# --- query results --------------------------------------------------------------------------------------------------
 
 
 class Result:
@@ -291,7 +294,7 @@ class Result:
     def text(self, rows: int = 20, width: int = 160) -> str:
         """Format the first rows in lines of at most `width` characters; long values, lists and rows are truncated.
 
-        What EXPLAIN says comes as it is.
+        The output of EXPLAIN is not changed.
         """
         if self.columns == ["explain_key", "explain_value"]:
             return "\n".join(plan for _, plan in self)
@@ -362,7 +365,7 @@ def _format_cell(value: pa.Scalar, size: int) -> str:
 
 
 def _shorten(text: str, size: int) -> str:
-    # Texts come from models: what is not printable would move the cursor or colour the terminal.
+    # Texts come from models: unprintable characters could move the cursor or color the terminal.
     short = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: size + 1])
     return short if len(short) <= size else short[: size - 1] + "…"
 
@@ -383,13 +386,13 @@ class QueryTimeoutError(QueryError):
 class Source(Protocol):
     """A table that can be loaded in part. Every load of one source gives the same rows in the same order.
 
-    DuckDB answers `count(*)` with the first column, so that a cheap one stands there best. Names that differ in case
-    only are one name in SQL: of `a` and `A` the second is called `A_1` there.
+    The first column should be cheap to load, since DuckDB answers `count(*)` with it. Names that differ only in case
+    are one name in SQL: of `a` and `A` the second is called `A_1` there.
     """
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns there are; asked for by every query, so it should cost nothing."""
+        """The columns; every query reads it, so it should be cheap."""
 
     def load(self, columns: list[str]) -> pa.Table:
         """Return these columns, with the types of `schema`; read-only (mapped) memory is fine."""
@@ -407,14 +410,21 @@ def run_query(
 ) -> Result:
     """Run one reading DuckDB statement on sources, each a table under its name.
 
-    `parameters`: values for `?` and `$1`, or by name for `$name`. `memory`: what DuckDB may use, as "1GB" or in bytes,
-    for all queries of this process that give the same limit; the result, which is not part of it, may be as large
-    again. Nothing is spilled to disk. `seconds`: after which the query is stopped with `QueryTimeoutError` (one that is
-    inside a single call of a function is stopped when that returns). `threads`: up to 8 by default. `max_rows`: stop
-    after so many rows; `Result.more` then says whether there are more.
+    Nothing is spilled to disk. Exceptions of a source's `load` are raised unchanged.
 
-    Anything but one reading statement, and whatever DuckDB refuses, raises `QueryError`; what a source's `load`
-    raises comes through as it is.
+    Args:
+        query: The statement.
+        sources: Tables by name.
+        parameters: Values for `?` and `$1`, or by name for `$name`.
+        memory: Memory limit of DuckDB, as "1GB" or in bytes, shared by all queries of this process with the same limit.
+            The result is not part of it and may be as large again.
+        seconds: Time limit. A query inside a single call of a function is stopped when the call returns.
+        threads: Number of threads, by default up to 8.
+        max_rows: Stop after so many rows; `Result.more` says whether there are more.
+
+    Raises:
+        QueryError: It is not one reading statement, or DuckDB rejects it.
+        QueryTimeoutError: The query exceeded its time limit.
 
     >>> class Rewards:
     ...     schema = pa.schema([("task", pa.string()), ("reward", pa.float64()), ("tokens", pa.list_(pa.int32()))])
@@ -446,7 +456,7 @@ def run_query(
         max_rows = check_int("max_rows", max_rows)
     lower = [name.lower() for name in sources]
     if len(set(lower)) != len(lower):
-        raise QueryError(f"sources: got {', '.join(sources)}, of which two are one name in SQL")
+        raise QueryError(f"sources: got {', '.join(sources)}, expected names that differ in more than case")
 
     tables: dict[str, _Table] = {}
     with _close_tables(tables), _connection(limit, threads) as connection, _Watch(connection, seconds) as watch:
@@ -461,11 +471,11 @@ def run_query(
             reader = connection.sql(query, params=parameters).to_arrow_reader(8192)
             return _collect(reader, limit, max_rows, watch)
         except RuntimeError as error:
-            # As such DuckDB shows the user's Ctrl-C while it computes.
+            # DuckDB raises this for Ctrl-C during a computation.
             if str(error) == "Query interrupted":
                 raise KeyboardInterrupt from None
             raise
-        # Once rows flow, DuckDB's errors come through Arrow's stream, as OSError or one of Arrow's own.
+        # Errors of DuckDB while rows are read come through Arrow's stream, as OSError or an Arrow exception.
         except (duckdb.Error, pa.ArrowException, OSError) as error:
             failure = next((table.failure for table in tables.values() if table.failure is not None), None)
             if failure is not None:
@@ -480,7 +490,7 @@ def _duckdb() -> Any:
         import duckdb
     except ImportError:
         raise ImportError("SQL over a book needs DuckDB: pip install 'rollbook[sql]'") from None
-    # Before 2.0 comparisons that are pushed into an Arrow scan lose NaN, and scans take raw pointers.
+    # Before 2.0, comparisons that are pushed into an Arrow scan lose NaN, and scans take raw pointers.
     if int(duckdb.__version__.split(".")[0]) < 2:
         raise ImportError(f"SQL over a book needs DuckDB 2.0 or later, not {duckdb.__version__}: pip install -U duckdb")
     return duckdb
@@ -500,11 +510,11 @@ def _parse_memory(memory: str | int) -> int:
 
 
 class _Engine:
-    """A DuckDB instance, kept because making one takes 20 ms; queries run on connections of their own."""
+    """A DuckDB instance, reused because creating one takes 20 ms; each query has its own connection."""
 
     def __init__(self, memory: int, threads: int) -> None:
         self.users = 0
-        # The last word locks the others: no query can change them.
+        # The last setting locks the others: no query can change them.
         self.main = _duckdb().connect(
             ":memory:",
             config={
@@ -534,13 +544,13 @@ def _close_idle() -> None:
 
 
 def _before_fork() -> None:
-    # A child has none of the threads of an instance, and dies of it when it takes the instance down.
+    # A forked child does not have the threads of an instance, and crashes when it closes the instance.
     _engines_lock.acquire()
     _close_idle()
 
 
 def _in_child() -> None:
-    # One that another thread was using could not be closed: here it is never used, and kept from being taken down.
+    # An instance that another thread was using could not be closed: the child keeps it unused and open.
     _parent_engines.extend(_engines.values())
     _engines.clear()
     _engines_lock.release()
@@ -595,7 +605,7 @@ class _Watch:
         if self._done.wait(min(self._seconds, threading.TIMEOUT_MAX)):
             return
         self.expired = True
-        # Again and again: an interrupt that comes between two steps of a query is forgotten by the next.
+        # Repeatedly: an interrupt between two steps of a query is lost.
         while not self._done.wait(0.02):
             with self._lock:
                 if self._connection is not None and not self._done.is_set():
@@ -608,18 +618,18 @@ class _Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The thread sees this soon; to wait for it would take longer than most queries. It keeps no connection that
-        # DuckDB would report as leaked if the interpreter exits before.
+        # The thread ends soon; waiting for it would take longer than most queries. It keeps no connection, which
+        # DuckDB would report as leaked if the interpreter exits first.
         with self._lock:
             self._done.set()
             self._connection = None
 
 
-# --- what may run ---------------------------------------------------------------------------------------------------
+# --- allowed statements ---------------------------------------------------------------------------------------------
 
 
 def _check_reads(query: str, connection: DuckDBPyConnection) -> None:
-    """Refuse what is not one reading statement, by name. (That it could not do harm is the connection's part.)"""
+    """Raise unless the query is one reading statement. (The connection ensures that it can do no harm.)"""
     duckdb = _duckdb()
     text = query.encode()  # tokens are counted in bytes
     starts = [place for place, kind in duckdb.tokenize(query) if kind != duckdb.token_type.comment]
@@ -655,7 +665,7 @@ def _find_explained(text: bytes, words: list[str], starts: list[int], connection
 
 
 def _explain(error: BaseException, sources: Mapping[str, Source], limit: int) -> str:
-    """DuckDB's message, and what would help."""
+    """Return DuckDB's message, with a hint."""
     text = str(error)
     if "Out of Memory" in text:
         return f"{text}\nmemory: {limit} bytes were allowed; memory= sets another limit"
@@ -673,7 +683,7 @@ def _explain(error: BaseException, sources: Mapping[str, Source], limit: int) ->
 
 
 class _Scan:
-    """A started scan in the place of the scanner that DuckDB asks a dataset for."""
+    """A started scan, instead of the scanner that DuckDB requests from a dataset."""
 
     def __init__(self, reader: pa.RecordBatchReader) -> None:
         self.reader = reader
@@ -692,7 +702,7 @@ def _close_tables(tables: Mapping[str, _Table]) -> Iterator[None]:
 
 
 class _Table(ds.InMemoryDataset):  # type: ignore[misc]
-    """A source as a dataset that is empty until DuckDB, which by then has planned the query, asks for columns."""
+    """A source as a dataset that is empty until DuckDB has planned the query and requests columns."""
 
     def __init__(self, name: str, source: Source, watch: _Watch) -> None:
         schema = source.schema
@@ -748,7 +758,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         shown = str(filter)
         for name in self.offered.names:
             if name not in names and name in shown:
-                # It may be the text of a constant: the filter reads a column if it cannot do without.
+                # The name may be part of a constant: the filter reads a column if it fails without it.
                 try:
                     ds.InMemoryDataset(self.empty.drop_columns([name])).scanner(filter=filter)
                 except pa.ArrowInvalid:
@@ -765,7 +775,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         promised = self.source.schema
         for name in names:
             column = table.column(name)
-            # DuckDB would read the memory of one type as another.
+            # DuckDB would reinterpret the memory of another type.
             if column.type != promised.field(name).type:
                 expected = promised.field(name).type
                 raise ValueError(f"source {self.name!r}, column {name!r}: got {column.type}, expected {expected}")
@@ -787,10 +797,10 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
 
 
 _DUCKDB_TYPES = {pa.float16(): pa.float32()}
-"""DuckDB does not know half floats."""
+"""Types that DuckDB does not have, with the types that are used instead."""
 
 
-# --- what comes out -------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------------------------
 
 
 def _collect(reader: pa.RecordBatchReader, limit: int, max_rows: int | None, watch: _Watch) -> Result:
@@ -823,7 +833,7 @@ LEDGER_TABLES = {
     "checkpoints": ("name", "event", "seq", "made"),
     "media": ("hash", "size", "uses"),
 }
-"""The ledger's tables that queries see, with ids and names in the place of numbers; `ledger` is another name of
+"""Tables of the ledger that queries see, with ids and names instead of numbers; `ledger` is another name of
 `events`."""
 
 
@@ -883,12 +893,11 @@ RECORD_TABLES = {
     "evaluations": f"{_NOT_REWOUND} AND evaluation = 1",
     "all_experiences": "1 = 1",
 }
-"""The tables of records, each with the condition that its rows meet; `all_experiences` has also those that a rewind
-took back."""
+"""Tables of records with the condition on their rows; only `all_experiences` has records that a rewind dropped."""
 
 
 class RecordsTable:
-    """Records as they are now, whether or not their bytes are still there."""
+    """The current state of records, with or without bytes."""
 
     def __init__(self, book: Book) -> None:
         self.book = book
@@ -932,7 +941,7 @@ class RecordsTable:
                 arrays |= columns_read
             chosen = [name for name in columns if name in arrays and not pa.types.is_null(arrays[name].type)]
             if not chosen:
-                # Bytes that are gone: as many nulls as there are records.
+                # No record has bytes: a column of nulls.
                 chosen, arrays = [columns[0]], {columns[0]: pa.nulls(len(seqs), requested.field(columns[0]).type)}
             batches.append(pa.RecordBatch.from_arrays([arrays[name] for name in chosen], names=chosen))
         return unify(batches, requested)
@@ -982,7 +991,7 @@ _COMPUTED = {
 
 
 class MetricsTable:
-    """What `Book.log` was given: a row for each name of each training step, without what was rewound."""
+    """Metrics of `Book.log`: one row per name and training step, without those that a rewind undid."""
 
     schema = pa.schema([("train_step", pa.int64()), ("name", pa.large_string()), ("value", pa.float64())])
 
@@ -996,10 +1005,10 @@ class MetricsTable:
         return pa.Table.from_arrays(arrays, schema=self.schema).select(columns)
 
 
-def sql_tables(book: Book) -> dict[str, query.Source]:
+def sql_tables(book: Book) -> dict[str, Source]:
     """Return the tables of a book by name."""
     records = RecordsTable(book)
-    tables: dict[str, query.Source] = {name: records.where(condition) for name, condition in RECORD_TABLES.items()}
+    tables: dict[str, Source] = {name: records.where(condition) for name, condition in RECORD_TABLES.items()}
     tables["metrics"] = MetricsTable(book)
     tables |= {name: LedgerTable(book, name) for name in LEDGER_TABLES}
     tables["ledger"] = tables["events"]
@@ -1007,10 +1016,10 @@ def sql_tables(book: Book) -> dict[str, query.Source]:
 
 
 def run_sql(
-    book: Book, text: str, parameters: Sequence[Any] | Mapping[str, Any] | None, memory: str | int, seconds: float
+    book: Book, query: str, parameters: Sequence[Any] | Mapping[str, Any] | None, memory: str | int, seconds: float
 ) -> Result:
     """Implement `Book.sql`."""
-    return query.run_query(text, sql_tables(book), parameters=parameters, memory=memory, seconds=seconds)
+    return run_query(query, sql_tables(book), parameters=parameters, memory=memory, seconds=seconds)
 
 
 _TENSOR = re.compile(r"([a-z0-9]{3,8})((?:x[0-9]{1,9}){0,32})")

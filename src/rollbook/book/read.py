@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 _ATTEMPTS = 20
 _MAX_RUN_BYTES = 16 << 20
-"""How many bytes are mapped together at most: a view of a few of them keeps all."""
+"""Maximum size of a run that is mapped at once: a view of a part of it keeps all of it."""
 _WHOLE_FRAME_SHARE = 3
-"""A frame is read whole where the records to read are more than a third of it: their ranges would be most of it."""
+"""A frame is read whole if the requested records are more than a third of it."""
 _WHOLE_FRAME_BYTES = 16 << 10
-"""A frame of at most this size is read whole: the requests for ranges take longer than the bytes."""
+"""A frame up to this size is read whole, since requests for ranges would take longer."""
 Location = tuple[int, str | None, int, int, int, str | None, int]
-"""seq, segment, start, size, slot, why it is gone, bytes (an equal share of the frame)"""
+"""(seq, segment, start, size, slot, gone, bytes): where a record is; `bytes` is its equal share of the frame."""
 _get_slot = operator.itemgetter(4)
 
 
@@ -98,7 +98,7 @@ def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview,
         try:
             memory = book.store.get(Place(first.segment, first.offset, run[-1].stop - first.offset))
         except CorruptBookError:
-            # Of a segment that is cut short, what is still there.
+            # The segment may be cut short: read the parts that are still there.
             yield from ((book.store.get(place), [place]) for place in run)
         else:
             yield memory, run
@@ -106,7 +106,7 @@ def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview,
 
 
 def _read_in_requests(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
-    """Do the same for a database, where each frame is a segment: read many of them in one request."""
+    """Read many frames in one request from a database, where each frame is a segment."""
     at = 0
     while at < len(places):
         end, size = at, 0
@@ -135,7 +135,7 @@ def read_frame(book: Book, place: Place, verify: bool = True) -> Experiences:
 
 
 def _check_frame(view: memoryview) -> None:
-    """Raise unless the bytes are one uncompressed frame; a few bytes of a compressed one could be any number."""
+    """Raise unless the bytes are one uncompressed frame; a compressed one could expand to any size."""
     head = read_header(view)
     if head.compression is not None or head.stop != len(view):
         raise WireError(f"a frame of {head.stop} bytes, compression {head.compression}; expected {len(view)}, None")
@@ -358,9 +358,9 @@ def check_slots(place: Place, slots: Sequence[Any], count: int) -> None:
 class _Parts(NamedTuple):
     parts: list[Experiences]
     order: list[int] | None
-    """Which records the parts have, one behind the other; `None` if all, in order."""
+    """Index of each record of the joined parts; `None` if they are in order."""
     sparse: list[int]
-    """Which records were read without the rest of their frames, and are not verified."""
+    """Indices of records that were read without the rest of their frames, and are not verified."""
 
 
 def _read_parts(
@@ -374,12 +374,12 @@ def _read_parts(
     """Read the records of each frame.
 
     Args:
-        book: Where to read.
-        where: The places of the records.
-        verify: Whether to check the frames' checksums.
+        book: The book.
+        where: Locations of the records.
+        verify: Verify the checksums of frames.
         only: Fields to read; all if `None`.
-        sparse: Read the records without the rest of their frame where they are few.
-        together: Read frames that lie together as one; the records are then good to make rows of, and nothing else.
+        sparse: Read the records without the rest of their frame if they are few.
+        together: Read adjacent frames as one; only rows can be made from the result.
     """
     grouped: dict[tuple[Any, ...], list[int]] = {}
     for i, location in enumerate(where):
@@ -428,7 +428,7 @@ def _read_stacked(
     try:
         return stack.experiences(verify)
     except WireError:
-        return None  # Read one by one, they say which is wrong.
+        return None  # Reading them one by one reports the damaged one.
 
 
 def _sparse_rows(
@@ -484,13 +484,13 @@ def _ignore_damage(reader: Reader[Experiences]) -> Reader[Experiences | None]:
 def _read_ranges(
     book: Book, places: Sequence[Place], readers: Sequence[Reader[Result]], spare: Sequence[int]
 ) -> list[Result | None]:
-    """Run a reader for each place, all in step: the store is asked a few times, however many they are.
+    """Run a reader for each frame, all in step, so that the store gets few requests.
 
     Args:
-        book: Where to read.
-        places: Where each frame lies.
-        readers: What reads each frame.
-        spare: How many bytes more than needed may be read of each frame at a time, so that there are fewer ranges.
+        book: The book.
+        places: Place of each frame.
+        readers: Reader of each frame.
+        spare: Unneeded bytes that may be read of each frame per step, to request fewer ranges.
     """
     results: list[Result | None] = [None] * len(readers)
     pending: list[tuple[int, list[Span] | None, list[Any]]] = [(i, None, []) for i in range(len(readers))]
@@ -522,7 +522,7 @@ def _read_ranges(
 
 
 def _merge_spans(spans: Sequence[Span], spare: int) -> list[Span]:
-    """Ranges that cover `spans`, the nearest ones joined for as long as what lies between is at most `spare` bytes.
+    """Return ranges that cover `spans`, the nearest ones joined while the gaps total at most `spare` bytes.
 
     >>> _merge_spans([(50, 60), (0, 10), (12, 20), (100, 110)], 35)
     [(0, 60), (100, 110)]
@@ -575,7 +575,7 @@ def restore_media(book: Book, records: Experiences) -> Experiences:
 
     def get(key: str) -> memoryview:
         if key not in places:
-            # Removed with its last record, since that was read: look again.
+            # It was removed with its last record after that was read: read again.
             raise MissingSegmentError(f"the medium sha256:{key} is not in the ledger")
         last.append(places[key])
         return book.store.get(places[key])
@@ -631,13 +631,13 @@ def get_uids(records: RecordIds) -> list[str]:
 
 
 LEDGER_COLUMNS = (*index_columns.IndexColumns._fields, "seq", "evaluation", "admitted", "revision", "bytes", "gone")
-"""What a condition can ask the ledger for."""
+"""Columns of the ledger that a condition can be on."""
 _CONDITION_COLUMNS = tuple(
     dict.fromkeys(
         [*LEDGER_COLUMNS, *(name for name, field in FIELDS.items() if field.kind in ("text", "number", "integer"))]
     )
 )
-"""What a condition can be on, with the entries of `info` and `metrics`."""
+"""All columns that a condition can be on, beside entries of `info` and `metrics`."""
 Scalar = str | float | bool
 Operand = Scalar | None | Sequence[Scalar]
 Condition = tuple[str, str, Any]
@@ -655,7 +655,7 @@ _SQL_OPERATORS = {"=": "=", "==": "=", "!=": "<>", "<": "<", "<=": "<=", ">": ">
 OPERATORS = (*_COMPARISONS, "in", "not in", "is", "is not")
 PAGE_ROWS = 1024
 MAX_IN_VALUES = 10_000
-"""How many values one `in` may have; `book.get` takes any number of ids."""
+"""Maximum number of values of one `in`; `Book.get` takes any number of ids."""
 
 
 def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
@@ -715,7 +715,7 @@ def _coerce_operand(name: str, value: Scalar) -> str | float:
         if not isinstance(value, str) or "\0" in value or value.encode("utf-8", "replace").decode() != value:
             raise ValueError(f"where: {name}: got {value!r}, expected a text without NUL and lone surrogates")
         return value
-    # Integers beyond 64 bits and numpy's are none to a database.
+    # Databases accept neither integers beyond 64 bits nor numpy numbers.
     number = check_float(f"where: {name}", int(value) if isinstance(value, (bool, np.bool_)) else value)
     return int(value) if isinstance(value, Integral) and abs(number) < 2**63 else number
 
@@ -727,7 +727,7 @@ def build_ledger_condition(conditions: Sequence[Condition]) -> tuple[str, list[A
     for name, test, value in conditions:
         if name not in LEDGER_COLUMNS:
             continue
-        # The ledger has no number for a reward that is NaN: it differs from every number, and it is not missing.
+        # The ledger stores no number for a NaN reward, which differs from every number and is not missing.
         nan = f" OR scored = {index_columns.NOT_A_NUMBER}" if name == "reward" and test in ("!=", "not in") else ""
         if test in ("is", "is not") and name == "reward":
             parts.append(f"scored {'=' if test == 'is' else '<>'} {index_columns.UNSCORED}")
@@ -747,6 +747,11 @@ def build_ledger_condition(conditions: Sequence[Condition]) -> tuple[str, list[A
 
 class Selection:
     """The records that meet some conditions, read lazily; created by `Book.where`.
+
+    Args:
+        book: The book.
+        conditions: (column, operator, value) of each condition.
+        order: Column of the ledger to order by.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -882,7 +887,7 @@ def _meets_condition(value: Any, condition: Condition) -> bool:
 
 
 def check_columns(columns: Sequence[str] | None) -> list[str] | None:
-    """Names of columns: of the ledger, or fields of a record."""
+    """Check names of columns: of the ledger, or fields of a record."""
     if columns is None:
         return None
     for name in columns:
@@ -895,8 +900,10 @@ def check_columns(columns: Sequence[str] | None) -> list[str] | None:
 
 
 def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: int) -> Iterator[pa.RecordBatch]:
-    """Batches with what the ledger has of the columns from the ledger, and the rest from the frames: a batch a frame,
-    so that columns of mapped segments are not copied."""
+    """Implement `Selection.scan`: columns of the ledger come from it, the others from frames.
+
+    There is a batch per frame, so that columns of mapped segments are not copied.
+    """
     requested = check_columns(columns)
     names = (
         [*LEDGER_COLUMNS, *(name for name in FIELDS if name not in LEDGER_COLUMNS)] if requested is None else requested
@@ -904,7 +911,7 @@ def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: 
     from_ledger = [name for name in names if name in LEDGER_COLUMNS]
     from_frames = [name for name in names if name not in LEDGER_COLUMNS]
     if from_frames and set(from_ledger) <= _ALSO_IN_FRAMES:
-        # The frames have the same numbers: the ledger need not be asked twice.
+        # Frames have the same numbers, which saves a query of the ledger.
         from_ledger, from_frames = [], names
     for piece in selection._pieces(rows):
         with_bytes = [row for row in piece if row[2] is not None] if from_frames else piece
@@ -936,7 +943,7 @@ def _build_batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatc
 
 @lru_cache(256)
 def _order_columns(names: tuple[str, ...], arrays: tuple[str, ...]) -> list[str]:
-    """Return the arrays of some fields, with side columns, in the order of the fields."""
+    """Return the names of the arrays of some fields, with side columns, in the order of the fields."""
     sides = (name for field in names for name in arrays if name == field or name.startswith(f"{field}__"))
     return list(dict.fromkeys(sides))
 

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class Difference(NamedTuple):
-    """The first thing in which two records that should be one differ.
+    """The first field in which two records of one id differ.
 
     >>> str(Difference("reward", "1.0", "0.5"))
     'reward: stored 1.0, given 0.5'
     """
 
     field: str
-    """Its name; of an entry of a dict, `info.score`."""
+    """Name of the field, or `info.score` for an entry of a dict."""
     stored: str
     """The values, abbreviated."""
     new: str
@@ -57,14 +57,14 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What a record adds to the one that is stored under its id."""
+    """What a record adds to the stored one of the same id."""
 
     merged: Experience
-    """The stored record with what the other adds; the stored one itself if that is nothing, or they conflict."""
+    """The stored record with the additions; the stored record itself if there are none, or a conflict."""
     added: tuple[str, ...] = ()
-    """What it adds: names of fields, and of entries of dicts as `info.score`."""
+    """Names of added fields, and of entries of dicts as `info.score`."""
     conflict: Difference | None = None
-    """Why it is another record."""
+    """The difference, if it is another record."""
 
 
 def compare(old: Experience, new: Experience) -> Addition:
@@ -83,7 +83,7 @@ def compare(old: Experience, new: Experience) -> Addition:
     'reward: stored 1.0, given 0.0'
     """
     added: list[str] = []
-    brought: dict[str, Any] = {}
+    changes_to_old: dict[str, Any] = {}
     additions: dict[str, Any] = {}
     for name, field in FIELDS.items():
         a, b = getattr(old, name), getattr(new, name)
@@ -96,24 +96,24 @@ def compare(old: Experience, new: Experience) -> Addition:
                 return Addition(old, conflict=conflict)
             added.extend(f"{name}.{key}" for key in new_entries)
             if new_entries:
-                brought[name] = {**a, **new_entries}
+                changes_to_old[name] = {**a, **new_entries}
             additions[name] = {**b, **a}
         elif b is None:
             additions[name] = a
         elif a is None:
             added.append(name)
-            brought[name] = b
+            changes_to_old[name] = b
         elif not same(a, b):
             return Addition(old, conflict=_difference(name, a, b))
     for name in sorted({*old.unknown, *new.unknown}):
         c, d = (row.unknown[name] if name in row.unknown else pa.nulls(1) for row in (old, new))
-        # An unknown column's null may be a neighbour's doing (see `digests`), and is as good as no column.
+        # A null in an unknown column may come from another record of the frame; it equals a missing column.
         if not same(c, d) and (c.null_count, d.null_count) != (1, 1):
             return Addition(old, conflict=_difference(name, c.to_pylist()[0], d.to_pylist()[0]))
     if not added:
         return Addition(old)
-    # A record read with odd shapes keeps them only by its own `replace`.
-    return Addition(new.replace(**additions) if new.odd else old.replace(**brought), tuple(added))
+    # A record that was read with unusual shapes keeps them only in its own `replace`.
+    return Addition(new.replace(**additions) if new.odd else old.replace(**changes_to_old), tuple(added))
 
 
 def _compare_entries(name: str, old: dict[Any, Any], new: dict[Any, Any]) -> tuple[dict[Any, Any], Difference | None]:
@@ -170,7 +170,7 @@ class Deletion:
 
 
 def append_deletions(store: SegmentStore, entries: Iterable[Deletion]) -> None:
-    """Append entries and sync them; a book that has no folder keeps no list. Call it in a write transaction."""
+    """Append entries to the list of deletions and sync it, in a write transaction; only books in folders have one."""
     if not isinstance(store, FileSegmentStore):
         return
     lines = [_format_deletion(entry) for entry in entries]
@@ -194,15 +194,15 @@ def _format_deletion(entry: Deletion) -> bytes:
 
 
 def read_deletions(folder: str | os.PathLike[str], disk: Disk) -> tuple[list[Deletion], bool]:
-    """Return the entries, and whether the list is there and all of it can be read.
+    """Return the list of deletions, and whether it exists and all of it could be read.
 
     >>> import rollbook, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with rollbook.open(folder) as book:
     ...         _ = book.append(rollbook.Experience(eid={"suffix": "a"}, tokens=[1, 2, 3]))
-    ...         _ = book.delete(["//0/0/a"], author="ana", reason="asked")
+    ...         _ = book.delete(["//0/0/a"], author="ana", reason="on request")
     ...     [(entry.uid, entry.author, entry.reason) for entry in read_deletions(folder, Disk())[0]]
-    [('//0/0/a', 'ana', 'asked')]
+    [('//0/0/a', 'ana', 'on request')]
     """
     entries: list[Deletion] = []
     try:
@@ -234,13 +234,13 @@ def _parse_deletion(line: bytes) -> Deletion | None:
 
 
 Change = Callable[["Experience", int], tuple["Experience", Sequence[str]] | None]
-"""From a record as it is and its place among those asked for: as it should be, and what changed; `None`: nothing."""
+"""(record, index) -> (changed record, names of changed fields), or `None` if nothing changes."""
 _MAX_ATTEMPTS = 50
 _CHUNK = 500
-"""How many records one transaction of a deletion holds: others wait for it."""
+"""Records that one transaction deletes, while other writers wait."""
 _REDACT_CHUNK = 500
 _REDACT_BYTES = 16 << 20
-"""How many records, and about how many bytes, a redaction reads and writes at once."""
+"""Records, and about how many bytes, that a redaction rewrites at once."""
 
 
 def rewrite_records(
@@ -273,10 +273,10 @@ def rewrite_records(
         if not rewritten:
             return []
         records = from_rows([new for _, _, _, new, _ in rewritten])
-        lifted = extract(records, evaluation=[before[seq][2] for _, seq, *_ in rewritten])
-        blobs = list(lifted.blobs)
-        parts = [encode(lifted.stripped), *(lifted.blobs[key].data for key in blobs)]
-        if book.quota is not None and kind != "redacted":  # What must go is never kept for want of room.
+        extracted = extract(records, evaluation=[before[seq][2] for _, seq, *_ in rewritten])
+        blobs = list(extracted.blobs)
+        parts = [encode(extracted.stripped), *(extracted.blobs[key].data for key in blobs)]
+        if book.quota is not None and kind != "redacted":  # A redaction is never refused for lack of space.
             from rollbook.book.append import check_quota
 
             check_quota(book, sum(len(part) for part in parts))
@@ -284,25 +284,27 @@ def rewrite_records(
             also.write_bytes()
         places = book.store.put(parts)
         media = dict(zip(blobs, places[1:], strict=True))
-        found_tags = index_columns.index_columns(records)
-        digest = content_hash.content_hashes(records).full if hashes is None else [hashes[i] for i, *_ in rewritten]
+        index_rows = index_columns.index_columns(records)
+        stored_hashes = (
+            content_hash.content_hashes(records).full if hashes is None else [hashes[i] for i, *_ in rewritten]
+        )
         values: dict[str, list[float | None]] = {}
         with queue.write_drained(book, timeout=timeout) as tx:
             if _read_revisions(tx, seqs) != before or not book.store.has(places[0].segment):
-                continue  # Somebody else revised or deleted one of them meanwhile: on top of that, then.
+                continue  # Another writer revised or deleted one of them: start again from that.
             if kind == "redacted":
                 mark_for_purge(tx, [seq for _, seq, *_ in rewritten])
                 _clear_quoted_values(tx, seqs)
             segment = places[0].segment
             if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
-                book.store.seal()  # As in an append.
+                book.store.seal()  # See `AppendTransaction.__call__`.
             share = -(-places[0].length // len(rewritten))
             columns = (*index_columns.IndexColumns._fields, "revision", "segment", "start", "size", "slot", "bytes")
             place = (places[0].segment, places[0].offset, places[0].length)
             tx.many(
                 f"UPDATE records SET {', '.join(f'{name} = ?' for name in columns)} WHERE seq = ?",
                 [
-                    (*found_tags[slot], before[seq][0] + 1, *place, slot, share, seq)
+                    (*index_rows[slot], before[seq][0] + 1, *place, slot, share, seq)
                     for slot, (_, seq, *_) in enumerate(rewritten)
                 ],
             )
@@ -311,7 +313,7 @@ def rewrite_records(
                 [
                     (
                         *(seq, before[seq][0] + 1, tx.now, author, reason, ",".join(names)),
-                        digest[slot],
+                        stored_hashes[slot],
                     )
                     for slot, (_, seq, _, _, names) in enumerate(rewritten)
                 ],
@@ -319,7 +321,7 @@ def rewrite_records(
             tx.many("DELETE FROM media_uses WHERE seq = ?", [(seq,) for _, seq, *_ in rewritten])
             uses = [
                 (key, seq)
-                for (_, seq, *_), keys in zip(rewritten, lifted.uses or [()] * len(rewritten), strict=True)
+                for (_, seq, *_), keys in zip(rewritten, extracted.uses or [()] * len(rewritten), strict=True)
                 for key in keys
             ]
             tx.many(
@@ -346,13 +348,13 @@ def rewrite_records(
             for consumer in all_consumers(tx):
                 ranked_by = consumer.settings.sampler.key
                 if ranked_by is not None and ranked_by not in values:
-                    found_numbers = index_columns.number_column(records, ranked_by)
-                    values[ranked_by] = [None if n is None or math.isnan(n) else n for n in found_numbers]
-                seqs_made = [seq for _, seq, *_ in rewritten]
-                apply_revisions(tx, consumer, seqs_made, values.get(ranked_by or ""), retrain is not False)
+                    numbers = index_columns.number_column(records, ranked_by)
+                    values[ranked_by] = [None if n is None or math.isnan(n) else n for n in numbers]
+                rewritten_seqs = [seq for _, seq, *_ in rewritten]
+                apply_revisions(tx, consumer, rewritten_seqs, values.get(ranked_by or ""), retrain is not False)
                 if retrain == "group":
                     apply_revisions(
-                        tx, consumer, _find_siblings(tx, [tag.gid for tag in found_tags], seqs_made), None, True
+                        tx, consumer, _find_siblings(tx, [row.gid for row in index_rows], rewritten_seqs), None, True
                     )
             if also is not None:
                 also(tx)
@@ -360,9 +362,7 @@ def rewrite_records(
                 blanked = [(new.eid.uid, tuple(names)) for _, _, _, new, names in rewritten]
                 append_deletions(book.store, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
         return [i for i, *_ in rewritten]
-    raise BookError(
-        f"records {list(seqs)[:3]}...: others revised them {_MAX_ATTEMPTS} times while this revision was made"
-    )
+    raise BookError(f"records {list(seqs)[:3]}...: other writers revised them during each of {_MAX_ATTEMPTS} attempts")
 
 
 def _read_revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None, bool]]:
@@ -402,7 +402,7 @@ def _event_value(row: Experience, name: str) -> Any:
 def apply_revisions(
     tx: Transaction, consumer: Consumer, seqs: Sequence[int], values: Sequence[float | None] | None, retrain: bool
 ) -> None:
-    """Let a consumer know of the new numbers, and have the records wait again if that is asked."""
+    """Update a consumer's rows to new numbers; with `retrain`, return finished records to the queue."""
     numbers = dict(zip(seqs, values, strict=True)) if values is not None else {}
     sampler = consumer.settings.sampler
     moves = []
@@ -425,7 +425,7 @@ def apply_revisions(
     save_consumer(tx, consumer)
 
 
-# --- what users ask for ---------------------------------------------------------------------------------------------
+# --- public operations ----------------------------------------------------------------------------------------------
 
 
 def add_fields(
@@ -449,24 +449,32 @@ def add_fields(
         if addition.conflict is not None:
             raise ConflictError(
                 f"{old.eid.uid}: got another record under the same id; {addition.conflict}; "
-                "append only adds what is missing, book.revise changes what is there"
+                "append only adds missing fields; book.revise changes existing ones"
             )
         return (addition.merged, addition.added) if addition.added else None
 
-    digest = [pending.hashes.full[i] for i in indices]
+    stored_hashes = [pending.hashes.full[i] for i in indices]
     seqs = [seq for _, seq in revisions]
     revised = rewrite_records(
-        book, seqs, change, kind="revised", author=author, reason="append", hashes=digest, also=also, timeout=timeout
+        book,
+        seqs,
+        change,
+        kind="revised",
+        author=author,
+        reason="append",
+        hashes=stored_hashes,
+        also=also,
+        timeout=timeout,
     )
     if len(revised) < len(seqs):
-        _store_hashes(book, seqs, digest, author)
+        _store_hashes(book, seqs, stored_hashes, author)
     return [pending.index_rows[indices[i]].uid for i in revised]
 
 
-def _store_hashes(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: str) -> None:
+def _store_hashes(book: Book, seqs: Sequence[int], stored_hashes: Sequence[bytes], author: str) -> None:
     """Store the hashes of records that added nothing, so that the next append recognizes them at once."""
     with book.ledger.write() as tx:
-        for seq, content in zip(seqs, digest, strict=True):
+        for seq, content in zip(seqs, stored_hashes, strict=True):
             if tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, content)) is None:
                 n = tx.one("SELECT COALESCE(MIN(n), 0) FROM revisions WHERE seq = ? AND n <= 0", (seq,))[0] - 1
                 tx.run(
@@ -511,7 +519,7 @@ def revise_records(
 
 
 def _requeue_unchanged(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
-    """Have records wait again to which a revision changed nothing."""
+    """Return records to the queue that a revision did not change."""
     with queue.write_drained(book) as tx:
         returned = list(seqs)
         if retrain == "group":
@@ -524,7 +532,7 @@ def _requeue_unchanged(book: Book, seqs: Sequence[int], retrain: bool | str) -> 
 
 
 REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
-"""What can be blanked; `info`, `metrics` and `multi_modal_inputs` too, and single keys of them as `info.NAME`."""
+"""Fields that can be redacted, beside `info`, `metrics`, `multi_modal_inputs` and their keys as `info.NAME`."""
 
 
 def redact_records(
@@ -607,7 +615,7 @@ def _split_by_size(book: Book, seqs: Sequence[int]) -> list[list[int]]:
 
 
 def mark_for_purge(tx: Transaction, seqs: Sequence[int]) -> None:
-    """Note the segments that hold bytes which must go, however few: the next compaction writes them anew."""
+    """Mark the segments of these records, which the next compaction has to rewrite."""
     for marks, part in chunks(seqs):
         for table, condition in (
             ("records", f"seq IN ({marks}) AND segment IS NOT NULL"),
@@ -621,7 +629,7 @@ def mark_for_purge(tx: Transaction, seqs: Sequence[int]) -> None:
 
 
 def _clear_quoted_values(tx: Transaction, seqs: Sequence[int]) -> None:
-    """Values that events quote of a record are not kept longer than the record's own."""
+    """Clear the values of records that events quote."""
     for marks, part in chunks(seqs):
         tx.run(f"UPDATE events SET detail = NULL WHERE kind = 'revised' AND seq IN ({marks})", part)
 
@@ -640,7 +648,7 @@ def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str 
 
 
 def _delete_chunk(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reason: str | None) -> int:
-    """Delete those of these records that are not deleted yet; how many."""
+    """Delete those of these records that are not deleted yet; return how many."""
     present = tx.all(
         f"SELECT seq, uid FROM records WHERE seq {tx.in_ints} AND (gone IS NULL OR gone <> 'deleted')",
         (tx.array(seqs),),

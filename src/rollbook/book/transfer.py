@@ -37,21 +37,22 @@ if TYPE_CHECKING:
     StorageOption = str | int | Mapping[str, Any] | Callable[[], float] | Disk | Tokenizer | None
 
 COPY_OPTIONS = ("tokenizer", "quota", "data", "storage_options", "segment_bytes", "clock", "disk")
-"""What of `rollbook.open` says how a copy is kept; what consumers do is in the book."""
+"""Options of `rollbook.open` that say how a copy is stored; settings of consumers are copied."""
 _BOOK_META = ("layout", "book", "made", "data", "from")
-"""What `meta` says of a book itself."""
+"""Keys of `meta` that belong to one book and are not copied."""
 _PAGE_ROWS = 2000
-"""Rows that are copied at a time."""
+"""Rows that are copied at once."""
 PUT_BYTES = 16 << 20
-"""Bytes that are put at a time."""
+"""Bytes that are put at once."""
 _KEPT_KINDS = "('revised', 'redacted', 'deleted')"
+"""Events after a checkpoint that a fork keeps."""
 _TABLES_BY_SEQ = ("records", "work", "groups", "revisions", "media_uses")
 _TABLES_NOT_COPIED = ("meta", "blobs", "purges", "orphans")
 _MAX_ATTEMPTS = 10
 
 
 class _SourceChangedError(Exception):
-    """A record changed and its old bytes went while they were copied."""
+    """A record changed, and its old bytes were removed, while they were copied."""
 
 
 def snapshot(book: Book, url: str | os.PathLike[str], **options: StorageOption) -> Book:
@@ -91,6 +92,14 @@ def fork(book: Book, name: str, url: str | os.PathLike[str], **options: StorageO
 
     Returns:
         The copy, open.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3])])
+    >>> saved = book.checkpoint()
+    >>> _ = book.append([rollbook.Experience(tokens=[4, 5, 6])])
+    >>> len(fork(book, saved, "memory:"))
+    1
     """
     return _copy_book(book, url, name, options)
 
@@ -117,6 +126,15 @@ def export_records(
 
     Returns:
         How many records were written.
+
+    >>> import rollbook, tempfile
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3], reward=reward) for reward in (0.0, 1.0)])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export_records(book, f"{folder}/good.parquet", ("reward", ">", 0.5))
+    ...     import_records(rollbook.open("memory:"), f"{folder}/good.parquet")
+    1
+    AppendResult(admitted=1, existing=0, revised=0, stale=0)
     """
     from rollbook.io import formats
 
@@ -144,6 +162,16 @@ def import_records(
         author: As for `Book.append`.
         on_error: `"skip"` leaves out rows that cannot be read, and warns.
         options: Options of the format.
+
+    Returns:
+        How many records are new, known, revised, and stale for some consumer.
+
+    >>> import rollbook, tempfile
+    >>> with tempfile.NamedTemporaryFile(suffix=".frames") as file:
+    ...     _ = file.write(rollbook.Experience(tokens=[1, 2, 3]).serialize())
+    ...     file.flush()
+    ...     import_records(rollbook.open("memory:"), file.name).admitted
+    1
     """
     from rollbook.io import formats
 
@@ -177,10 +205,10 @@ def _copy_book(book: Book, url: str | os.PathLike[str], name: str | None, option
             if address == "memory:":
                 return _copy_to_memory(book, name, options)
             return _copy_to_folder(book, address, name, options)
-    raise BookError(f"{book.url}: compaction removed what was copied {_MAX_ATTEMPTS} times while it was copied")
+    raise BookError(f"{book.url}: compaction removed records during each of {_MAX_ATTEMPTS} attempts to copy them")
 
 
-# --- where to -------------------------------------------------------------------------------------------------------
+# --- destinations ---------------------------------------------------------------------------------------------------
 
 
 def _copy_to_memory(book: Book, name: str | None, options: Mapping[str, Any]) -> Book:
@@ -264,7 +292,7 @@ def _fill_copy(book: Book, copy: Book, name: str | None) -> None:
             out.run("DELETE FROM media WHERE hash NOT IN (SELECT hash FROM media_uses)")
             _copy_meta(tx, out, point)
             if copy.ledger.dialect == "postgresql":
-                # Numbers that were written are none that the sequence gave: it goes on behind them.
+                # The copied numbers did not come from the sequences, which have to continue after them.
                 number = "(SELECT COALESCE(MAX(id), 0) + 1 FROM events)"
                 out.one(f"SELECT setval(pg_get_serial_sequence('events', 'id'), {number}, false)")
                 for table, key in (("records", "seq"), ("leases", "id")):
@@ -289,7 +317,7 @@ def _fill_copy(book: Book, copy: Book, name: str | None) -> None:
             last = out.one("SELECT MAX(id) FROM events")[0]
             lineage = queue.read_lineage(out)
             undo_work(out, copy, point, "drop")
-            # In this book nothing of what was undone ever happened.
+            # The copy has no trace of what happened after the checkpoint.
             queue.save_lineage(out, lineage.clipped(point.seq))
             out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (last,))
         detail = json.loads(out.one("SELECT value FROM meta WHERE key = 'from'")[0])
@@ -309,7 +337,7 @@ def _open_separately(book: Book) -> Iterator[Ledger]:
     elif ledger.path is not None:
         separate = SQLiteLedger(ledger.path, read_only=True, clock=ledger.clock)
     else:
-        # What is in memory cannot be reached twice.
+        # A database in memory has a single connection.
         yield ledger
         return
     try:
@@ -370,7 +398,7 @@ def _copy_meta(tx: Transaction, out: Transaction, point: Point | None) -> None:
 
 
 def _void_leases_at(out: Transaction, point: Point) -> None:
-    """Say of what was leased at the checkpoint that it is not in the copy: its holders know the other book only."""
+    """Void the leases at the checkpoint, whose holders only have the other book."""
     out.run(
         "INSERT INTO events (time, seq, consumer, kind, reason, lease, detail) "
         f"SELECT {out.now!r}, held.seq, held.consumer, 'voided', ?, held.lease, '{{\"what\": \"leased\"}}' "
@@ -382,7 +410,7 @@ def _void_leases_at(out: Transaction, point: Point) -> None:
 
 
 def _recount(out: Transaction) -> None:
-    """Tallies of what was copied, where not all was."""
+    """Recompute the tallies after a partial copy."""
     out.run("DELETE FROM tallies")
     out.run(
         "INSERT INTO tallies (consumer, state, reason, shard, n, weight) "
@@ -399,7 +427,7 @@ def _recount(out: Transaction) -> None:
 
 
 def _copy_records(book: Book, source: Ledger, copy: Book) -> None:
-    """Put every frame that the copied ledger speaks of on the new store, less the records that it does not speak of."""
+    """Copy every frame that the copied ledger refers to, without records that it does not refer to."""
     with copy.ledger.read() as out:
         sizes = out.all("SELECT segment, COUNT(*) FROM records WHERE segment IS NOT NULL GROUP BY segment ORDER BY 1")
     waiting = deque(sizes)
@@ -459,7 +487,7 @@ def _follow_move(source: Ledger, copy: Book, place: Place, seqs: Sequence[int]) 
     if any(now[seq][0] is None or now[seq][4] != then[seq][4] for seq in seqs):
         raise _SourceChangedError
     if any(Place(*now[seq][:3]) == place for seq in seqs):
-        raise CorruptBookError(f"segment {place.segment} is missing, and the ledger speaks of it; see `rollbook check`")
+        raise CorruptBookError(f"segment {place.segment} is missing, but the ledger refers to it; see `rollbook check`")
     with copy.ledger.write() as out:
         out.many(
             "UPDATE records SET segment = ?, start = ?, size = ?, slot = ? WHERE seq = ?",
@@ -469,7 +497,7 @@ def _follow_move(source: Ledger, copy: Book, place: Place, seqs: Sequence[int]) 
 
 
 def _list_places(ledger: Ledger, seqs: Sequence[int]) -> dict[int, tuple[Any, ...]]:
-    """segment, start, size, slot and revision of records"""
+    """Return (segment, start, size, slot, revision) of records by number."""
     places: dict[int, tuple[Any, ...]] = {}
     with ledger.read() as tx:
         for marks, part in chunks(seqs):
@@ -495,7 +523,7 @@ def _put_frames(copy: Book, batch: Sequence[tuple[list[tuple[int, int]], Any]]) 
 
 
 def _check_stored(copy: Book, places: Sequence[Place]) -> None:
-    """Check that segments exist within the transaction that commits: only then are they sure to stay."""
+    """Check that segments exist, within the transaction that refers to them: only then are they not removed."""
     if not all(copy.store.has(name) for name in {place.segment for place in places}):
         raise BookError(f"{copy.url}: the server lost what was put before it was committed")
 
@@ -531,7 +559,7 @@ def _read_medium(book: Book, source: Ledger, key: str, place: Place) -> memoryvi
             raise _SourceChangedError from None
         if Place(*row) == place:
             raise CorruptBookError(
-                f"segment {place.segment} is missing, and a medium lies in it; see `rollbook check`"
+                f"segment {place.segment} is missing, but a medium refers to it; see `rollbook check`"
             ) from None
         return _read_medium(book, source, key, Place(*row))
 

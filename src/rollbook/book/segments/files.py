@@ -161,7 +161,7 @@ def check_name(segment: str) -> str:
 def check_place(place: Place) -> Place:
     """Return the place, or raise `CorruptBookError` if no segment can have it."""
     check_name(place.segment)
-    # SQLite keeps whatever it is given, text in a column of numbers too.
+    # SQLite stores text in a column of numbers, too.
     is_integer = type(place.offset) is int and type(place.length) is int
     if not is_integer or place.offset < ALIGN or place.length < 0:
         raise CorruptBookError(
@@ -235,7 +235,7 @@ def read_pieces(disk: Disk, path: str, places: Sequence[Place]) -> list[Buffer]:
     fd = open_segment(disk, path)
     try:
         check_header(os.pread(fd, ALIGN, 0), places[0].segment)
-        # Before any memory is taken: a ledger's word for the length is not enough.
+        # Check before allocating memory: the length in the ledger is not trusted.
         size = os.fstat(fd).st_size
         pieces: list[Buffer] = []
         for place in places:
@@ -306,10 +306,10 @@ class FileSegmentStore:
         """Write all parts, with one write and one sync; durable when it returns."""
         with self._lock:
             if self._closed:
-                raise ValueError("the store is closed: nothing more can be put on it")
+                raise ValueError("the segment store is closed")
             if self._stopped is not None:
                 raise WriterStoppedError(
-                    f"writing to {self.folder} stopped when this failed: {self._stopped}; reopen the book to go on"
+                    f"writing to {self.folder} stopped after an error: {self._stopped}; reopen the book"
                 ) from self._stopped
             places, pieces = align_parts(parts)
             if not places:
@@ -332,9 +332,9 @@ class FileSegmentStore:
                     self.disk.sync_folder(os.path.dirname(self.folder))
                 self._size = size
             except BaseException as error:
-                # How much was written, and whether it will stay, is not known any more: nothing is written behind it,
-                # nor synced again, since a second sync would report success for pages that the first one lost. After
-                # an interrupt, which is no failure of the disk, the next put starts another segment.
+                # How much was written, and whether it is durable, is unknown: nothing is appended to it or synced
+                # again, since a second sync would report success for pages that the first one lost. After an
+                # interrupt, which is no failure of the disk, the next put starts another segment.
                 if isinstance(error, OSError):
                     self._stopped = error
                 with suppress(OSError):
@@ -369,9 +369,7 @@ class FileSegmentStore:
 
     def _check_folder(self) -> None:
         if not stat.S_ISDIR(os.lstat(self.folder).st_mode):
-            raise CorruptBookError(
-                f"{self.folder}: a link or a file, expected a folder: a book's segments lie in the book, not outside"
-            )
+            raise CorruptBookError(f"{self.folder}: a link or a file, expected a folder inside the book")
 
     def _check_unmoved(self) -> None:
         if self._identity is not None and file_identity(self.book_folder) != self._identity:
@@ -438,7 +436,7 @@ class FileSegmentStore:
                 if self.disk.try_lock(fd):
                     break
                 if wait is None:
-                    raise SegmentBusyError(f"segment {segment} has a living writer")
+                    raise SegmentBusyError(f"segment {segment} is being written")
                 time.sleep(wait)
             with suppress(FileNotFoundError):
                 self.disk.remove(path)
@@ -446,7 +444,7 @@ class FileSegmentStore:
             os.close(fd)
 
     def close(self) -> None:
-        """End writing: a later put raises. What was put can still be read."""
+        """Stop writing: a later `put` raises. Stored bytes can still be read."""
         with self._lock:
             self._closed = True
             self._end()
@@ -488,7 +486,7 @@ class MemorySegmentStore:
         """Copy all parts."""
         with self._lock:
             if self._closed:
-                raise ValueError("the store is closed: nothing more can be put on it")
+                raise ValueError("the segment store is closed")
             places, pieces = align_parts(parts)
             if not places:
                 return []
@@ -540,11 +538,11 @@ class MemorySegmentStore:
         """Remove a segment, `SegmentBusyError` if it is the open one; one that is already gone is not an error."""
         with self._lock:
             if check_name(segment) == self._open:
-                raise SegmentBusyError(f"segment {segment} has a living writer")
+                raise SegmentBusyError(f"segment {segment} is being written")
             self._segments.pop(segment, None)
 
     def close(self) -> None:
-        """End writing: a later put raises. What was put can still be read."""
+        """Stop writing: a later `put` raises. Stored bytes can still be read."""
         with self._lock:
             self._closed = True
             self._open = None

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 ROW_BYTES = 8 << 20
-"""How much one row holds: far below the gigabyte that a value may have, which a server meets with several copies."""
+"""Maximum size of a row: far below the limit of a gigabyte, since a server holds several copies of a value."""
 
 # The data's commit does not wait for the disk. The log is one sequence, and the ledger's commit, which comes later in
 # it, waits until everything before it is flushed: one wait for both. If the server crashes in between, the row is gone,
@@ -132,7 +132,7 @@ class PostgresSegmentStore:
         with connection.transaction() if last else nullcontext():
             if last:
                 connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-            # The two ends before any memory is taken: a ledger's word for the length is not enough.
+            # Check both ends before allocating memory: the length in the ledger is not trusted.
             ends = {0: row(0)}
             check_header(bytes(ends[0][0]), place.segment)
             ends[last] = ends[0] if last == 0 else row(last)
@@ -192,15 +192,15 @@ class PostgresSegmentStore:
         return {name: size for name, size in self._run(self._sizes).items() if is_name(name)}
 
     def busy(self, segment: str) -> bool:
-        """Never: a segment that is there is complete."""
+        """Return false: an existing segment is complete."""
         check_name(segment)
         return False
 
     def seal(self) -> None:
-        """Nothing: every `put` is a segment of its own."""
+        """Do nothing: every `put` is a segment of its own."""
 
     def remove(self, segment: str) -> None:
-        """Remove a segment; one that is gone already is no error."""
+        """Remove a segment; one that is already gone is not an error."""
         check_name(segment)
 
         def delete(connection: psycopg.Connection[Any]) -> None:
@@ -213,7 +213,7 @@ class PostgresSegmentStore:
         self._run(delete)
 
     def close(self) -> None:
-        """Refuse whatever is asked later; the connections are the ledger's."""
+        """Make later calls raise; the ledger closes the connections."""
         self._closed = True
 
     def _sql(self, statement: str) -> Any:
@@ -229,7 +229,7 @@ class PostgresSegmentStore:
         import psycopg
 
         if self._closed:
-            raise ValueError("the store is closed")
+            raise ValueError("the segment store is closed")
         attempt = 0
         while True:
             with self.ledger.connection() as connection:
