@@ -315,7 +315,7 @@ def test_deletion(url: str) -> None:
 def test_many_records_are_removed_in_pieces_and_repeating_finishes(
     removal: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_AT_ONCE", "_REDACTED_AT_ONCE"):
+    for name in ("_CHUNK", "_REDACT_CHUNK"):
         monkeypatch.setattr(revision, name, 4)
     with rollbook.open(url) as book:
         rows = records(10, reward=1.0)

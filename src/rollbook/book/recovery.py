@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 _TABLE_LEAF, _INDEX_LEAF, _INDEX_INTERIOR = 0x0D, 0x0A, 0x02
 _MAX_PAYLOAD_BYTES = 64 << 20
 _DEFAULT_PAGE_BYTES = 4096
-"""The size of the pages of a ledger, which its first page states."""
+"""Page size of ledgers; the first page states it."""
 _INTEGER_BYTES = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
 """Bytes of an integer by its serial type."""
 
@@ -88,11 +88,11 @@ Row = tuple[Any, ...]
 
 
 class _MalformedPageError(Exception):
-    """A page that is not what it should be."""
+    """A page that cannot be parsed."""
 
 
 class PageFile:
-    """The pages of a SQLite file of which any may be damaged.
+    """The pages of a SQLite file, any of which may be damaged.
 
     >>> import sqlite3, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -242,6 +242,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+_COLUMNS = {
+    table: [column.split() for column in columns if not column.startswith("PRIMARY KEY")]
+    for table, columns in TABLES.items()
+}
+
+
 # --- rows of a damaged ledger ---------------------------------------------------------------------------------------
 
 
@@ -250,11 +256,11 @@ class LostRows:
 
     def __init__(self) -> None:
         self.gaps: dict[str, int] = {}
-        """Ranges of rows, by table, that raised."""
+        """Number of unreadable ranges of rows, by table."""
         self.rows: dict[str, int] = {}
-        """Rows, by table, that hold values of other types."""
+        """Number of rows with values of other types, by table."""
         self.tables: dict[str, str] = {}
-        """Tables of which nothing could be read, and why."""
+        """Reasons why nothing could be read, by table."""
 
     def any(self, table: str) -> bool:
         """Return whether rows of the table are lost."""
@@ -264,19 +270,21 @@ class LostRows:
 def connect_to_copy(path: str, fresh: str) -> sqlite3.Connection | None:
     """Connect to a copy of a damaged ledger; return `None` if it is not a database at all.
 
-    Where its first page is damaged, which says where the tables begin, that of `fresh` takes its place, a ledger that
-    was just made: tables are always made in the same order, and so begin on the same pages.
+    If its first page, which says where the tables begin, is damaged, that of `fresh`, a new ledger, replaces it: tables
+    are always created in the same order and begin on the same pages.
     """
     _apply_log(path)
     size = read_page_size(path)
-    os.truncate(path, os.path.getsize(path) // size * size)  # Half a page would be read as one that ends in zeros.
+    os.truncate(
+        path, os.path.getsize(path) // size * size
+    )  # SQLite would read an incomplete page as one that ends in zeros.
     for transplant in (False, True):
         if transplant and not _copy_schema_pages(path, fresh):
             return None
         connection = sqlite3.connect(path, isolation_level=None)
         try:
             connection.execute("PRAGMA trusted_schema=OFF")
-            connection.execute("PRAGMA writable_schema=ON")  # A file that is shorter than it says is read, too.
+            connection.execute("PRAGMA writable_schema=ON")  # Also read a file that is shorter than it says.
             connection.execute("PRAGMA cell_size_check=ON")
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if tables & set(TABLES):
@@ -294,7 +302,7 @@ def read_page_size(path: str) -> int:
 
 
 def _copy_schema_pages(path: str, fresh: str) -> bool:
-    """Write the pages of a fresh ledger's schema over those of a damaged one; whether both have the same pages."""
+    """Copy the schema pages of a new ledger to a damaged one; return whether both have the same pages."""
     with open(fresh, "rb") as file:
         good = file.read()
     size = struct.unpack_from(">H", good, 16)[0]
@@ -306,16 +314,16 @@ def _copy_schema_pages(path: str, fresh: str) -> bool:
         for page in pages:
             file.seek((page - 1) * size)
             file.write(good[(page - 1) * size : page * size])
-        # How many pages there are, and none that are free: what the header says of those is not known any more.
+        # The number of pages, and no free pages, since the damaged header listed those.
         file.seek(28)
         file.write(struct.pack(">III", -(-length // size), 0, 0))
     return True
 
 
 def _apply_log(path: str) -> None:
-    """Write the pages that the log has committed into the database, as SQLite would: its checksums say how far it goes.
+    """Write the committed pages of the log to the database, as SQLite would; checksums show where the log ends.
 
-    The log is then removed, or it would put its first page in the place of the one that is transplanted.
+    The log is then removed, since SQLite would replace the copied first page by that of the log.
     """
     try:
         with open(f"{path}-wal", "rb") as file:
@@ -368,7 +376,7 @@ def _children(data: bytes) -> list[int]:
 
 def read_rows(connection: sqlite3.Connection, table: str, lost: LostRows) -> Iterator[tuple[Any, ...]]:
     """Yield all readable rows of a table, in the order of its columns; damage is skipped."""
-    columns = [column.split() for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
+    columns = _COLUMNS[table]
     names = ", ".join(column[0] for column in columns)
     sql = f"SELECT rowid, {names} FROM {table} WHERE rowid >= ? ORDER BY rowid LIMIT ?"
     at, count = _FIRST, _BATCH_ROWS
@@ -425,12 +433,6 @@ def _is_readable(connection: sqlite3.Connection, sql: str, at: int) -> bool:
     return True
 
 
-_COLUMNS = {
-    table: [column.split() for column in columns if not column.startswith("PRIMARY KEY")]
-    for table, columns in TABLES.items()
-}
-
-
 def read_page_rows(file: BinaryIO) -> Iterator[tuple[str, Row]]:
     """Yield (table, row) of all rows on intact pages, whether or not a b-tree refers to them."""
     for rows in PageFile(file).tables():
@@ -467,7 +469,7 @@ def _fits_table(table: str, row: Row) -> bool:
 
 
 def _distinguish_tables(tables: list[str], rows: list[Row]) -> list[str]:
-    """Tables of two columns look alike: tell them by what they hold."""
+    """Distinguish tables of two columns by their values."""
     first = [row[1] for row in rows]
     if "meta" in tables:
         return ["meta" if "layout" in first else "columns"]
@@ -486,7 +488,7 @@ def _fits_column(value: LedgerValue, column: list[str]) -> bool:
 
 
 class Part(NamedTuple):
-    """A whole frame, or a whole medium, in a segment."""
+    """A complete frame or medium in a segment."""
 
     place: Place
     uids: list[str]
@@ -528,7 +530,7 @@ def _read_part(store: SegmentStore, segment: str, at: int, size: int) -> Part | 
 
 RECOVERED = "recovered"
 DATABASE_SUFFIXES = ("", "-wal", "-shm", "-journal")
-"""What the files of a SQLite database are called behind its name."""
+"""Suffixes of the files of a SQLite database."""
 _RECOVERED_TABLES = [name for name in TABLES if name not in ("blobs", "orphans")]
 _FORMAT_KEYS = ("layout", "digests")
 _REDACTABLE = (*revision.REDACTABLE, "info", "metrics", "multi_modal_inputs")
@@ -549,7 +551,7 @@ def recover_rows(book: Book, aside: str, report: Report) -> LostRows:
         for tail in ("", "-wal", "-journal"):
             if os.path.exists(copied + tail):
                 shutil.copyfile(copied + tail, os.path.join(working, LEDGER + tail))
-        # What a new ledger looks like, all of it in one file.
+        # A new ledger, all of it in one file.
         model = os.path.join(working, "model")
         other = SQLiteLedger(Path(model))
         prepare_tables(other, create=True, where=model, meta={})
@@ -602,7 +604,7 @@ def _recover_page(book: Book, table: str, rows: Sequence[Sequence[Any]], report:
 def _insert_rows(book: Book, table: str, rows: Iterable[Sequence[Any]]) -> int:
     """Write rows that are not there yet; return how many."""
     names = expected_columns(table)
-    # What was just made says little of the book: what the old ledger says of it stands.
+    # Rows of the old ledger replace those of the new one.
     verb = "INSERT OR REPLACE" if table == "meta" else "INSERT OR IGNORE"
     sql = f"{verb} INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
     remaining = (row for row in rows if table != "meta" or row[0] not in _FORMAT_KEYS)
@@ -621,8 +623,16 @@ def recover_parts(
     complete: bool,
     report: Report,
 ) -> None:
-    """Admit what the segments hold and the ledger does not know; a later copy of a record stands for an earlier one.
-    What is `listed` as deleted or redacted stays so; `complete` says whether all that was is listed."""
+    """Admit records of the segments that the ledger does not have; of several copies the last one counts.
+
+    Args:
+        book: The book.
+        sizes: Sizes of the segments.
+        lost: What could not be read of the old ledger.
+        listed: Records that were deleted or redacted, which is repeated.
+        complete: Whether all deletions and redactions are listed.
+        report: Where to report.
+    """
     with book.ledger.write() as tx:
         tx.run("CREATE TEMP TABLE found (uid TEXT PRIMARY KEY, segment TEXT, start INT, size INT, slot INT, n INT)")
         tx.run("CREATE TEMP TABLE whole (segment TEXT, start INT, PRIMARY KEY (segment, start))")
@@ -668,16 +678,18 @@ def _find_other_copies(tx: Transaction, report: Report) -> None:
 
 
 def _leave_out(tx: Transaction, lost: LostRows, complete: bool, report: Report) -> None:
-    """Leave out ids that the ledger has, what it never admitted and, if the list of deletions is not complete, what may
-    have been deleted or redacted: bytes that were to be purged and, where it is known that unknown records were deleted
-    and not which, every unknown one."""
+    """Leave out records that the ledger has or never admitted and, without a complete list, that may have been deleted.
+
+    The latter are records in segments that were to be purged, and all unknown records if it is known that some were
+    deleted, but not which.
+    """
     tx.run("DELETE FROM found WHERE uid IN (SELECT uid FROM records)")
-    # A rewound record's id has its number behind it.
+    # The id of a rewound record ends with its number.
     tx.run("DELETE FROM found WHERE uid IN (SELECT substr(uid, 1, length(uid) - length('~' || seq)) FROM records "
            "WHERE gone = 'rewound' AND uid LIKE '%~' || seq)")  # fmt: skip
     missing = "SELECT 1 FROM {} WHERE seq IS NOT NULL AND seq NOT IN (SELECT seq FROM records) LIMIT 1"
     if not lost.any("records") and not any(tx.one(missing.format(table)) for table in ("events", "work")):
-        # No row is missing: these are bytes of appends that raised, or that a crash ended.
+        # No row is missing: these are bytes of appends that failed.
         for (uid,) in tx.all("SELECT uid FROM found ORDER BY uid"):
             report.add_repair(
                 "uncommitted", "its bytes are there, but the ledger never admitted it: append it again", uid
@@ -754,7 +766,7 @@ def _former_numbers(book: Book, uids: Sequence[str]) -> dict[str, int]:
         for marks, part in chunks(uids):
             sql = f"SELECT uid, seq FROM numbers WHERE uid IN ({marks}) AND seq NOT IN (SELECT seq FROM records)"
             numbers.update(tx.all(sql, part))
-    # A damaged index may give one number to two.
+    # A damaged index may have one number twice.
     return {uid: seq for seq, uid in {seq: uid for uid, seq in numbers.items()}.items()}
 
 
@@ -774,7 +786,7 @@ def _repeat_deletions(book: Book, listed: Sequence[revision.Deletion], report: R
             values = parse_object(detail or "{}", uid)
         except CorruptBookError:
             values = {}
-        # Where it is not known any more which fields were redacted, all that can be are.
+        # If it is unknown which fields were redacted, redact all.
         fields = values.get("fields")
         fields = tuple(map(str, fields)) if isinstance(fields, list) and fields else _REDACTABLE
         fields = fields if kind == "redacted" else ()
@@ -784,7 +796,7 @@ def _repeat_deletions(book: Book, listed: Sequence[revision.Deletion], report: R
         if not entry.fields:
             deleted[entry.author, entry.reason][entry.uid] = None
         elif entry.uid in recovered:
-            # The version that was found may be the one from before.
+            # The recovered version may be the one before the redaction.
             try:
                 revision.redact_records(book, [entry.uid], entry.fields, author=entry.author, reason=entry.reason)
             except ValueError:
@@ -837,7 +849,7 @@ def _insert_records(
 
 DAMAGED = "damaged"
 LEFTOVER_SECONDS = 60.0
-"""A temporary file younger than this may be a living writer's."""
+"""Age in seconds up to which a temporary file may belong to a live writer."""
 
 
 def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
@@ -880,17 +892,17 @@ def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
     report = Report(address)
     why = _rebuild_reason(address, path)
     if why is None:
-        # Not opened as users do: that looks at a consumer, which may be what is damaged.
+        # Not `rollbook.open`, which reads a consumer that may be damaged.
         with Book(address, *open_folder(folder, "r+", 256 << 20, None, Disk())) as book:
             return _repair_readable(book, report, lambda: _copy_ledger(path, _make_backup_folder(folder)), offer)
-    # Write transactions share this lock: those that come later see that the ledger is another one, and raise.
+    # Write transactions share this lock; later ones see that the ledger was replaced, and raise.
     with folder_lock(folder, shared=False, seconds=BUSY_SECONDS) as alone:
         if not alone:
             raise BookError(f"{folder}: other processes wrote to the book for {BUSY_SECONDS:g} s; repair it later")
         why = _rebuild_reason(address, path)
         if why is not None:
             return _rebuild(folder, path, report, why, offer)
-    return repair(url, offer=offer)  # Another repair was faster.
+    return repair(url, offer=offer)  # Another repair replaced it.
 
 
 def _rebuild_reason(address: str, path: Path) -> str | None:
@@ -913,13 +925,13 @@ _NOT_REPAIRED = {"orphan", "unused", "stranger", "event", QUARANTINED}
 
 
 def _repair_readable(book: Book, report: Report, copy: Callable[[], str], offer: bool) -> Report:
-    """Mend a book whose ledger can be read."""
+    """Repair a book whose ledger can be read."""
     before = check(book)
-    well = set(before.counts) <= _NOT_REPAIRED
-    if well and not (offer and before.counts[QUARANTINED]):
+    intact = set(before.counts) <= _NOT_REPAIRED
+    if intact and not (offer and before.counts[QUARANTINED]):
         return before
     report.aside = copy()
-    if not well:
+    if not intact:
         _repair_tables(book, report)
     if offer:
         _release_quarantine(book, report)
@@ -937,7 +949,7 @@ def _check_again(book: Book, report: Report) -> Report:
     return after
 
 
-# --- what is kept of what was ---------------------------------------------------------------------------------------
+# --- backups --------------------------------------------------------------------------------------------------------
 
 
 def _make_backup_folder(folder: Path) -> str:
@@ -987,7 +999,7 @@ def _sync_file(path: str) -> None:
         os.close(fd)
 
 
-# --- mending, in order ----------------------------------------------------------------------------------------------
+# --- repairs of a readable ledger -----------------------------------------------------------------------------------
 
 
 def _repair_tables(book: Book, report: Report, lost: LostRows | None = None) -> None:
@@ -1005,7 +1017,7 @@ def _repair_tables(book: Book, report: Report, lost: LostRows | None = None) -> 
 
 
 def _quarantine_all(book: Book) -> None:
-    """Hold all records back from new consumers: one that takes a lost consumer's name would train on them again."""
+    """Quarantine all records: a new consumer with the name of a lost one would train on them again."""
     last = 0
     while True:
         with book.ledger.write() as tx:
@@ -1023,7 +1035,7 @@ def _quarantine_all(book: Book) -> None:
 
 
 def _repair_consumers(book: Book, report: Report) -> bool:
-    """Reset what cannot be read of consumers, and make those again that others' rows name; whether none was missing."""
+    """Reset unreadable settings of consumers and create missing consumers; return whether none was missing."""
     with book.ledger.write() as tx:
         for number, why in parse_each_consumer(tx)[1].items():
             settings, state, name = tx.one("SELECT settings, state, name FROM consumers WHERE id = ?", (number,))
@@ -1059,7 +1071,7 @@ def _repair_consumers(book: Book, report: Report) -> bool:
 
 
 def _repair_records(book: Book, report: Report) -> None:
-    """Give up records whose bytes are damaged, and correct the index columns and media of the others."""
+    """Drop records whose bytes are damaged, and correct the index columns and media of the others."""
     lost = {key for key, _ in media_problems(book, True)}
     bad: list[tuple[int, str, str]] = []
     for problem in record_problems(book, True):
@@ -1101,7 +1113,7 @@ def _repair_records(book: Book, report: Report) -> None:
 
 
 def _drop_damaged(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) -> None:
-    """Detach the bytes of records, and keep the segments that held them aside."""
+    """Detach the bytes of damaged records, and keep a copy of their segments."""
     seqs = list(dict.fromkeys(seq for seq, _, _ in bad))
     if not seqs:
         return
@@ -1243,16 +1255,7 @@ _SELECT_TALLIES = "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tall
 def _repair_counts(book: Book, report: Report) -> None:
     with book.ledger.write() as tx:
         before = {row[:3]: row[3:] for row in tx.all(_SELECT_TALLIES)}
-        tx.run("DELETE FROM tallies")
-        tx.run(
-            "INSERT INTO tallies (consumer, state, reason, shard, n, weight) SELECT consumer, state, "
-            "COALESCE(reason, ''), 0, COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
-        )
-        tx.run(
-            "INSERT INTO tallies (consumer, state, reason, shard, n, weight) SELECT 0, "
-            "CASE WHEN evaluation = 0 THEN 'admitted' ELSE 'evaluation' END, '', 0, COUNT(*), 0 FROM records "
-            "GROUP BY 2"
-        )
+        queue.recount_all(tx)
         after = {row[:3]: row[3:] for row in tx.all(_SELECT_TALLIES)}
         changed = sum(before.get(key, (0, 0.0)) != after.get(key, (0, 0.0)) for key in {*before, *after})
         report.add_repair("tally", "counts were made anew", count=changed)
@@ -1267,7 +1270,7 @@ def _repair_counts(book: Book, report: Report) -> None:
 
 
 def _repair_files(store: FileSegmentStore, aside: str, report: Report) -> None:
-    """Move what crashes left behind away."""
+    """Move files that crashes left to the backup."""
     for kind, path in find_foreign_files(store):
         if kind == "leftover" and os.lstat(path).st_mtime < time.time() - LEFTOVER_SECONDS:
             os.rename(path, os.path.join(aside, os.path.basename(path)))
@@ -1295,13 +1298,13 @@ def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
         raise NotABookError(f"{folder}: there is no book here: neither a ledger nor segments")
     busy = [name for name in sizes if store.busy(name)]
     if busy:
-        raise BookError(f"{folder}: a living process writes to {busy[0]}; a ledger is built anew when all are away")
+        raise BookError(f"{folder}: another process writes to {busy[0]}; close all writers to rebuild the ledger")
     report.add_repair("ledger", f"built anew: {why}", LEDGER)
     report.aside = aside = _make_backup_folder(folder)
     for tail in DATABASE_SUFFIXES:
         if os.path.exists(f"{path}{tail}"):
             _copy_file(disk, f"{path}{tail}", os.path.join(aside, LEDGER + tail))
-    # In a folder of its own, which has a lock of its own.
+    # In a separate folder, which has its own lock.
     work_folder = folder / f".repair.{os.urandom(8).hex()}.tmp"
     work_folder.mkdir(FOLDER)
     fresh = work_folder / LEDGER
@@ -1327,7 +1330,7 @@ def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
 
 
 def _replace_ledger(fresh: Path, path: Path) -> None:
-    """Put the new ledger in the old one's place. The old one's log goes first: SQLite would play it into the new."""
+    """Replace the old ledger. Its log is removed first, since SQLite would apply it to the new one."""
     connection = sqlite3.connect(fresh)
     try:
         connection.execute("PRAGMA journal_mode=DELETE")

@@ -312,7 +312,7 @@ def _fill_copy(book: Book, copy: Book, name: str | None) -> None:
                     queue.refresh_groups(out, consumer, gids)
                 save_consumer(out, consumer)
         else:
-            _recount(out)
+            queue.recount_all(out)
             _void_leases_at(out, point)
             last = out.one("SELECT MAX(id) FROM events")[0]
             lineage = queue.read_lineage(out)
@@ -406,20 +406,6 @@ def _void_leases_at(out: Transaction, point: Point) -> None:
         "WHERE held.kind = 'leased' AND held.id <= ? AND NOT EXISTS (SELECT 1 FROM events AS ended "
         "WHERE ended.seq = held.seq AND ended.consumer = held.consumer AND ended.id > held.id) ORDER BY held.id",
         (point.name, point.event),
-    )
-
-
-def _recount(out: Transaction) -> None:
-    """Recompute the tallies after a partial copy."""
-    out.run("DELETE FROM tallies")
-    out.run(
-        "INSERT INTO tallies (consumer, state, reason, shard, n, weight) "
-        "SELECT consumer, state, COALESCE(reason, ''), 0, COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
-    )
-    out.run(
-        "INSERT INTO tallies (consumer, state, reason, shard, n, weight) "
-        "SELECT 0, CASE evaluation WHEN 0 THEN 'admitted' ELSE 'evaluation' END, '', 0, COUNT(*), 0 FROM records "
-        "GROUP BY evaluation"
     )
 
 
