@@ -23,8 +23,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -207,48 +207,46 @@ def open_segment(disk: Disk, path: str) -> int:
         raise
 
 
+@contextmanager
+def _open_checked(disk: Disk, path: str, segment: str) -> Iterator[tuple[int, int]]:
+    """Open a segment file and check its header; the value is the descriptor and the size of the file."""
+    fd = open_segment(disk, path)
+    try:
+        check_header(os.pread(fd, ALIGN, 0), segment)
+        yield fd, os.fstat(fd).st_size
+    except OSError as error:
+        error.filename = path
+        raise
+    finally:
+        os.close(fd)
+
+
 def read_segment(disk: Disk, path: str, place: Place, mapped: bool) -> memoryview:
     """Read a place of a segment file, mapped if that is faster and nobody truncates the file.
 
-    Every call opens, checks and closes the file: nothing is kept that could hold a removed file's space, and no two
-    calls share memory, so that a tensor changed in place is not met again by the next reader of the same record.
+    Every call opens, checks and closes the file: no descriptor keeps the space of a removed file, and no two calls
+    share memory, so that a tensor that is changed in place does not change for the next reader of the record.
     """
-    fd = open_segment(disk, path)
-    try:
-        check_header(os.pread(fd, ALIGN, 0), place.segment)
-        size = os.fstat(fd).st_size
+    with _open_checked(disk, path, place.segment) as (fd, size):
         if place.stop > size:
             raise too_short_error(place, size)
         view = read_private(fd, place.offset, place.stop, mapped)
         if len(view) < place.length:
             raise too_short_error(place, place.offset + len(view))
         return view
-    except OSError as error:
-        error.filename = path
-        raise
-    finally:
-        os.close(fd)
 
 
 def read_pieces(disk: Disk, path: str, places: Sequence[Place]) -> list[Buffer]:
     """Copy several places of a segment file."""
-    fd = open_segment(disk, path)
-    try:
-        check_header(os.pread(fd, ALIGN, 0), places[0].segment)
-        # Check before allocating memory: the length in the ledger is not trusted.
-        size = os.fstat(fd).st_size
+    with _open_checked(disk, path, places[0].segment) as (fd, size):
         pieces: list[Buffer] = []
         for place in places:
+            # Check before allocating memory: the length in the ledger is not trusted.
             if place.stop > size:
                 raise too_short_error(place, size)
             piece = os.pread(fd, place.length, place.offset)
             pieces.append(piece if len(piece) == place.length else read_private(fd, place.offset, place.stop, False))
         return pieces
-    except OSError as error:
-        error.filename = path
-        raise
-    finally:
-        os.close(fd)
 
 
 def read_by_segment(places: Sequence[Place], read: Callable[[str, list[Place]], Sequence[Buffer]]) -> list[Buffer]:
