@@ -328,7 +328,7 @@ def test_a_fork_of_what_was_leased_adds_up(url: str, tmp_path: Path) -> None:
 
 def test_leases_by_group_look_up_members_by_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: dict[str, str] = {}
-    real = ledger._SQLiteTransaction.ask
+    real = ledger._SQLiteTransaction.query_many
 
     def ask(self: Any, *queries: Any) -> Any:
         for sql, values in queries:
@@ -338,7 +338,7 @@ def test_leases_by_group_look_up_members_by_group(tmp_path: Path, monkeypatch: p
 
     book = rollbook.open(tmp_path / "book", sampler=EasyToHard())
     book.append([record(run, eid=EID(task=task, run=run), group_size=2) for task in range(4) for run in range(2)])
-    monkeypatch.setattr(ledger._SQLiteTransaction, "ask", ask)
+    monkeypatch.setattr(ledger._SQLiteTransaction, "query_many", ask)
     book.lease(1, by="group").ack()
     book.append([record(run, eid=EID(task=9, run=run), group_size=2) for run in range(2)])
     asked = {sql: plan for sql, plan in plans.items() if re.search(r"work.* AND (work\.)?gid IN", sql)}

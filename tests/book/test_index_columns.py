@@ -257,6 +257,6 @@ def test_numbers_of_tags() -> None:
     assert number_column(many, "batch") == [3.0, None, None]
     assert number_column(many, "response_tokens") == [3.0] * 3
     assert number_column(many, "group_size") == [4.0] * 3
-    for key, guess in {"rewards": "'reward'", "info.": "info.NAME", "length.x": "'length'", 3: "tag"}.items():
+    for key, guess in {"rewards": "'reward'", "info.": "info.NAME", "length.x": "'length'", 3: "index column"}.items():
         with pytest.raises(ValueError, match=f"key: got .*{guess}"):
             number_column(many, key)  # type: ignore[arg-type]
