@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import rollbook
 from rollbook import EID, Experience
+from rollbook.book import redact_records
 from rollbook.inspect import search as searching
 from rollbook.inspect.index import Index
 from rollbook.inspect.search import Search, phrases
@@ -192,7 +193,7 @@ def test_what_changes_is_found_anew_and_what_is_deleted_no_more(run: Run) -> Non
     assert run.uids('"let me" left') == ["3/1/0/0/s"]
     run.book.append([sample("4/1/0/0/s", response_text="let me go, I am left here")])
     run.book.delete(["3/1/0/0/s"], author="ana")
-    run.book.redact(["1/1/1/0/s"], ["response_text"], author="ana")
+    redact_records(run.book, ["1/1/1/0/s"], ["response_text"], author="ana")
     load(run.source, run.index)
     deadline = time.monotonic() + 30
     while not run.search.complete() and time.monotonic() < deadline:

@@ -13,7 +13,7 @@ import pytest
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.book import Book
+from rollbook.book import Book, redact_records
 from rollbook.book.errors import BookError
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect.answers import Answers
@@ -158,7 +158,7 @@ def test_redacted_and_removed_bytes_leave_the_index_too(tmp_path: Path) -> None:
     source, index = BookSource(book), Index()
     load(source, index)
     assert rows(index, "opening, closing")[0] == ("my secret", "a secret too")
-    book.redact(["1/5/0/0/s"], ["prompt_text", "response_text"], author="ana")
+    redact_records(book, ["1/5/0/0/s"], ["prompt_text", "response_text"], author="ana")
     load(source, index)
     assert "secret" not in str(rows(index, "opening, closing")[0])
     book.announce(5)  # both are dropped as stale, and compaction takes their bytes

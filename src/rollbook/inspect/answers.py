@@ -613,7 +613,7 @@ class Answers:
         from rollbook.inspect.sources import BookSource
 
         rows = self.source.metrics() if isinstance(self.source, BookSource) else []
-        steps = [[step, reports.json_number(numbers)] for step, numbers in rows if step >= since]
+        steps = [[step, reports.encode_metrics(numbers)] for step, numbers in rows if step >= since]
         return {"cursor": cursor, "count": len(rows), "steps": steps}
 
     def close(self) -> None:

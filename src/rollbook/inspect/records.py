@@ -15,10 +15,11 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from rollbook.book.append import read_vocabulary
 from rollbook.book.errors import MissingSegmentError
 from rollbook.book.ledger import chunks
-from rollbook.book.media import OWN, open_blob, references
-from rollbook.book.read import fetch, fetch_present, seqs_of
+from rollbook.book.media import BOOK_COLUMNS, open_blob, references
+from rollbook.book.read import fetch, fetch_present, find_seqs
 from rollbook.book.segments.files import Place
 from rollbook.core import freeform
 from rollbook.core.columns import texts
@@ -84,14 +85,14 @@ class Reader:
     def vocabulary(self) -> Vocabulary | None:
         """Vocabulary, which a new book may get later."""
         if self._vocabulary is None:
-            self._vocabulary = self.book.vocabulary
+            self._vocabulary = read_vocabulary(self.book)
         return self._vocabulary
 
     def documents(self, uids: Sequence[str]) -> list[Trajectory]:
         """Return records by id, in this order. `KeyError` names an unknown one. Records deleted meanwhile are omitted;
         for a single one, `BookError` is raised.
         """
-        numbers = seqs_of(self.book, list(uids))
+        numbers = find_seqs(self.book, list(uids))
         if len(numbers) > 1:
             numbers, records = fetch_present(self.book, numbers, media=False)
             if not numbers:
@@ -114,7 +115,7 @@ class Reader:
 
     def record(self, uid: str) -> dict[str, Any]:
         """Return a record as strict JSON."""
-        return record_json(fetch(self.book, seqs_of(self.book, [uid]), media=False))
+        return record_json(fetch(self.book, find_seqs(self.book, [uid]), media=False))
 
     def media(self, name: str) -> tuple[bytes, str] | None:
         """Return the bytes and type of a picture of a trajectory."""
@@ -484,6 +485,6 @@ def record_json(records: Experiences, index: int = 0) -> dict[str, Any]:
         else:
             fields[name] = json_safe(table.value(name, index))
     for name, column in table.columns.items():
-        if owner(name) is None and name not in OWN and not isinstance(column, Ragged):
+        if owner(name) is None and name not in BOOK_COLUMNS and not isinstance(column, Ragged):
             fields[name] = json_safe(column[index].as_py())
     return {name: value for name, value in fields.items() if value is not None or name == "reward"}

@@ -28,8 +28,8 @@ from rollbook.book.book import LEDGER, TRAIN, Book
 from rollbook.book.book import open as open_book
 from rollbook.book.consumer import find_consumer
 from rollbook.book.errors import BookError
-from rollbook.book.ledger import Transaction, chunks, parsed
-from rollbook.book.read import seqs_of, uids_of
+from rollbook.book.ledger import Transaction, chunks, parse_object
+from rollbook.book.read import find_seqs, get_uids
 from rollbook.core import columns as arrow
 from rollbook.core import columns as physical
 from rollbook.core import freeform
@@ -660,7 +660,7 @@ class _Highs:
             "ORDER BY id",
             (after, last),
         ):
-            content = parsed(detail, "an event's detail") if detail else {}
+            content = parse_object(detail, "an event's detail") if detail else {}
             version, back = content.get("version"), content.get("event")
             if kind == "announced" and isinstance(version, int):
                 self._add(event, version, -1)
@@ -871,7 +871,7 @@ class BookSource:
         """Return prompt and response texts of records: recorded, or decoded with the vocabulary; "" if neither is
         possible.
         """
-        seqs = seqs_of(self.book, uids_of(uids))
+        seqs = find_seqs(self.book, get_uids(uids))
         texts_by_number: dict[int, tuple[str, str]] = {}
         vocabulary = self.reader.vocabulary
         ordered = sorted(set(seqs))

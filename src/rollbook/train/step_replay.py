@@ -19,7 +19,7 @@ import torch
 from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
 from rollbook.book.consumer import find_consumer
-from rollbook.book.ledger import Transaction, chunks, parsed
+from rollbook.book.ledger import Transaction, chunks, parse_object
 from rollbook.core.checks import check_int
 from rollbook.core.experiences import Experiences
 from rollbook.models import Actor
@@ -260,7 +260,8 @@ def trace(book: Book, step: int, consumer: str = "train") -> Traced:
             (step, group.id),
         )
         acknowledged = [
-            (event, seq, kind, lease, parsed(detail, f"event {event}")) for event, seq, kind, lease, detail in events
+            (event, seq, kind, lease, parse_object(detail, f"event {event}"))
+            for event, seq, kind, lease, detail in events
         ]
         void = {detail.get("event") for _, _, kind, _, detail in acknowledged if kind == "voided"}
         done = {
@@ -322,7 +323,7 @@ def _revised(tx: Transaction, since: dict[int, int]) -> dict[int, str]:
         )
         for event, seq, detail in rows:
             if event > since[seq]:
-                names[seq] = str(parsed(detail, f"event {event}").get("author", ""))
+                names[seq] = str(parse_object(detail, f"event {event}").get("author", ""))
     return names
 
 

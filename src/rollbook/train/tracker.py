@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollbook.book.reports import finite_numbers, json_number
+from rollbook.book.reports import decode_metrics, encode_metrics
 from rollbook.core.checks import check_int, suggest
 from rollbook.core.files import FILE_MODE, make_folder, private_opener
 from rollbook.train.user_code import resolve
@@ -114,7 +114,7 @@ class Jsonl:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line; whoever reads the file sees it when this returns."""
-        entry = {"step": check_int("step", step), "time": round(time.time(), 3), "metrics": json_number(metrics)}
+        entry = {"step": check_int("step", step), "time": round(time.time(), 3), "metrics": encode_metrics(metrics)}
         self._file.write(json.dumps(entry, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -140,7 +140,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, float]
     for i, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(keepends=True)):
         if line.endswith("\n"):
             entry = _parsed(line, f"{path}:{i + 1}")
-            steps.setdefault(entry["step"], {}).update(finite_numbers(entry["metrics"], f"{path}:{i + 1}"))
+            steps.setdefault(entry["step"], {}).update(decode_metrics(entry["metrics"], f"{path}:{i + 1}"))
     return sorted(steps.items())
 
 
@@ -165,7 +165,7 @@ class TensorBoard:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar for each number."""
-        for name, value in json_number(metrics).items():
+        for name, value in encode_metrics(metrics).items():
             self._writer.add_scalar(name.replace("@", "_"), float(value), check_int("step", step))
         self._writer.flush()
 
@@ -206,7 +206,7 @@ class WandB:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """All numbers of a step; those that are told of later in the same step join them."""
         numbers = {
-            name: float(value) if isinstance(value, str) else value for name, value in json_number(metrics).items()
+            name: float(value) if isinstance(value, str) else value for name, value in encode_metrics(metrics).items()
         }
         self._run.log(numbers, step=check_int("step", step))
 
