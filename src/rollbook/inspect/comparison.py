@@ -74,10 +74,10 @@ class Side:
         return " AND ".join(conditions), values
 
 
-def span(text: str) -> tuple[int, int]:
+def parse_steps(text: str) -> tuple[int, int]:
     """Parse `7` or `3-9` to the first and last step.
 
-    >>> span("3-9"), span("7")
+    >>> parse_steps("3-9"), parse_steps("7")
     ((3, 9), (7, 7))
     """
     match = re.fullmatch(r"\s*(-?\d{1,18})\s*(?:(?:-|\.\.|:)\s*(-?\d{1,18})\s*)?", text)
