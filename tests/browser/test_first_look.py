@@ -181,7 +181,7 @@ def test_the_overview_does_not_wait_for_the_doctor_and_evaluations_have_their_ow
     page.wait(
         "location.hash.includes('evaluation=1') && /No findings|Open/.test(document.querySelector('.look')?.innerText)"
     )
-    assert any("/api/look?evaluation=1" in each for each in page.requests)
+    assert any("/api/findings?evaluation=1" in each for each in page.requests)
     titles = [item["title"] for item in real(evaluation=True)["items"]]
     assert page.texts(".look-title") == titles[:6]
     assert page.problems == []

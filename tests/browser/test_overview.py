@@ -119,7 +119,7 @@ def test_health_is_explained_on_focus(page: Page) -> None:
 
 
 def test_look_here_leads_to_its_samples(page: Page, server: Server) -> None:
-    items = server.api.answers.look()["items"]  # type: ignore[union-attr]
+    items = server.api.answers.findings()["items"]  # type: ignore[union-attr]
     assert items
     assert page.texts(".look-title")[0].startswith(items[0]["title"])
     page.click(".look-item a")

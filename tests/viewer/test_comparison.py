@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.inspect.comparison import Side, compare, parse_steps, phrases_of
+from rollbook.inspect.comparison import Side, compare, count_phrases, parse_steps
 from rollbook.inspect.index import Index
 from rollbook.inspect.sources import load, open_source
 from rollbook.inspect.statistics import edges, group_means, group_test, histograms, kolmogorov, quantiles
@@ -218,6 +218,6 @@ def test_distance_is_as_defined(seed: int) -> None:
 
 @given(st.text(max_size=200))
 def test_phrases_are_words_of_the_text(text: str) -> None:
-    for phrase, count in phrases_of(text).items():
+    for phrase, count in count_phrases(text).items():
         assert 1 <= len(phrase.split(" ")) <= 4 and count > 0
         assert all(word in text.casefold() for word in phrase.split(" "))

@@ -323,7 +323,7 @@ def test_point_11_what_could_not_be_read_is_not_told(tmp_path: Path) -> None:
     (folder / "1.jsonl").write_text(json.dumps({"input": "a", "output": "b", "score": 1.0, "step": 1}) + "\n")
     (folder / "2.json").write_text("{" + " " * 100)
     for source, answers in opened(str(folder)):
-        answers.index.keep("error", f"BookError: {folder}/ledger.sqlite is damaged")
+        answers.index.set_fact("error", f"BookError: {folder}/ledger.sqlite is damaged")
         assert str(tmp_path) in str(answers.run()["problems"])
         (kept,) = answers.list(view="samples")["rows"]
         made = export_html(source, answers, uids=[kept["uid"]])

@@ -85,7 +85,7 @@ def test_every_question_of_the_pages_is_answered(viewer: Server, rows: list[dict
     uid, gid = rows[0]["uid"], rows[0]["gid"]
     asked = {
         "/api/steps": "",
-        "/api/look": "",
+        "/api/findings": "",
         "/api/metrics": "?since=3",
         "/api/step": "?step=3&evaluation=0",
         "/api/list": "?view=groups&step=3&sort=-mean&offset=0&limit=5",
@@ -161,15 +161,15 @@ def packed_json(got: Got) -> Any:
 @pytest.mark.parametrize(
     ("address", "status", "said"),
     [
-        ("/api/nothing", 404, "nothing at this address"),
-        ("/nothing", 404, "nothing at this address"),
-        ("/api", 404, "nothing at this address"),
-        ("/api/run/", 404, "nothing at this address"),
-        ("/api/run?x=1", 400, "parameter 'x' is not known"),
+        ("/api/nothing", 404, "not found"),
+        ("/nothing", 404, "not found"),
+        ("/api", 404, "not found"),
+        ("/api/run/", 404, "not found"),
+        ("/api/run?x=1", 400, "unknown parameter 'x'"),
         ("/api/step", 400, "parameter step is missing"),
         ("/api/step?step=", 400, "parameter step is missing"),
-        ("/api/step?step=two", 400, "step: got 'two', expected a whole number"),
-        ("/api/step?step=1&step=2", 400, "parameter step stands twice"),
+        ("/api/step?step=two", 400, "step: got 'two', expected an integer"),
+        ("/api/step?step=1&step=2", 400, "parameter step is given twice"),
         ("/api/step?step=1&evaluation=yes", 400, "evaluation: got 'yes', expected 0 or 1"),
         ("/api/group?gid=nobody", 404, "nobody"),
         ("/api/neighbors?uid=nobody", 404, "nobody"),
@@ -557,7 +557,7 @@ def test_point_6_no_get_changes_anything(viewer: Server, book: str, rows: list[d
 
     before = state()
     uid = quoted(rows[0]["uid"])
-    for path in [*ROUTES, *apis._POSTS, f"/api/frame?uid={uid}", f"/api/history?uid={uid}"]:
+    for path in [*ROUTES, *apis._POST_ROUTES, f"/api/frame?uid={uid}", f"/api/history?uid={uid}"]:
         for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH"):
             ask(viewer, path, method)
     assert state() == before
@@ -602,7 +602,7 @@ def test_point_6_a_file_of_notes_may_be_a_strangers(tmp_path: Path) -> None:
     for make in (lambda: notes.symlink_to(tmp_path / "elsewhere"), lambda: os.mkfifo(notes), notes.mkdir):
         notes.unlink()
         make()
-        with pytest.raises(ValueError, match="annotate: .* no file"):
+        with pytest.raises(ValueError, match="annotate: .* not a regular file"):
             Annotations(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
 
@@ -653,7 +653,7 @@ def test_point_6_a_file_of_notes_may_be_a_strangers(tmp_path: Path) -> None:
 )
 def test_point_7_nothing_outside_the_manifest_has_an_address(viewer: Server, path: str) -> None:
     got = ask(viewer, path)
-    assert got.status == 404 and got.error == "there is nothing at this address"
+    assert got.status == 404 and got.error == "not found"
 
 
 @pytest.mark.parametrize(
@@ -697,7 +697,7 @@ def test_point_7_a_book_with_a_segment_elsewhere_shows_nothing_of_it(book: str, 
         (b'{"query": "\xff"}', "not JSON"),
         (b'{"query": 1}', "query: got int, expected str"),
         (b'{"query": "select 1", "rows": true}', "rows: got bool, expected int"),
-        (b'{"query": "select 1", "path": "/etc"}', "field 'path' is not known"),
+        (b'{"query": "select 1", "path": "/etc"}', "unknown field 'path'"),
         (b"{}", "field query is missing"),
         (b'{"query": ""}', "query"),
     ],
@@ -909,13 +909,13 @@ def read_until(connection: socket.socket, mark: bytes) -> bytes:
 
 
 def test_point_13_streams_are_counted_and_given_back(book: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apis, "_STREAMS", 2)
+    monkeypatch.setattr(apis, "_MAX_STREAMS", 2)
     with Server(book) as running:
         streams = [listen(running) for _ in range(2)]
         for stream in streams:
             read_until(stream, b"retry: ")
         refused = ask(running, "/api/events")
-        assert refused.status == 429 and "listening already" in refused.error
+        assert refused.status == 429 and "already connected" in refused.error
         assert ask(running, "/api/events", "HEAD").status == 429
         streams[0].close()
         until = time.monotonic() + SECONDS
@@ -953,7 +953,7 @@ def test_point_13_a_question_has_its_time(viewer: Server, monkeypatch: pytest.Mo
     release = threading.Event()
     monkeypatch.setattr(api, "seconds", 0.2)
     monkeypatch.setattr(api.source, "record", lambda uid: release.wait(SECONDS) and {})
-    late = [ask(viewer, "/api/record?uid=x") for _ in range(apis._OVERDUE)]
+    late = [ask(viewer, "/api/record?uid=x") for _ in range(apis._MAX_OVERDUE)]
     assert {got.status for got in late} == {504} and "longer than 0.2 seconds" in late[0].error
     # What is late still works somewhere: no more is taken on until it is done.
     assert ask(viewer, "/api/record?uid=x").status == 429
@@ -975,7 +975,7 @@ def test_an_error_of_ours_is_told_to_the_terminal_only(
 
     monkeypatch.setattr(viewer.api.source, "record", broken)
     got = ask(viewer, "/api/record?uid=x")
-    assert (got.status, got.error) == (500, "an internal error; the server's terminal says more")
+    assert (got.status, got.error) == (500, "internal error; see the server's terminal")
     told = capfd.readouterr().err
     assert "RuntimeError: the secret" in told and "\x1b" not in told and "\x07" not in told
 

@@ -175,13 +175,13 @@ def _describe_p_value(p: float | None) -> str:
 
 
 def _diff_trajectories(options: argparse.Namespace) -> int:
-    from rollbook.inspect.comparison import responses
+    from rollbook.inspect.comparison import read_responses
 
     uids, texts = [], []
     for path, name in zip((options.path, options.other or options.path), options.words, strict=True):
         with open_run(path, ids=[name]) as run:
             uids.append(resolve_uid(run.index, name))
-            texts.append(next(iter(responses(run.source, uids[-1:])))[1])
+            texts.append(next(iter(read_responses(run.source, uids[-1:])))[1])
     pieces = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in texts]
     changes: list[dict[str, str]] = []
     for kind, a, b, c, d in difflib.SequenceMatcher(None, pieces[0], pieces[1], autojunk=False).get_opcodes():

@@ -31,7 +31,7 @@ from rollbook.core.checks import check_choice
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import check_regular
 from rollbook.inspect.images import image_type
-from rollbook.inspect.measures import closing_of, opening_of
+from rollbook.inspect.measures import extract_closing, extract_opening
 from rollbook.inspect.serialization import as_json, encode
 from rollbook.inspect.trajectory import KINDS, LENSES, ROLES, STATUSES, Json, Trajectory
 from rollbook.inspect.workers import Workers
@@ -827,6 +827,6 @@ def _reopen(value: Json, covered: Sequence[Trajectory]) -> None:
             waiting += entry.values()
             document = by_uid.get(entry.get("uid", "")) or by_gid.get(entry.get("gid", ""))
             if document is not None and "opening" in entry:
-                entry["opening"] = opening_of(document.text[: document.prompt_end])
+                entry["opening"] = extract_opening(document.text[: document.prompt_end])
             if document is not None and "closing" in entry:
-                entry["closing"] = closing_of(document.text[document.prompt_end :])
+                entry["closing"] = extract_closing(document.text[document.prompt_end :])

@@ -29,7 +29,7 @@ from rollbook.core.ids import EID, step_of
 from rollbook.core.ragged import Ragged, check_shape
 from rollbook.core.vocabulary import Vocabulary, VocabularySource
 from rollbook.inspect.images import Album, Looked, Reference, place
-from rollbook.inspect.measures import declared_in, parts_of, status_of
+from rollbook.inspect.measures import extract_declared_parts, extract_numbers, status_of
 from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.trajectory import Trajectory, derive, prompt_hash, segments_of
 
@@ -405,8 +405,8 @@ class _Maker:
             arrays=arrays,
             segments=segments,
             reward=fields["reward"],
-            parts=parts_of(metrics),
-            declared=declared_in(self.info),
+            parts=extract_numbers(metrics),
+            declared=extract_declared_parts(self.info),
             advantage=_mean(arrays.get("advantage"), mask),
             status="unfinished"
             if status == "finished" and not length - start and not fields["finish_reason"]

@@ -45,12 +45,12 @@ from rollbook.inspect.api import (
     Guard,
     Request,
     Response,
-    authorities,
-    checked_token,
-    failure,
-    new_token,
+    accepted_hosts,
+    check_token,
+    create_response,
+    create_token,
+    error_response,
     open_api,
-    respond,
 )
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class _Handler(socketserver.BaseRequestHandler):
                 try:
                     keep = self._one(reader)
                 except _BadRequestError as refused:
-                    self._send(failure(refused.status, str(refused)), close=True)
+                    self._send(error_response(refused.status, str(refused)), close=True)
                     keep = False
                 if not keep:
                     _linger(connection)
@@ -388,19 +388,19 @@ class Server:
         if not isinstance(port, int) or not 0 <= port < 65536:
             raise ValueError(f"port: got {port!r}, expected a number from 0 to 65535")
         if token is not None:
-            checked_token(token)
+            check_token(token)
         elif not unsafe_allow_unauthenticated:
             if socket is None and not _is_loopback(host):
                 raise ValueError(
                     f"host: got {host!r}, which other machines can reach: expected a token with it (--token), or "
                     "--unsafe-allow-unauthenticated; an SSH tunnel to 127.0.0.1 needs neither"
                 )
-            token = new_token()
+            token = create_token()
         self.token = token
         self.host = host
         self.socket_path = None if socket is None else os.path.abspath(os.fspath(socket))
         self.listeners: list[Listener] = []
-        authorities(port, host, trusted_hosts)  # validates before anything is opened
+        accepted_hosts(port, host, trusted_hosts)  # validates before anything is opened
         self.port = port
         self._options: dict[str, Any] = {"tokenizer": tokenizer, "annotate": annotate}
         self._trusted = trusted_hosts
@@ -413,7 +413,7 @@ class Server:
             raise ValueError("server: it was started already")
         listening = self._bind()
         self.listeners = [Listener(bound) for bound in listening]
-        hosts = authorities(self.port, self.host, self._trusted)
+        hosts = accepted_hosts(self.port, self.host, self._trusted)
         if self.socket_path is not None:
             hosts |= {name.rpartition(":")[0] for name in hosts if name.endswith(f":{self.port}")}
         guard = Guard(hosts, self.token, wildcard=self.host in ("", "0.0.0.0", "::"))
@@ -674,8 +674,8 @@ def asgi_app(
         annotate: Allow stars and notes.
     """
     if token is not None:
-        checked_token(token)
-    guard = Guard(authorities(port, "localhost", trusted_hosts), token)
+        check_token(token)
+    guard = Guard(accepted_hosts(port, "localhost", trusted_hosts), token)
     return AsgiViewer(open_api(path, guard, tokenizer=tokenizer, annotate=annotate))
 
 
@@ -707,12 +707,12 @@ class AsgiViewer:
         try:
             request = _request(scope)
         except ValueError as error:
-            await _send(failure(400, str(error)), send, b"")
+            await _send(error_response(400, str(error)), send, b"")
             return
         answer = self.api.refuse(request)
         if answer is None and not request.path:
             # Without the slash, relative URLs of the page would be wrong.
-            answer = respond(308, b"", "text/plain", ("Location", quote(scope["root_path"].rstrip("/")) + "/"))
+            answer = create_response(308, b"", "text/plain", ("Location", quote(scope["root_path"].rstrip("/")) + "/"))
         answer = answer or await self._body(request, receive)
         if answer is None:
             answer = await self._run(self.api.handle, request)
@@ -731,11 +731,11 @@ class AsgiViewer:
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return failure(400, "the request ended before its body did")
+                return error_response(400, "the request ended before its body did")
             pieces.append(message.get("body", b""))
             size += len(pieces[-1])
             if size > MAX_BODY:
-                return failure(413, f"the request has more than {MAX_BODY} bytes")
+                return error_response(413, f"the request has more than {MAX_BODY} bytes")
             more = message.get("more_body", False)
         request.body = b"".join(pieces)
         return None

@@ -42,7 +42,7 @@ from rollbook.core.metrics import Progress
 from rollbook.core.ragged import Ragged
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect import measures
-from rollbook.inspect.index import VOID, Index, Scales
+from rollbook.inspect.index import VOID_REASONS, Index, Scales
 from rollbook.inspect.records import Reader, TokenizerLike, vocabulary_of
 from rollbook.inspect.trajectory import derive, prompt_hash
 
@@ -179,7 +179,7 @@ class Bulk:
             response = ids[prompts[i] :]
             if not len(response) and isinstance(chosen, Ragged):
                 response = _row(chosen, i)
-            share, loop, digest = measures.own_tokens(response, mask.row(i, len(response)))
+            share, loop, digest = measures.measure_sampled_tokens(response, mask.row(i, len(response)))
             row.update(prompt=prompt_hash(prompt), digest=digest, repetition=share, loop_at=loop)
             row["ids"] = prompt, response
 
@@ -195,7 +195,7 @@ class Bulk:
         grids = _grids(columns.get("multi_modal_inputs"), len(rows))
         for i, row in enumerate(rows):
             prompt, response = row.pop("ids")
-            turns, calls, images = measures.spoken_in(messages[i] or "")
+            turns, calls, images = measures.count_messages(messages[i] or "")
             response_text = responses[i]
             if response_text is None:
                 response_text = self._decoded(response[-_CLOSING_TOKENS:])
@@ -206,14 +206,14 @@ class Bulk:
                 tool_calls=calls or (responses[i] or "").count("<tool_call>"),
                 images=images or grids[i],
                 opening=self._opening(row["prompt"], prompt, prompts[i], messages[i]),
-                closing=measures.closing_of(response_text),
+                closing=measures.extract_closing(response_text),
                 kept=_entry(infos[i], "kept", str),
                 parts=_parts(metrics[i]),
                 measured=1,
             )
             parts = _entry(infos[i], "reward_parts", list)
             if parts is not None:
-                self.declared |= dict.fromkeys(measures.declared_in({"reward_parts": parts}))
+                self.declared |= dict.fromkeys(measures.extract_declared_parts({"reward_parts": parts}))
             if _entry(infos[i], "error", object) is not None:
                 row["status"] = "error"
 
@@ -225,9 +225,9 @@ class Bulk:
         cache_key = (key, hash(text), hash(messages), self._vocabulary is None)
         cached = self._openings.get(cache_key)
         if cached is None:
-            cached = measures.asked_in(_loads(messages)) if messages else ""
+            cached = measures.extract_user_message(_loads(messages)) if messages else ""
             if not cached:
-                cached = measures.opening_of(self._decoded(ids[:_OPENING_TOKENS]) if text is None else text)
+                cached = measures.extract_opening(self._decoded(ids[:_OPENING_TOKENS]) if text is None else text)
             self._openings[cache_key] = cached
             if len(self._openings) > _KNOWN_PROMPTS:
                 self._openings.popitem(last=False)
@@ -328,7 +328,7 @@ def _parts(metrics: str | None) -> str:
         for name, value in content.items():
             if isinstance(value, dict) and list(value) == ["$scalar"]:
                 content[name] = freeform.loads(orjson.dumps(value).decode())
-    return json.dumps(measures.parts_of(content))
+    return json.dumps(measures.extract_numbers(content))
 
 
 # --- following ------------------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ class Follower:
         while True:
             busy = self._look() or self._judge() or self._measure()
             if not busy or time.monotonic() > end:
-                changed = self.index.settle()
+                changed = self.index.update_summaries()
                 if changed or not busy:
                     return changed or None
 
@@ -458,7 +458,7 @@ class Follower:
             self.index.forget(changed)
         self._event = last
         if self._logged:
-            self.index.keep("logged", self._logged)  # notifies pages
+            self.index.set_fact("logged", self._logged)  # notifies pages
         return True
 
     def _changes(
@@ -491,7 +491,7 @@ class Follower:
         for row in rows:
             if row["n"] in other and row["removed_reason"] is None:
                 row["measured"] = 0
-            elif row["removed_reason"] in VOID:
+            elif row["removed_reason"] in VOID_REASONS:
                 row.update(_BLANK)
         return rows, sorted(other), last
 
@@ -532,7 +532,9 @@ class Follower:
             last = max(trained.get(seq, {}).values(), default=None)
             row["step"] = step_of(row["batch"], row["version_min"])
             row["turn"] = turn
-            failed = row["removed_reason"] is not None and row["length"] == 0 and row["removed_reason"] not in VOID
+            failed = (
+                row["removed_reason"] is not None and row["length"] == 0 and row["removed_reason"] not in VOID_REASONS
+            )
             row["status"] = "error" if failed else measures.status_of(row["finish_reason"], cut, row["response_tokens"])
             row["state"] = "evaluation" if row["evaluation"] else _STATES.get(state, state or "")
             row["reason"] = reason
@@ -575,10 +577,10 @@ class Follower:
             self._bulk = Bulk(self.reader, self.index.scales)
         self.index.put(self._measured(sorted(ns)))
         self.index.declare(self._bulk.declared)
-        self.index.keep("tokenized", ["ids" if self.reader.vocabulary is None else "exact"])
+        self.index.set_fact("tokenized", ["ids" if self.reader.vocabulary is None else "exact"])
         if self._bulk.rescaled:
             self._bulk.rescaled = False
-            self.index.keep("scales", self.index.scales.as_dict())
+            self.index.set_fact("scales", self.index.scales.as_dict())
         return True
 
     def _measured(self, ns: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -1049,7 +1051,7 @@ def load(source: Source, index: Index) -> None:
         while source.refresh(index):
             bar.total, done = index.query("SELECT COUNT(*), COALESCE(SUM(measured), 0) FROM samples")[0]
             bar.advance(done - bar.done)
-    index.settle()
+    index.update_summaries()
 
 
 class Watcher:
@@ -1101,13 +1103,13 @@ class Watcher:
             error = None
             try:
                 changed = self.source.refresh(self.index)
-                self.index.settle()
+                self.index.update_summaries()
             except Exception as raised:  # an error of a source is shown, and the pages continue
                 error = str(raised) if isinstance(raised, BookError) else f"{type(raised).__name__}: {raised}"
                 changed = None
             if error != self.error:
                 with contextlib.suppress(ValueError):  # closed meanwhile
-                    self.index.keep("error", error)
+                    self.index.set_fact("error", error)
                 self.error = error
             self._looked.set()
             if changed:

@@ -599,10 +599,10 @@ def _status_of(name: str, result: CheckResult, cause: str | None) -> CheckStatus
 
 def read_samples(index: Index, step_range: tuple[int | None, int | None], evaluation: bool) -> Samples:
     """Read the samples of an index; training samples come with the evaluation samples of the run."""
-    from rollbook.inspect.index import COUNTS
+    from rollbook.inspect.index import COUNTED
 
     first, last = step_range
-    conditions, values = ["evaluation = ?", COUNTS], [int(evaluation)]
+    conditions, values = ["evaluation = ?", COUNTED], [int(evaluation)]
     if first is not None:
         conditions.append("step >= ?")
         values.append(first)

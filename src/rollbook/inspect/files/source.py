@@ -836,7 +836,7 @@ class FileSource:
                 self._work = None
             if pending:
                 index.add(pending)
-            changed, self._changed = self._changed | index.settle(), set()
+            changed, self._changed = self._changed | index.update_summaries(), set()
             return changed or None
 
     def _all_news(self, index: Index) -> Iterator[Trajectory]:

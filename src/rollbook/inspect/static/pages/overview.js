@@ -34,7 +34,7 @@ export async function openOverview(context) {
   const { root, params, run, api, link } = context;
   const evaluation = () => (params.get("evaluation") === "1" ? 1 : 0);
   // The doctor takes seconds on a large run: what it finds is painted when it comes.
-  const look = () => api.json("/api/look", { evaluation: evaluation() });
+  const look = () => api.json("/api/findings", { evaluation: evaluation() });
   const steps = await api.json("/api/steps", { evaluation: evaluation() });
   const held = new Map(steps.steps.map((step) => [step.step, step]));
   let cursor = steps.cursor;
