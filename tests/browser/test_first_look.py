@@ -169,7 +169,7 @@ def test_the_overview_does_not_wait_for_the_doctor_and_evaluations_have_their_ow
         free.wait(20)
         return real(evaluation)
 
-    monkeypatch.setattr(answers, "look", slow)
+    monkeypatch.setattr(answers, "findings", slow)
     page = chrome.page()
     page.goto(server.url)
     page.wait("document.querySelectorAll('table[aria-label=Steps] tr[aria-rowindex]').length > 0")

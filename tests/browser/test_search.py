@@ -133,7 +133,7 @@ def test_a_search_during_the_reading_of_texts_says_so_and_goes_on(
     searching = server.api.answers.searching  # type: ignore[union-attr]
     done: list[bool] = []
     monkeypatch.setattr(searching, "complete", lambda: bool(done))
-    monkeypatch.setattr("rollbook.inspect.search._PATIENCE", 0.0)
+    monkeypatch.setattr("rollbook.inspect.search._FIRST_WAIT_SECONDS", 0.0)
     search(page, q="let me verify")
     said = page.text("p[role=status]")
     total = measured(server).api.answers.run()["progress"]["total"]  # type: ignore[union-attr]

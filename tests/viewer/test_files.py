@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from rollbook import Experience
 from rollbook.compat.lightrft.saver import TrajectorySaver
 from rollbook.inspect.files import (
-    FAMILIES,
+    FORMATS,
     FileSource,
     UnknownFormatError,
     adapters,
@@ -36,7 +36,7 @@ from rollbook.inspect.files import (
     recognize,
     stores,
 )
-from rollbook.inspect.files.source import step_in
+from rollbook.inspect.files.source import extract_step
 from rollbook.inspect.index import Index
 from rollbook.inspect.serialization import decode, encode, json_safe
 from rollbook.inspect.sources import load, open_source
@@ -816,7 +816,7 @@ def test_what_is_unknown_is_refused_with_what_was_found(name: str, content: byte
             continue
         with pytest.raises(UnknownFormatError) as error:
             recognize(each)
-        assert words in str(error.value) and all(family in str(error.value) for family in FAMILIES)
+        assert words in str(error.value) and all(family in str(error.value) for family in FORMATS)
 
 
 def test_a_path_that_is_not_there() -> None:
@@ -830,7 +830,7 @@ def test_a_path_that_is_not_there() -> None:
 @given(st.text(alphabet=st.characters(exclude_categories=())))
 @settings(max_examples=60)
 def test_words_joined_are_the_text(text: str) -> None:
-    ends = adapters.words(text).tolist()
+    ends = adapters.split_words(text).tolist()
     pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
     assert "".join(pieces) == text and all(pieces)
 
@@ -848,13 +848,13 @@ def test_elements_are_where_they_are(values: list[Any], indent: int | None, asci
     text = (before + json.dumps(values, indent=indent, ensure_ascii=ascii_)).encode("utf-8", "surrogatepass")
     if b"\xed" in text:
         return
-    spans = list(stores.elements(text, len(before)))
+    spans = list(stores.find_elements(text, len(before)))
     assert [json.loads(text[a:b]) for a, b in spans] == [each for each in values if isinstance(each, (list, dict))]
 
 
 def test_steps_in_names() -> None:
     assert [
-        step_in(name)
+        extract_step(name)
         for name in (
             "trajectories_step_20.json",
             "rollouts/step_3/train_rollouts.jsonl",
@@ -869,4 +869,6 @@ def test_steps_in_names() -> None:
 
 
 def test_numbers() -> None:
-    assert stores.number(2**70) is None and stores.whole(float("nan")) is None and stores.whole("12") == 12
+    assert (
+        stores.parse_number(2**70) is None and stores.parse_int(float("nan")) is None and stores.parse_int("12") == 12
+    )

@@ -90,7 +90,10 @@ def test_filters_mean_what_they_say(index: Index, text: str, expected: list[int]
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rewrd < 1", "character 1: got 'rewrd', expected a column or a flag such as truncated; did you mean 'reward'?"),
+        (
+            "rewrd < 1",
+            "character 1: got 'rewrd', expected a column or a flag such as truncated; did you mean 'reward'?",
+        ),
         ("reward <", "character 9: got the end, expected a number"),
         ("reward < x", "character 10: got 'x', expected a number such as 12, .5, 1e-3 or 2k"),
         ("reward < 1e999", "character 10: got '1e999'"),

@@ -22,7 +22,14 @@ import pytest
 import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect.answers import Answers
-from rollbook.inspect.html_export import MOST, Exported, as_iframe, export_html, response_key, write_html
+from rollbook.inspect.html_export import (
+    MAX_TRAJECTORIES,
+    ExportResult,
+    as_iframe,
+    export_html,
+    response_key,
+    write_html,
+)
 from rollbook.inspect.index import Index
 from rollbook.inspect.serialization import decode
 from rollbook.inspect.server import Server
@@ -365,8 +372,8 @@ def test_what_cannot_be_made_is_said(run: Run, rows: list[dict[str, Any]]) -> No
         ({"uids": uids[:1], "gid": "x"}, "expected one of uids, gid and filter"),
         ({"uids": []}, "no samples"),
         ({"filter": "reward > 100"}, "no samples"),
-        ({"uids": uids[: MOST + 1]}, f"at most {MOST}"),
-        ({"filter": "step >= 0"}, f"288 samples match, and one file holds at most {MOST}"),
+        ({"uids": uids[: MAX_TRAJECTORIES + 1]}, f"at most {MAX_TRAJECTORIES}"),
+        ({"filter": "step >= 0"}, f"288 samples match, and one file holds at most {MAX_TRAJECTORIES}"),
         ({"uids": uids[:1], "redact": "("}, "no regular expression"),
         ({"uids": uids[:1], "redact": ["a", ""]}, "expected a regular expression"),
         ({"uids": uids[:1], "theme": "pink"}, "theme"),
@@ -383,7 +390,7 @@ def test_what_cannot_be_made_is_said(run: Run, rows: list[dict[str, Any]]) -> No
 def test_it_is_written_whole_or_not_at_all(run: Run, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     out = tmp_path / "out.html"
     made = write_html(out, *run, uids=[rows[0]["uid"]], theme="dark")
-    assert isinstance(made, Exported) and out.read_bytes() == made.content
+    assert isinstance(made, ExportResult) and out.read_bytes() == made.content
     assert Page(made.content).found[0][1]["data-theme"] == "dark"
     with pytest.raises(ValueError, match="max_mb"):
         write_html(out, *run, uids=[rows[1]["uid"]], max_mb=0.001)

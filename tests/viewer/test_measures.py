@@ -16,9 +16,9 @@ import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect import measures
 from rollbook.inspect.index import SCALE_TOKENS, Index, Scales
-from rollbook.inspect.records import documents_of
+from rollbook.inspect.records import read_trajectories
 from rollbook.inspect.sources import BookSource, load
-from rollbook.inspect.trajectory import derive
+from rollbook.inspect.trajectory import derive_lenses
 
 NATURAL = """The area of a triangle is half of the product of a side and the height on it. Here the side is seven and
 the height is twelve, so that the product is eighty-four and the area is forty-two. Let me check that with the other
@@ -193,7 +193,7 @@ def test_a_row_is_the_same_from_columns_and_from_a_trajectory(tmp_path: Path) ->
     book.append(rows)
     source, index = BookSource(book), Index()
     load(source, index)
-    documents = documents_of(book, [row.eid.uid for row in rows])
+    documents = read_trajectories(book, [row.eid.uid for row in rows])
     for row, document in zip(index.rows("SELECT * FROM samples ORDER BY n"), documents, strict=True):
         made = measures.measure_trajectory(document)
         made.pop("state")  # the ledger's
@@ -215,7 +215,7 @@ def test_scales_move_when_the_sample_doubles_and_then_no_more() -> None:
 
     def offer(size: int, top: float) -> bool:
         values = {"entropy": dice.uniform(0, top, size), "mismatch": dice.normal(0, 0.1, size)}
-        return scales.offer(derive({}, np.ones(0, bool)) | values, np.ones(size, bool))
+        return scales.offer(derive_lenses({}, np.ones(0, bool)) | values, np.ones(size, bool))
 
     assert offer(100, 1.0)
     assert not offer(50, 9.0)  # 150 of the 200 that would be twice as many

@@ -136,12 +136,12 @@ def test_a_frame_is_kept_until_its_record_changes(tmp_path: Path) -> None:
 
 
 def test_static_files_are_the_packages_and_kept_by_hash(viewer: Server) -> None:
-    for name, asset in html_export.manifest().items():
+    for name, asset in html_export.load_assets().items():
         got = ask(viewer, f"/static/{name}", token=False)
         assert (got.status, got.header("content-type")) == (200, asset.type)
         assert hashlib.sha256(got.body).hexdigest() == asset.sha256
         assert ask(viewer, f"/static/{name}", headers={"If-None-Match": got.header("etag")}).status == 304
-    assert ask(viewer, "/", token=False).body == html_export.manifest()["index.html"].content
+    assert ask(viewer, "/", token=False).body == html_export.load_assets()["index.html"].content
 
 
 def test_large_json_is_packed_for_who_takes_it(viewer: Server) -> None:
@@ -233,7 +233,7 @@ def test_one_connection_takes_many_questions_and_answers_at_once(viewer: Server)
         begun = time.perf_counter()
         connection.request("GET", "/static/main.js")
         answer = connection.getresponse()
-        assert answer.status == 200 and answer.read() == html_export.manifest()["main.js"].content
+        assert answer.status == 200 and answer.read() == html_export.load_assets()["main.js"].content
         took.append(time.perf_counter() - begun)
     connection.close()
     # With Nagle's algorithm against delayed acknowledgements each would take 40 ms.
@@ -308,7 +308,7 @@ def test_point_1_types_are_exact_and_no_text_of_a_record_is_a_page(viewer: Serve
         ("/api/record?uid=%3Cscript%3Ealert(1)%3C/script%3E", "application/json"),
     ]:
         assert ask(viewer, address).header("content-type") == kind
-    pages = [asset for asset in html_export.manifest().values() if asset.type.startswith("text/html")]
+    pages = [asset for asset in html_export.load_assets().values() if asset.type.startswith("text/html")]
     assert len(pages) == 1, "one page is HTML, and it is ours"
 
 
@@ -379,7 +379,7 @@ def test_point_3_it_listens_on_loopback_and_says_where(viewer: Server) -> None:
     bound = [each.server_address[:2] for each in viewer.listeners]
     assert ("127.0.0.1", viewer.port) in bound and set(bound) <= {("127.0.0.1", viewer.port), ("::1", viewer.port)}
     assert viewer.url == f"http://127.0.0.1:{viewer.port}/#token={viewer.token}"
-    greeting = "\n".join(server._greeting(viewer, viewer.port))
+    greeting = "\n".join(server._start_messages(viewer, viewer.port))
     assert viewer.url in greeting and f"ssh -L {viewer.port}:127.0.0.1:{viewer.port} " in greeting
 
 
@@ -387,7 +387,7 @@ def test_point_3_a_port_that_is_taken_is_replaced(viewer: Server, book: str) -> 
     with Server(book, port=viewer.port) as other:
         assert other.port != viewer.port
         assert ask(other, "/api/run").status == 200
-        assert f"port {viewer.port} is taken" in "\n".join(server._greeting(other, viewer.port))
+        assert f"port {viewer.port} is in use" in "\n".join(server._start_messages(other, viewer.port))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -408,7 +408,7 @@ def test_point_3_a_port_that_somebody_has_under_the_other_loopback_is_not_used(
     with Server(book, host=host, port=port) as running:
         assert running.port != port and ask(running, "/api/run").status == 200
     monkeypatch.setattr(server.getpass, "getuser", lambda: {}["nobody"])
-    assert " ssh -L " in "\n".join(server._greeting(running, 0)), "in a container a user may have no name"
+    assert " ssh -L " in "\n".join(server._start_messages(running, 0)), "in a container a user may have no name"
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_point_3_bound_to_every_address(book: str) -> None:
         assert ask(running, "/api/run").status == 200
         assert ask(running, "/api/run", token=False).status == 401
         assert ask(running, "/api/run", headers={"Host": f"evil.example:{running.port}"}).status == 421
-        assert "not encrypted" in "\n".join(server._greeting(running, running.port))
+        assert "not encrypted" in "\n".join(server._start_messages(running, running.port))
 
 
 def test_point_3_without_a_token_the_other_rules_stay(book: str) -> None:
@@ -437,7 +437,7 @@ def test_point_3_without_a_token_the_other_rules_stay(book: str) -> None:
         assert ask(running, "/api/run").status == 200
         assert ask(running, "/api/run", headers={"Host": "evil.example"}).status == 421
         assert ask(running, "/api/run", headers={"Sec-Fetch-Site": "cross-site"}).status == 403
-        assert "sees everything" in "\n".join(server._greeting(running, 0))
+        assert "can read everything" in "\n".join(server._start_messages(running, 0))
 
 
 @pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="there are no Unix sockets here")
@@ -457,7 +457,7 @@ def test_point_3_a_unix_socket_is_its_owners(book: str, tmp_path: Path) -> None:
             other.start()
         other.close()
         assert path.exists(), "it is not the other's to remove"
-        assert f"ssh -L 8420:{path} " in "\n".join(server._greeting(running, 8420))
+        assert f"ssh -L 8420:{path} " in "\n".join(server._start_messages(running, 8420))
     assert not path.exists()
     path.write_text("precious")
     with pytest.raises(ValueError, match="is no socket"):
@@ -503,7 +503,7 @@ def test_point_4_the_browser_is_opened_by_a_file_that_only_its_owner_reads(monke
         opened.set()
 
     monkeypatch.setattr(server.webbrowser, "open", browse)
-    with server._browser("http://127.0.0.1:1/#token=secret"):
+    with server._open_browser("http://127.0.0.1:1/#token=secret"):
         assert opened.wait(SECONDS)
     url, mode, folder_mode, text = seen
     assert "secret" not in url, "other users of the machine see the command line"
@@ -831,7 +831,7 @@ def test_point_13_slow_clients_are_not_waited_for(book: str, monkeypatch: pytest
 
 
 def test_point_13_connections_are_counted(book: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_CONNECTIONS", 4)
+    monkeypatch.setattr(server, "_MAX_CONNECTIONS", 4)
     with Server(book) as running, contextlib.ExitStack() as stack:
         held = [stack.enter_context(connect(running)) for _ in range(4)]
         until = time.monotonic() + SECONDS
@@ -853,7 +853,7 @@ def test_point_13_connections_are_counted(book: str, monkeypatch: pytest.MonkeyP
 def test_point_13_a_connection_that_finds_no_thread_keeps_no_place(
     book: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(server, "_CONNECTIONS", 1)
+    monkeypatch.setattr(server, "_MAX_CONNECTIONS", 1)
 
     def none_left(*_: Any) -> None:
         raise RuntimeError("can't start new thread")

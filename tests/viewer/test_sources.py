@@ -18,7 +18,7 @@ from rollbook.book.errors import BookError
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect.answers import Answers
 from rollbook.inspect.index import Index
-from rollbook.inspect.sources import BookSource, Watcher, load, named, open_source
+from rollbook.inspect.sources import BookSource, Watcher, load, open_source, run_name
 from tests.book.conftest import *  # noqa: F403 (the fixtures of books of each kind)
 
 PNG = base64.b64decode(
@@ -302,7 +302,7 @@ def test_a_watcher_follows_a_book_and_says_what_went_wrong(tmp_path: Path) -> No
             time.sleep(0.01)
         assert watcher.error is None
         source.close()
-        watcher.look()
+        watcher.request_refresh()
         while watcher.error is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert watcher.error is not None and "closed" in watcher.error
@@ -336,8 +336,8 @@ def test_many_writers_and_a_follower_agree(tmp_path: Path) -> None:
 
 
 def test_a_run_is_never_called_by_its_address_which_may_have_a_password() -> None:
-    assert named("postgresql://ana:secret@db.example/runs?schema=demo") == "runs/demo"
-    assert named("postgresql://ana:secret@") == named("postgresql://ana:secret@db.example/") == "postgresql"
+    assert run_name("postgresql://ana:secret@db.example/runs?schema=demo") == "runs/demo"
+    assert run_name("postgresql://ana:secret@") == run_name("postgresql://ana:secret@db.example/") == "postgresql"
 
 
 def test_a_run_that_has_no_book_yet_is_followed_until_it_has(tmp_path: Path) -> None:

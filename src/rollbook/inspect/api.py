@@ -36,8 +36,8 @@ from rollbook.core.addresses import redacted
 from rollbook.core.files import private_opener
 from rollbook.inspect import html_export
 from rollbook.inspect.images import image_type
-from rollbook.inspect.serialization import as_json, encode, text
-from rollbook.inspect.workers import QueryTimeoutError, ServerBusyError, Workers, as_csv
+from rollbook.inspect.serialization import as_json, encode, replace_surrogates
+from rollbook.inspect.workers import QueryTimeoutError, ServerBusyError, Workers, format_csv
 
 if TYPE_CHECKING:
     from rollbook.inspect.answers import Answers
@@ -102,7 +102,7 @@ def create_response(
 
 def error_response(status: int, error: str) -> Response:
     """Create an error response: {"error": "one sentence"}."""
-    return create_response(status, orjson.dumps({"error": text(error)}), "application/json")
+    return create_response(status, orjson.dumps({"error": replace_surrogates(error)}), "application/json")
 
 
 # --- parameters --------------------------------------------------------------------------------------------------
@@ -688,8 +688,8 @@ class Api:
 
     def _static_file(self, path: str) -> html_export.Asset | None:
         if path == "/":
-            return html_export.manifest()["index.html"]
-        return html_export.manifest().get(path.removeprefix("/static/")) if path.startswith("/static/") else None
+            return html_export.load_assets()["index.html"]
+        return html_export.load_assets().get(path.removeprefix("/static/")) if path.startswith("/static/") else None
 
     def _frame(self, request: Request) -> Response:
         uids = [value for name, value in request.query if name == "uid"]
@@ -758,7 +758,7 @@ class Api:
         begun = time.perf_counter()
         answer = self.workers.sql(request_body["query"], seconds=self.seconds, rows=request_body.get("rows", 1000))
         if kind == "csv":
-            body = as_csv(answer["columns"], answer["rows"])
+            body = format_csv(answer["columns"], answer["rows"])
             return create_response(200, body, "text/csv; charset=utf-8", attachment_header("rollbook.csv"))
         return self._json(request, {**answer, "milliseconds": round((time.perf_counter() - begun) * 1000, 1)})
 

@@ -19,13 +19,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.inspect import measures, search
-from rollbook.inspect.serialization import text as plain_text
+from rollbook.inspect.serialization import replace_surrogates
 from rollbook.inspect.trajectory import LENSES, Json
 
 if TYPE_CHECKING:
@@ -429,7 +430,7 @@ class Index:
                         sql,
                         [
                             {
-                                name: plain_text(value) if isinstance(value, str) else value
+                                name: replace_surrogates(value) if isinstance(value, str) else value
                                 for name, value in row.items()
                             }
                             for row in part
@@ -548,7 +549,7 @@ class Index:
     def __enter__(self) -> Index:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: BaseException | type[BaseException] | TracebackType | None) -> None:
         self.close()
 
 

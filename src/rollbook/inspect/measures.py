@@ -20,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from rollbook.inspect.doctor.findings import Thresholds
+from rollbook.inspect.serialization import finite_or_none
 from rollbook.inspect.statistics import fit_weights, quantiles
 from rollbook.inspect.trajectory import Json, Trajectory
 
@@ -370,11 +371,6 @@ def encode_reward(reward: float | None) -> tuple[float | None, int]:
     if reward is None:
         return None, 0
     return (None, 2) if math.isnan(reward) else (float(reward), 1)
-
-
-def finite_or_none(value: float | None) -> float | None:
-    """Return a finite number, or `None`."""
-    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def update_scales(index: Index, documents: Sequence[Trajectory]) -> None:
