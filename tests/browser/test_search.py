@@ -56,7 +56,7 @@ def test_words_are_found_where_they_stand_and_nowhere_else(page: Page, texts: di
     expected = {uid for uid, text in texts.items() if re.search(r"let me reconsider\b", text, re.IGNORECASE)}
     assert responses(page) & texts.keys() == expected and 0 < len(expected) < len(texts)
     assert {each.lower() for each in page.texts("mark")} == {"let me reconsider"}
-    assert f"{page.count('.hit')} places" in page.text("p[role=status]")
+    assert f"{page.count('.hit')} matches" in page.text("p[role=status]")
     steps = [int(each.split("/")[0]) for each in page.texts(".hit-id")]
     assert steps == sorted(steps, reverse=True)
 

@@ -137,13 +137,13 @@ def test_a_field_that_is_not_as_long_as_the_response_is_left_out_and_said() -> N
     )
     found = one_of(record)
     assert found.arrays == {} and not found.mask.any() and found.status == "truncated"
-    assert "entropy: got [2], expected 0, one for each token of the response; left out." in found.notes
+    assert "entropy omitted: shape [2], expected [0] (one value per response token)." in found.notes
 
 
 def test_numbers_that_are_not_finite_are_said() -> None:
     found = one_of(Experience(tokens=[20, 21, 22], logprobs=[float("nan"), -1.0], reward=float("nan")))
-    assert "logprobs: 1 of its 2 numbers are not finite." in found.notes
-    assert any("could not be scored" in note for note in found.notes)
+    assert "logprobs: 1 of 2 values are NaN/Inf." in found.notes
+    assert any("not scored" in note for note in found.notes)
 
 
 def test_masks_and_what_nobody_sampled() -> None:
@@ -259,7 +259,7 @@ def test_lengths_are_checked_when_a_trajectory_is_made() -> None:
         Trajectory(uid="u", text="ab", ends=ends, mask=np.ones(3, bool))
     with pytest.raises(ValueError, match="u: entropy: got 1 entries, expected 2"):
         Trajectory(uid="u", text="ab", ends=ends, arrays={"entropy": np.ones(1, np.float32)})
-    with pytest.raises(ValueError, match="u: ends: expected places that rise to 3"):
+    with pytest.raises(ValueError, match="u: ends: expected ascending offsets up to 3"):
         Trajectory(uid="u", text="abc", ends=ends)
     with pytest.raises(ValueError, match="u: prompt_tokens: got 3, expected 0 to 2"):
         Trajectory(uid="u", text="ab", ends=ends, prompt_tokens=3)
@@ -419,7 +419,7 @@ def test_the_pictures_of_a_prompt_are_in_its_records_and_once_in_the_book(tmp_pa
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
 def test_kinds_of_pictures(kind: str) -> None:
-    found = Album().kept(picture(7, kind))
+    found = Album().add(picture(7, kind))
     assert found is not None and (found.mime, found.width, found.height) == (f"image/{kind.lower()}", 7, 7)
 
 
@@ -451,15 +451,15 @@ def test_nothing_is_fetched_from_where_a_record_points(tmp_path: Path) -> None:
     ]
     found = one_of(Experience(tokens=[20, 21], messages=[{"role": "user", "content": parts}]))
     assert found.pictures == []
-    assert "3 pictures are not in the record, only their addresses; none is fetched." in found.notes
+    assert "3 images are recorded as URLs only and are not fetched." in found.notes
 
 
 def test_a_text_that_looks_like_a_reference_is_none() -> None:
     album = Album(lambda _: picture())
     looked = ImageExtractor(album, references=["a" * 64])
-    looked.at({"url": "data:image/png;base64,sha256:" + "b" * 64, "data": "sha256:" + "c" * 64})
+    looked.extract({"url": "data:image/png;base64,sha256:" + "b" * 64, "data": "sha256:" + "c" * 64})
     assert looked.pictures == []
-    looked.at({"url": "data:image/png;base64,sha256:" + "a" * 64})
+    looked.extract({"url": "data:image/png;base64,sha256:" + "a" * 64})
     assert len(looked.pictures) == 1
 
 

@@ -264,9 +264,9 @@ def test_paths_are_books_folders_of_one_or_refused_with_what_is_there(tmp_path: 
         assert source.kind == "book"
         assert source.name in ("a", "run")
         source.close()
-    with pytest.raises(ValueError, match=r"holds 2 books; open one of them: .*a, .*b"):
+    with pytest.raises(ValueError, match=r"contains 2 books, expected one of: .*a, .*b"):
         open_source(tmp_path / "two")
-    with pytest.raises(FileNotFoundError, match="nothing at"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         open_source(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="expected a book"):
         open_source("")
@@ -344,7 +344,7 @@ def test_a_run_that_has_no_book_yet_is_followed_until_it_has(tmp_path: Path) -> 
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("name: run\n")
-    with pytest.raises(ValueError, match="is a run without a book yet"):
+    with pytest.raises(ValueError, match="has no book yet"):
         open_source(run)
     source, index = open_source(run, starting=True), Index()
     answers = Answers(source, index)
