@@ -179,7 +179,8 @@ def test_the_overview_does_not_wait_for_the_doctor_and_evaluations_have_their_ow
     assert page.eval("document.querySelector('.live').dataset.state") == "live"
     page.click("#main .segmented button:last-child")
     page.wait(
-        "location.hash.includes('evaluation=1') && /No findings|Open/.test(document.querySelector('.findings')?.innerText)"
+        "location.hash.includes('evaluation=1') && "
+        "/No findings|Open/.test(document.querySelector('.findings')?.innerText)"
     )
     assert any("/api/findings?evaluation=1" in each for each in page.requests)
     titles = [item["title"] for item in real(evaluation=True)["items"]]

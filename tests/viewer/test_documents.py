@@ -438,7 +438,7 @@ def test_what_is_no_picture_is_not_handed_out() -> None:
         tokens=[20, 21], messages=[{"content": [{"type": "image_url", "image_url": {"url": one}} for one in urls]}]
     )
     found = one_of(row)
-    assert found.pictures == [] and any("pictures are not in the record" in note for note in found.notes)
+    assert found.pictures == [] and any("recorded as URLs" in note for note in found.notes)
 
 
 def test_nothing_is_fetched_from_where_a_record_points(tmp_path: Path) -> None:
