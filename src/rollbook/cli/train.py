@@ -85,7 +85,12 @@ def evaluate(options: argparse.Namespace) -> int:
     return OK
 
 
-_STYLES = {"same": ("green",), "differs by rounding": ("yellow",), "differs": ("bold", "red"), "not compared": ("dim",)}
+_VERDICT_STYLES = {
+    "same": ("green",),
+    "differs by rounding": ("yellow",),
+    "differs": ("bold", "red"),
+    "not compared": ("dim",),
+}
 
 
 def replay(options: argparse.Namespace) -> int:
@@ -105,16 +110,22 @@ def replay(options: argparse.Namespace) -> int:
     source = f"{outcome.records:,} records, from {outcome.checkpoint}"
     print(styled(f"{printable(str(outcome.folder))}, step {outcome.step}", "bold") + f": {source}")
     rows = [
-        [printable(check.quantity), *map(_shown, (check.recorded, check.recomputed, check.difference)), check.verdict]
+        [
+            printable(check.quantity),
+            *map(_format_value, (check.recorded, check.recomputed, check.difference)),
+            check.verdict,
+        ]
         for check in outcome.checks
     ]
     print()
     for i, line in enumerate(table(("", "recorded", "computed", "difference", "verdict"), rows, right=(1, 2, 3))):
         verdict = outcome.checks[i - 1].verdict if i else ""
-        print(line[: -len(verdict)] + styled(verdict, *_STYLES[verdict]) if i and line.endswith(verdict) else line)
+        print(
+            line[: -len(verdict)] + styled(verdict, *_VERDICT_STYLES[verdict]) if i and line.endswith(verdict) else line
+        )
     count = Counter(check.verdict for check in outcome.checks)
-    beside = [f"{count[name]} {name}" for name in ("differs by rounding", "not compared") if count[name]]
-    more = f" ({', '.join(beside)})".replace("differs ", "") if beside else ""
+    others = [f"{count[name]} {name}" for name in ("differs by rounding", "not compared") if count[name]]
+    more = f" ({', '.join(others)})".replace("differs ", "") if others else ""
     notes = [f"{check.quantity}: {check.note}" for check in outcome.checks if check.note] + outcome.notes
     print()
     for text in notes:
@@ -129,7 +140,7 @@ def replay(options: argparse.Namespace) -> int:
     return OK if outcome.agrees else FOUND
 
 
-def _shown(value: float | str | None) -> str:
+def _format_value(value: float | str | None) -> str:
     return printable(value) if isinstance(value, str) else figure(value, 6)
 
 
@@ -139,7 +150,8 @@ def _print_changed(changed: Changed) -> None:
         print(styled(f"with {printable(text)}", "bold"))
     print()
     rows = [
-        [printable(name), _shown(old), _shown(new), _less(old, new)] for name, (old, new) in changed.numbers.items()
+        [printable(name), _format_value(old), _format_value(new), _format_difference(old, new)]
+        for name, (old, new) in changed.numbers.items()
     ]
     for line in table(("", "trained", "changed", "difference"), rows, right=(1, 2, 3)):
         print(line)
@@ -167,5 +179,5 @@ def _print_changed(changed: Changed) -> None:
         print(line)
 
 
-def _less(old: float | None, new: float | None) -> str:
+def _format_difference(old: float | None, new: float | None) -> str:
     return "-" if old is None or new is None else figure(new - old, 6)
