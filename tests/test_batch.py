@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rollbook import EID, CustomField, Experience, Experiences
-from rollbook.algorithms.inputs import inputs_of
+from rollbook.algorithms.inputs import read_inputs
 from rollbook.batch.device import pin_memory, to
 from rollbook.batch.plan import plan
 from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
@@ -514,11 +514,11 @@ def test_a_first_token_without_a_prompt_is_masked() -> None:
     assert padded.info["response_length"].tolist() == [2, 1, 1]
     assert many[0].action_mask.tolist() == [True] * 3  # the record is as it was given
     assert plan(many).denominators.tokens == 4
-    assert [row.tolist() for row in inputs_of(many)["mask"]] == expected
+    assert [row.tolist() for row in read_inputs(many)["mask"]] == expected
     for packing in (False, True):  # batches that were not made of records
         items = [item(3, 3, action_mask=torch.ones(3, dtype=torch.bool)), item(3, 2)]
         batch = make_experience_batch(items, packing)
-        first, second = inputs_of(batch)["mask"]
+        first, second = read_inputs(batch)["mask"]
         assert first.tolist() == [False, True, True] and second[-2:].tolist() == [True, True]
         assert batch.action_mask[0].tolist() == [True] * 3
     shared: Any = (None, None, ["a", "b"], None, None)

@@ -306,12 +306,12 @@ def test_of_a_failed_sample_nothing_is_trained_on() -> None:
     (samples,) = maker(model=Seen(), engine=engine).generate_samples(["ab", "c"])
     rollouts = list(samples.rollouts or ())
     rollouts[1] = rollouts[1].replace(finish_reason="error", error="cut off")
-    from rollbook.compat.lightrft.samples import batch_of, samples_of
+    from rollbook.compat.lightrft.samples import batch_from_samples, make_samples
 
     for packed in (False, True):
-        made = samples_of(rollouts, packed=packed)
+        made = make_samples(rollouts, packed=packed)
         assert made.response_length.tolist() == [2.0, 0.0, 2.0, 2.0]
-        mask = RolloutBatches([batch_of(made)]).rows("action_mask")
+        mask = RolloutBatches([batch_from_samples(made)]).rows("action_mask")
         assert [bool(row.any()) for row in mask or ()] == [True, False, True, True]
 
 

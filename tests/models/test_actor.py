@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.compat.lightrft.models import Actor, process_sequences, sampling_of
+from rollbook.compat.lightrft.models import Actor, make_sampling, process_sequences
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo
@@ -278,11 +278,11 @@ def test_a_failure_is_raised() -> None:
 
 
 def test_options_of_generate() -> None:
-    how = sampling_of(
+    how = make_sampling(
         {"stop_strings": ["."], "min_new_tokens": 2, "temperature": None, "suppress_tokens": [4]}, 3, (8,)
     )
     assert (how.stop, how.min_tokens, how.temperature, how.suppress) == ((".",), 2, 1.0, (8, 4))
-    assert sampling_of({}, 3, ()).ignore_eos is False
+    assert make_sampling({}, 3, ()).ignore_eos is False
 
 
 # --- reference and training -------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class RowExtras(dict[str, Any]):
         return RowExtras, (dict(self),)
 
 
-def require(package: str, user: str) -> Any:
+def import_package(package: str, user: str) -> Any:
     """Import `package`; the `ImportError` names the function that needs it."""
     try:
         return importlib.import_module(package)
@@ -176,10 +176,10 @@ class _Widths:
     right: int
 
     def tokens(self, value: torch.Tensor, fill: float) -> torch.Tensor:
-        return _wider(value, self.left, self.right, fill)
+        return _widen(value, self.left, self.right, fill)
 
     def responses(self, value: torch.Tensor, fill: float) -> torch.Tensor:
-        return _wider(value, 0, self.right, fill)
+        return _widen(value, 0, self.right, fill)
 
 
 def _widths(batch: ExperienceBatch, items: list[BufferItem], prompt: int | None, response: int | None) -> _Widths:
@@ -207,7 +207,7 @@ def _slots(item: BufferItem) -> int:
     return next((len(row) for row in rows if row is not None), 0)
 
 
-def _wider(value: torch.Tensor, left: int, right: int, fill: float) -> torch.Tensor:
+def _widen(value: torch.Tensor, left: int, right: int, fill: float) -> torch.Tensor:
     if not left and not right:
         return value
     width = value.shape[1]
@@ -455,7 +455,7 @@ def _field_of(name: str, engine: bool) -> str | None:
     return name if name in FIELDS and FIELDS[name].axis == "response" else None
 
 
-def take_back(out: PaddedColumns, key: str) -> list[Any]:
+def pop_foreign(out: PaddedColumns, key: str) -> list[Any]:
     """Remove and return the framework's own entries in `info[key]` of each row; [] if any row has none."""
     entries = [(row.get("info") or {}).get(key) for row in out.row_extras]
     if any(entry is None for entry in entries):

@@ -27,7 +27,7 @@ from rollbook.io.hf import dataset_from_table, from_hf, to_hf
 Records: TypeAlias = Sequence[Experience] | Experiences
 
 
-def _shapes(experiences: Records, max_prompt: int | None, max_response: int) -> tuple[Any, Any]:
+def _check_shapes(experiences: Records, max_prompt: int | None, max_response: int) -> tuple[Any, Any]:
     """Return the prompt and response lengths [N], checked against the maxima."""
     if not isinstance(experiences, Sequence):
         raise ValueError(f"experiences: got {type(experiences).__name__}, expected a list or Experiences")
@@ -40,13 +40,13 @@ def _shapes(experiences: Records, max_prompt: int | None, max_response: int) -> 
     # With a truncated prompt the tokens may be fewer than the prompt was long: all of them are prompt then.
     prompts = np.minimum(prompts, totals)
     if max_prompt is not None:
-        _fits("max_prompt_length", max_prompt, prompts, experiences)
+        _check_limit("max_prompt_length", max_prompt, prompts, experiences)
     responses = totals - prompts
-    _fits("max_response_length", max_response, responses, experiences)
+    _check_limit("max_response_length", max_response, responses, experiences)
     return prompts, responses
 
 
-def _fits(name: str, limit: int, lengths: NDArray[np.int64], experiences: Records) -> None:
+def _check_limit(name: str, limit: int, lengths: NDArray[np.int64], experiences: Records) -> None:
     over = np.flatnonzero(lengths > limit)
     if limit < 0 or over.size:
         if not over.size:
@@ -60,7 +60,7 @@ def _fits(name: str, limit: int, lengths: NDArray[np.int64], experiences: Record
 
 def _response_lengths(experiences: Records) -> Any:
     """Return the response slots [N] of each record: its response tokens, or the log-probs of a truncated prompt."""
-    _, responses = _shapes(experiences, None, sys.maxsize)
+    _, responses = _check_shapes(experiences, None, sys.maxsize)
     if isinstance(experiences, Experiences):
         status, logprobs = experiences.values("truncate_status"), experiences.values("logprobs")
     else:
@@ -143,7 +143,7 @@ def gather_token_ids(
     tensor([[ 9, 11, 12, 13,  9],
             [21, 22, 23, 24, 25]], dtype=torch.int32)
     """
-    prompts, responses = _shapes(experiences, max_prompt_length, max_response_length)
+    prompts, responses = _check_shapes(experiences, max_prompt_length, max_response_length)
     starts = max_prompt_length - prompts
     width = max_prompt_length + max_response_length
     if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, (int, np.integer)):
@@ -158,7 +158,7 @@ def gather_attention_masks(experiences: Records, max_prompt_length: int, max_res
     >>> gather_attention_masks([Experience(tokens=[11, 12, 13])], 2, 3)
     tensor([[False,  True,  True,  True, False]])
     """
-    prompts, responses = _shapes(experiences, max_prompt_length, max_response_length)
+    prompts, responses = _check_shapes(experiences, max_prompt_length, max_response_length)
     device = "cpu"
     if not isinstance(experiences, Experiences) and len(experiences):
         device = str(experiences[0].tokens.device)
@@ -196,7 +196,7 @@ def gather_response_attrs(
         lengths = column.lengths
     else:
         lengths = np.array([len(row) for row in _rows(experiences, attr_name)], dtype=np.int64)
-    _fits("max_response_length", max_response_length, lengths, experiences)
+    _check_limit("max_response_length", max_response_length, lengths, experiences)
     return _padded(experiences, attr_name, max_response_length, pad_value, np.zeros_like(lengths), lengths)
 
 

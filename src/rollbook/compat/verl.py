@@ -39,10 +39,10 @@ from rollbook.compat.padded_columns import (
     ReturnedColumns,
     RowExtras,
     custom_names,
+    import_package,
     on_last_action,
+    pop_foreign,
     read_ids,
-    require,
-    take_back,
     to_columns,
 )
 from rollbook.core.experiences import Experiences
@@ -93,7 +93,7 @@ def to_verl(
         data = to_verl(lease.experiences, pad_token_id=tokenizer.pad_token_id)
         data.batch["token_level_scores"], data.non_tensor_batch["uid"]
     """
-    package = require("tensordict" if tensordict_only else "verl", "to_verl")
+    package = import_package("tensordict" if tensordict_only else "verl", "to_verl")
     out = to_columns(experiences, "verl", pad_token_id, max_prompt_length, max_response_length)
     tensors, rows = _tensors(out, mask_dtype), _rows(out)
     if get_rope_index is not None:
@@ -198,7 +198,7 @@ FOREIGN = "verl"
 
 def _add_foreign(out: PaddedColumns, tensors: dict[str, torch.Tensor], rows: dict[str, list[Any]]) -> None:
     """Restore the keys that `from_verl` kept in `info`."""
-    entries = take_back(out, FOREIGN)
+    entries = pop_foreign(out, FOREIGN)
     if not entries:
         return
     for key in entries[0].get("rows", ()):

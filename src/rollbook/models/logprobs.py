@@ -385,7 +385,7 @@ class _FromHidden(torch.autograd.Function):
         # An autocast around the call must not convert these products.
         with torch.autocast(hidden.device.type, enabled=False):
             kernels = _vocabulary.kernels_for(hidden) if hidden.is_cuda else None
-            if kernels is not None and kernels.takes(hidden, weight):
+            if kernels is not None and kernels.supports(hidden, weight):
                 sums = SoftmaxSums(
                     *kernels.product_sums(hidden, weight, bias, targets.labels, targets.scales, layer.cap, entropy)
                 )

@@ -43,7 +43,7 @@ from rollbook.algorithms.advantages import (
 )
 from rollbook.algorithms.advantages.temporal import place_rewards
 from rollbook.algorithms.filters import clip_filter_like_weight_func, zero_variance
-from rollbook.algorithms.groups import block_means, sums_of_blocks, whiten
+from rollbook.algorithms.groups import block_means, block_sums, whiten
 from rollbook.algorithms.inputs import INFO_KEYS
 from rollbook.algorithms.kl import KL, k1, penalize, token_kl
 from rollbook.algorithms.layout import Layout
@@ -53,20 +53,21 @@ from rollbook.algorithms.shaping import RunningNorm, clip_advantages, clip_score
 from rollbook.batch.device import pin_memory, to
 from rollbook.compat.lightrft.batch import ExperienceBatch as Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, Samples, TokenColumn
-from rollbook.compat.lightrft.models import call_model, checked_answer, is_native
-from rollbook.compat.lightrft.rewards import RewardModels, Scorer
+from rollbook.compat.lightrft.models import call_model, check_output, is_native
 from rollbook.compat.lightrft.samples import (
     PromptsLike,
+    RewardModels,
     RolloutBatches,
-    batch_of,
+    Scorer,
+    batch_from_samples,
     finished_records,
-    if_any,
-    lengths_of_samples,
+    make_prompts,
+    make_samples,
     maker_sampling,
     mean_by_row,
-    prompts_of,
+    none_if_empty,
     records_of_samples,
-    samples_of,
+    sample_lengths,
 )
 from rollbook.core.checks import check_bool, check_float, check_int, suggest
 from rollbook.core.experiences import Experiences
@@ -415,7 +416,7 @@ def _block_scores(batches: Sequence[Experience], config: MakerConfig) -> RowScor
         scores *= size
         scores /= size - 1
     elif formula is grpo:
-        squares = sums_of_blocks((ascending - means) ** 2)
+        squares = block_sums((ascending - means) ** 2)
         divisors = np.sqrt(squares / (size - 1)) + check_float("eps", options.get("eps", entry.options["eps"]), 0)
         scores /= np.where(divisors > 0, divisors, 1.0)[:, None]
     scores += 0.0  # -0.0 becomes 0.0
@@ -700,7 +701,7 @@ class NaiveExperienceMaker:
                 raise ValueError(
                     f"{name}: there is no such column{suggest(name, [f'all_{column}' for column in columns])}"
                 )
-        prompts = prompts_of(all_prompts, **columns)
+        prompts = make_prompts(all_prompts, **columns)
         if not prompts:
             raise ValueError("all_prompts: got none, expected at least one prompt")
         self.scorer.check(prompts)
@@ -729,8 +730,8 @@ class NaiveExperienceMaker:
             records = pipeline.generate(engine, prompts, sampling, metrics=self._step_metrics)  # type: ignore[arg-type]
         pad = getattr(self.tokenizer, "pad_token_id", None) or 0
         parts = []
-        for start, stop in self._cuts(len(records)):
-            part = samples_of(
+        for start, stop in self._batch_bounds(len(records)):
+            part = make_samples(
                 engine.samples[start:stop],
                 pad_token_id=pad,
                 packed=self.config.packing_samples,
@@ -801,7 +802,7 @@ class NaiveExperienceMaker:
             self.actor.eval()
         parts = []
         with self._bar("rollout", len(runs)) as bar:
-            for start, stop in self._cuts(len(runs)):
+            for start, stop in self._batch_bounds(len(runs)):
                 rows = runs[start:stop]
                 texts = [str(prompts[i].text) for i, _ in rows]
                 inputs = self.tokenize_fn(texts, self.prompt_max_len, device=self.device)
@@ -823,15 +824,15 @@ class NaiveExperienceMaker:
                         response_length=action_mask.float().sum(dim=-1),
                         total_length=attention_mask.float().sum(dim=-1),
                         prompts=texts,
-                        labels=if_any([prompts[i].label for i, _ in rows]),
-                        references=if_any([prompts[i].reference for i, _ in rows]),
+                        labels=none_if_empty([prompts[i].label for i, _ in rows]),
+                        references=none_if_empty([prompts[i].reference for i, _ in rows]),
                         ids=[EID(batch=self._batch_id(), task=i, run=run) for i, run in rows],
                     )
                 )
                 bar.advance(len(rows))
         return parts
 
-    def _cuts(self, count: int) -> Iterator[tuple[int, int]]:
+    def _batch_bounds(self, count: int) -> Iterator[tuple[int, int]]:
         """The bounds of the batches of `micro_rollout_batch_size` rows."""
         size = self.config.micro_rollout_batch_size or max(count, 1)
         return ((start, min(start + size, count)) for start in range(0, count, size))
@@ -869,7 +870,7 @@ class NaiveExperienceMaker:
         if batch is not None:
             batches = [batch]
         else:
-            batches = [batch_of(samples) for samples in parts]
+            batches = [batch_from_samples(samples) for samples in parts]
             records = self._annotate(parts, batches)
         if batch is not None and self.scorer.reads_tokens:
             with self._step_metrics.time("reward"):
@@ -933,7 +934,7 @@ class NaiveExperienceMaker:
         if callable(getattr(model, "eval", None)):
             model.eval()
         with self._step_metrics.time(name) as stage:
-            answers = rollout.of_each(lambda batch: call_model(model, batch))
+            answers = rollout.compute(lambda batch: call_model(model, batch))
             stage["tokens"] = rollout.token_count()
         return answers
 
@@ -1073,8 +1074,7 @@ class NaiveExperienceMaker:
         entry = ESTIMATORS[self.config.advantage_estimator]
         for name, model in (("values", "critic"), ("teacher_logprobs", "teacher")):
             if name in entry.inputs and model not in self.models:
-                shown = name if name == "values" else repr(name)
-                raise ValueError(f"{entry.name}: got no {shown}, which it needs; {_SOURCES[name]}")
+                raise ValueError(f"{entry.name}: missing input {name!r}; {_SOURCES[name]}")
         coef = self.config.kl_coef
         if coef is not None and coef > 0 and not self.config.use_kl_loss and "reference" not in self.models:
             raise ValueError(
@@ -1084,7 +1084,7 @@ class NaiveExperienceMaker:
     def _greedy_rewards(self, all_prompts: PromptsLike, generate_kwargs: Mapping[str, Any]) -> dict[Any, float]:
         """ReMax's baselines by group id: the reward of each prompt's greedy response."""
         parts, records = self._generate(all_prompts, {**generate_kwargs, "do_sample": False}, 1)
-        batches = [batch_of(samples) for samples in parts]
+        batches = [batch_from_samples(samples) for samples in parts]
         self.scorer.score(parts, batches, records, StepMetrics())
         rollout = RolloutBatches(batches)
         return dict(zip(rollout.groups(1), rollout.numbers("reward").tolist(), strict=True))
@@ -1216,7 +1216,7 @@ class NaiveExperienceMaker:
         if any(name in options for name in _NOT_HOOKED):
             return as_advantages(entry.name, entry.call({"token_rewards": token_rewards, "mask": mask}, options))
         if gamma != 1:
-            advise(f"{entry.name}: gamma {gamma} is taken as 1, its only value")
+            advise(f"{entry.name}: gamma {gamma} is ignored, expected 1")
         returns = self._returns(rollout, token_rewards, mask, 1.0)
         return Advantages(_whitened(returns.apply(torch.clone), mask, {**entry.options, **options}), returns)
 
@@ -1279,26 +1279,25 @@ class NaiveExperienceMaker:
         for name in [*required, *(["baselines"] if entry.greedy_baseline else [])]:
             if name not in inputs:
                 source = _SOURCES.get(name) or f"put them into the prompts' info[{INFO_KEYS.get(name, name)!r}]"
-                shown = name if name == "baselines" else repr(name)
-                raise ValueError(f"{entry.name}: got no {shown}, which it needs; {source}")
+                raise ValueError(f"{entry.name}: missing input {name!r}; {source}")
         return inputs
 
     def _returns(self, rollout: RolloutBatches, token_rewards: Rows, mask: Rows, gamma: float) -> Rows:
         """`get_cumulative_returns` of each batch."""
-        batches = zip(rollout.laid_out(token_rewards), rollout.laid_out(mask), strict=True)
+        batches = zip(rollout.lay_out(token_rewards), rollout.lay_out(mask), strict=True)
         returns = [self.get_cumulative_returns(*arguments, gamma) for arguments in batches]
-        return rollout.gathered("get_cumulative_returns", returns)
+        return rollout.gather("get_cumulative_returns", returns)
 
     def _gae(
         self, rollout: RolloutBatches, values: Rows, token_rewards: Rows, mask: Rows, options: Mapping[str, Any]
     ) -> tuple[Rows, Rows]:
         """`get_advantages_and_returns` of each batch."""
-        columns = (rollout.laid_out(rows) for rows in (values, token_rewards, mask))
+        columns = (rollout.lay_out(rows) for rows in (values, token_rewards, mask))
         gamma, lam = options["gamma"], options["lam"]
         pairs = [self.get_advantages_and_returns(v, r, m, gamma, lam) for v, r, m in zip(*columns, strict=True)]
         advantages, returns = zip(*pairs, strict=True) if pairs else ((), ())
         name = "get_advantages_and_returns"
-        return rollout.gathered(name, advantages), rollout.gathered(name, returns)
+        return rollout.gather(name, advantages), rollout.gather(name, returns)
 
     # --- records and metrics ------------------------------------------------------------------------------------
 
@@ -1489,10 +1488,10 @@ def padded_experience(
         with metrics.time(name) as stage:
             if callable(getattr(model, "eval", None)):
                 model.eval()  # type: ignore[attr-defined]
-            answer = checked_answer(model, model(tokens, shape[1], attention), shape)
+            answer = check_output(model, model(tokens, shape[1], attention), shape)
             columns[name] = _response_slots(answer, mask, ends, bits)
             stage["tokens"] = count
-    responses, totals = lengths_of_samples(samples)
+    responses, totals = sample_lengths(samples)
     kl, means = _k1(columns["policy"], columns["reference"], mask, ends, bits is not None)
     batch = Experience(
         tokens,

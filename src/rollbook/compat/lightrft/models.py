@@ -19,11 +19,11 @@ from rollbook.batch.media import BY_TOKEN, placeholders
 from rollbook.compat.lightrft.batch import Device, ExperienceBatch, Origin, token_fields
 from rollbook.compat.lightrft.ragged_batch import (
     action_starts,
-    checked,
-    divided,
+    check_fields,
+    find_spans,
     media_inputs,
-    sheet_of_batch,
-    spans_of_rows,
+    ragged_from_batch,
+    split_media,
     widths,
 )
 from rollbook.core.checks import check_int, suggest
@@ -38,7 +38,7 @@ from rollbook.models.protocols import Policy, ValueModel
 from rollbook.rollout.transformers import TransformersEngine
 
 # What calls to transformers carry along, with the values that ask for nothing else than is done here.
-_HARMLESS: dict[str, tuple[Any, ...] | None] = {
+_IGNORED_VALUES: dict[str, tuple[Any, ...] | None] = {
     "use_cache": (True, None),
     "num_beams": (1, None),
     "num_beam_groups": (1, None),
@@ -95,7 +95,7 @@ def process_sequences(
     return sequences, attended.long(), attended[:, begin:]
 
 
-def laid_out(
+def lay_out_samples(
     samples: Sequence[Sample], pad_token_id: int, device: Device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Samples as (sequences, attention_mask int64, action_mask bool); masks come from lengths, not from what tokens
@@ -103,12 +103,12 @@ def laid_out(
     for i, sample in enumerate(samples):
         if sample.failed:
             raise RuntimeError(f"sample {i} ({sample.eid}): {sample.error}")
-    tokens, spans, before = end_to_end(samples)
+    tokens, spans, before = concatenate_samples(samples)
     attended = spans.mask(torch.int64).to(device)
     return spans.pad(tokens, pad_token_id).to(device), attended, attended[:, before:].bool()
 
 
-def end_to_end(samples: Sequence[Sample], slots: int = 0) -> tuple[torch.Tensor, Spans, int]:
+def concatenate_samples(samples: Sequence[Sample], slots: int = 0) -> tuple[torch.Tensor, Spans, int]:
     """(all tokens of samples, [total] int64; where each lies in a matrix in which prompts end and responses begin at
     the same column; that column). There are at least `slots` columns for responses."""
     prompts = [len(sample.prompt_ids) for sample in samples]
@@ -124,7 +124,7 @@ MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_th
 """What a processor makes of media, all prompts together, as `generate` takes it."""
 
 
-def media_of_rows(
+def split_media_by_row(
     rows: Sequence[Sequence[int]], masks: Sequence[torch.Tensor], media: Mapping[str, torch.Tensor], config: Any
 ) -> list[dict[str, torch.Tensor]]:
     """For each prompt its own media, told by how many placeholders it has; nothing for one that has none.
@@ -169,7 +169,7 @@ def media_of_rows(
     return row_media
 
 
-def sampling_of(options: dict[str, Any], prompt_width: int, suppress: tuple[int, ...]) -> Sampling:
+def make_sampling(options: dict[str, Any], prompt_width: int, suppress: tuple[int, ...]) -> Sampling:
     """`Sampling` from the keywords of LightRFT's and transformers' `generate`; pad and media are not among them.
 
     >>> how = sampling_of({"max_length": 10, "do_sample": False, "top_k": 50, "num_beams": 1, "eos_token_id": 2}, 4, ())
@@ -185,7 +185,7 @@ def sampling_of(options: dict[str, Any], prompt_width: int, suppress: tuple[int,
     ValueError: generate: option 'top_kk' is not known; did you mean 'top_k'? (n, max_tokens, min_tokens, temperature, top_p, top_k, min_p, first_temperature, stop, stop_token_ids, include_stop, ignore_eos, seed, suppress, max_prompt_tokens, prompt_overflow, logprobs, extra, max_new_tokens, min_new_tokens, stop_strings, max_length, num_return_sequences, do_sample, eos_token_id, suppress_tokens)
     """  # noqa: E501
     arguments = dict(options)
-    for name, fine in _HARMLESS.items():
+    for name, fine in _IGNORED_VALUES.items():
         if name in arguments:
             value = arguments.pop(name)
             if fine is not None and value not in fine:
@@ -240,16 +240,16 @@ class Actor(NativeActor):
             attention_mask = process_sequences(input_ids, input_ids.shape[1], None, pad)[1]
         kwargs.setdefault("temperature", self.temperature)
         media = {name: kwargs.pop(name) for name in MEDIA if name in kwargs}
-        sampling = sampling_of(kwargs, input_ids.shape[1], self.suppress)
+        sampling = make_sampling(kwargs, input_ids.shape[1], self.suppress)
         masks = list(attention_mask.cpu() != 0)
         rows = [row[mask].tolist() for row, mask in zip(input_ids.cpu(), masks, strict=True)]
-        media_by_row = media_of_rows(rows, masks, media, self.config) if media else [{} for _ in rows]
+        media_by_row = split_media_by_row(rows, masks, media, self.config) if media else [{} for _ in rows]
         prompts = [
             Prompt(token_ids=row, images=[images] if images else ())
             for row, images in zip(rows, media_by_row, strict=True)
         ]
         # One batch id for all calls: with a seed, the same is sampled another time.
-        return laid_out(TransformersEngine(self).generate(prompts, sampling, batch="generate"), pad, self.device)
+        return lay_out_samples(TransformersEngine(self).generate(prompts, sampling, batch="generate"), pad, self.device)
 
     def process_sequences(
         self,
@@ -290,11 +290,11 @@ def call_model(model: Callable[..., Any], batch: ExperienceBatch) -> torch.Tenso
     else:
         answer = model(batch.sequences, int(batch.action_mask.shape[1]), batch.attention_mask, **media)
     if batch.layout == "padded":
-        return checked_answer(model, answer, tuple(batch.action_mask.shape))
-    return Rows(checked_answer(model, answer, (1, len(batch.action_mask.values)))[0], batch.action_mask.lengths)
+        return check_output(model, answer, tuple(batch.action_mask.shape))
+    return Rows(check_output(model, answer, (1, len(batch.action_mask.values)))[0], batch.action_mask.lengths)
 
 
-def checked_answer(model: Callable[..., Any], answer: object, shape: tuple[int, ...]) -> torch.Tensor:
+def check_output(model: Callable[..., Any], answer: object, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the tensor of a model's answer, or of the first part of it, if it has the shape."""
     answer = answer[0] if isinstance(answer, tuple) else answer
     if not isinstance(answer, torch.Tensor):
@@ -348,19 +348,19 @@ def native_batch(batch: ExperienceBatch) -> Batch:
     Returns:
         Tokens and media on the same memory, every response slot in the mask, in the same layout.
     """
-    slimmed = slim(batch)
-    spans = None if batch.layout == "packed" else _spans(slimmed)
-    tokens, mask = slimmed.sequences, slimmed.action_mask
+    model_fields = select_model_fields(batch)
+    spans = None if batch.layout == "packed" else _spans(model_fields)
+    tokens, mask = model_fields.sequences, model_fields.action_mask
     if batch.layout == "packed":
         tokens = tokens if isinstance(tokens, Rows) else Rows(tokens)
-    attended = None if batch.layout == "packed" else slimmed.attention_mask
-    media = _model_names(divided(slimmed))
+    attended = None if batch.layout == "packed" else model_fields.attention_mask
+    media = _model_names(split_media(model_fields))
     return Batch(tokens=tokens, action_mask=mask, attention_mask=attended, media=media, spans=spans)
 
 
-def _spans(slimmed: ExperienceBatch) -> tuple[Spans, Spans]:
-    width, slots = widths(checked(slimmed))
-    return spans_of_rows(slimmed.attention_mask, len(slimmed), width, slots, action_starts(slimmed, slots))
+def _spans(model_fields: ExperienceBatch) -> tuple[Spans, Spans]:
+    width, slots = widths(check_fields(model_fields))
+    return find_spans(model_fields.attention_mask, len(model_fields), width, slots, action_starts(model_fields, slots))
 
 
 def _model_names(media: dict[str, list[Any] | None]) -> dict[str, list[Any]]:
@@ -383,14 +383,14 @@ class BatchRows:
     @classmethod
     def of(cls, batch: ExperienceBatch) -> BatchRows:
         """The rows of a batch."""
-        slimmed = slim(batch)
-        spans = _spans(slimmed)[1] if batch.layout == "padded" else None
-        sheet = sheet_of_batch(slimmed)
-        column = sheet.columns["sequences"]
+        model_fields = select_model_fields(batch)
+        spans = _spans(model_fields)[1] if batch.layout == "padded" else None
+        ragged = ragged_from_batch(model_fields)
+        column = ragged.columns["sequences"]
         device = column.device if isinstance(column, torch.Tensor) else torch.device("cpu")
-        flat = concatenated(column, sheet.tokens) if column is not None else torch.empty(0)
-        tokens = as_column(flat.long(), offsets_of(sheet.tokens))
-        return cls(tokens, sheet.responses, _model_names(sheet.media), spans, device)
+        flat = concatenated(column, ragged.tokens) if column is not None else torch.empty(0)
+        tokens = as_column(flat.long(), offsets_of(ragged.tokens))
+        return cls(tokens, ragged.responses, _model_names(ragged.media), spans, device)
 
     def batch(self, rows: Lengths, packed: bool, device: torch.device) -> Batch:
         """Some rows as a model takes them."""
@@ -405,7 +405,7 @@ class BatchRows:
         return Rows(placed, self.response_lengths.tolist()) if self.spans is None else self.spans.pad(placed, 0)
 
 
-def slim(batch: ExperienceBatch) -> ExperienceBatch:
+def select_model_fields(batch: ExperienceBatch) -> ExperienceBatch:
     """The batch with what a model needs alone, sharing its memory."""
     slots = next((column for _, column in token_fields(batch, "response") if column is not None), None)
     if slots is None:

@@ -1,15 +1,19 @@
-"""LightRFT's `Samples`, batches of a rollout, and the records that they are made from.
+"""The rollout of LightRFT's maker: prompts, `Samples`, their batches and records, and their rewards.
 
-Invariant: tokens are those the engine sampled, none added, none left out; in a padded batch prompts end and responses
-begin at the same column, and slot j of a row speaks of its response's token j.
+Invariant: tokens are those that the engine sampled, without additions or omissions. In a padded batch, prompts end and
+responses begin at the same column, and slot j of a row belongs to token j of its response. A reward reads each response
+alone, with its own prompt, reference and label; a sample that failed or could not be scored has NaN and the reason in
+`info`, and does not change the scores of others.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
+from math import isfinite
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,21 +22,30 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.inputs import group_id, run_id
 from rollbook.compat.lightrft.batch import ExperienceBatch, Samples, TokenColumn, from_experiences
-from rollbook.compat.lightrft.models import end_to_end, sampling_of
-from rollbook.compat.lightrft.ragged_batch import action_starts, predicted_mask, spans_of_rows
+from rollbook.compat.lightrft.models import concatenate_samples, make_sampling
+from rollbook.compat.lightrft.ragged_batch import action_starts, find_spans, predicted_mask
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
+from rollbook.core.metrics import StepMetrics
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.ragged import offsets_of
 from rollbook.core.rows import NUMPY, Rows, Spans, memory
 from rollbook.core.sampling import Prompt, Sample, Sampling, as_media
+from rollbook.rewards.functions import PARAMETER_NAMES
+from rollbook.rewards.recipes import LightRFTReward, Recipe, as_reward, check_label, lightrft_reward
+from rollbook.rewards.types import Reward, RewardInput, RewardResult, WrongCountError, is_reward
+from rollbook.train import pipeline
 
 PromptsLike: TypeAlias = str | Prompt | Sequence[Any]
 """A prompt or a list of them: texts, chats, token ids or `Prompt`s."""
+RewardFunction: TypeAlias = Callable[..., Any] | Mapping[str, Any] | str
+"""A reward function, functions by name, or the path of one."""
+RewardModels: TypeAlias = RewardFunction | Sequence[Any] | None
+"""A reward model, several, or any reward of `rollbook.rewards`."""
 
 
-def prompts_of(
+def make_prompts(
     all_prompts: PromptsLike | None,
     *,
     labels: Sequence[Any] | None = None,
@@ -82,10 +95,10 @@ def maker_sampling(options: Mapping[str, Any], prompt_max_len: int, **defaults: 
     (4, 0.0, False)
     """
     renamed = {_RENAMED.get(name, name): option for name, option in options.items() if name not in _IGNORED}
-    return sampling_of({**defaults, **renamed}, prompt_max_len, ())
+    return make_sampling({**defaults, **renamed}, prompt_max_len, ())
 
 
-def samples_of(
+def make_samples(
     rollouts: Sequence[Sample], *, pad_token_id: int = 0, packed: bool = False, records: Experiences | None = None
 ) -> Samples:
     """Convert an engine's samples to one `Samples`, padded or packed.
@@ -105,15 +118,15 @@ def samples_of(
     if not rollouts:
         raise ValueError("rollouts: got none, expected at least one sample")
     # At least one slot: models and losses need a response axis, if only of padding.
-    tokens, spans, begin = end_to_end(rollouts, slots=1)
+    tokens, spans, begin = concatenate_samples(rollouts, slots=1)
     lengths, responses = torch.from_numpy(spans.lengths), [len(sample.response_ids) for sample in rollouts]
     actions = [0 if sample.failed else length for sample, length in zip(rollouts, responses, strict=True)]
     shared: dict[str, Any] = {
         "response_length": torch.tensor(actions, dtype=torch.float32),
         "total_length": lengths.float(),
         "prompts": [_prompt_text(sample) for sample in rollouts],
-        "labels": if_any([sample.prompt.label for sample in rollouts]),
-        "references": if_any([sample.prompt.reference for sample in rollouts]),
+        "labels": none_if_empty([sample.prompt.label for sample in rollouts]),
+        "references": none_if_empty([sample.prompt.reference for sample in rollouts]),
         "pad_len": None,
         "rollouts": list(rollouts),
         "records": Experiences([sample.to_experience() for sample in rollouts]) if records is None else records,
@@ -149,12 +162,12 @@ def _prompt_text(sample: Sample) -> Any:
     return prompt.messages if prompt.messages is not None else list(prompt.token_ids or ())
 
 
-def if_any(entries: list[Any]) -> list[Any] | None:
+def none_if_empty(entries: list[Any]) -> list[Any] | None:
     """A column of `Samples`, or `None` if it has no entry."""
     return None if all(entry is None for entry in entries) else entries
 
 
-def batch_of(samples: Samples) -> ExperienceBatch:
+def batch_from_samples(samples: Samples) -> ExperienceBatch:
     """Make the batch of samples before any model or reward: tokens, masks, labels.
 
     Samples of an engine also have ids, media, finish reasons, and in `extras` the engine's log-probs and policy
@@ -164,7 +177,7 @@ def batch_of(samples: Samples) -> ExperienceBatch:
         raise ValueError(f"samples: got {type(samples).__name__}, expected Samples")
     if samples.sequences is None or samples.sequences.dim() != 2:
         raise ValueError("samples.sequences: got no matrix, expected (B, S), or (1, tokens) packed")
-    info: dict[str, Any] = dict(zip(("response_length", "total_length"), lengths_of_samples(samples), strict=True))
+    info: dict[str, Any] = dict(zip(("response_length", "total_length"), sample_lengths(samples), strict=True))
     is_packed = samples.packed_seq_lens is not None
     sequences, attention, action_mask = _packed_fields(samples) if is_packed else _padded_fields(samples)
     if samples.rollouts is None:
@@ -252,7 +265,7 @@ def _attended(attention: torch.Tensor, action_mask: torch.Tensor) -> torch.Tenso
     return attention
 
 
-def lengths_of_samples(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_lengths(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     """[B] each: the actions and the tokens of samples, as float32; counted where samples do not have them."""
     responses, totals = samples.response_length, samples.total_length
     device = samples.sequences.device
@@ -421,10 +434,10 @@ class RolloutBatches:
                 value = _all_true(batch)
             if value is None:
                 return None
-            parts.append(_cut(value, spans))
+            parts.append(_unpad(value, spans))
         if not parts:
             return torch.zeros(0, dtype=torch.bool if name == "action_mask" else torch.float32), []
-        return _end_to_end(parts)
+        return _concatenate(parts)
 
     def token_rewards(self) -> tuple[Rows, torch.Tensor] | None:
         """The token rewards of all rows, on the CPU, 0 on rows without any, and [N] bool: which rows have them; `None`
@@ -435,17 +448,17 @@ class RolloutBatches:
         parts, lengths, has = [], list[int](), []
         for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
             value = _field(batch, name)
-            values, batch_lengths = _cut(_all_true(batch) if value is None else value, spans)
+            values, batch_lengths = _unpad(_all_true(batch) if value is None else value, spans)
             parts.append(torch.zeros(len(values)) if value is None else values.float())
             lengths += batch_lengths
             absent = range(size) if value is None else batch.origin.absent.get(name, ())
             has += [row not in absent for row in range(size)]
         return Rows(torch.cat(parts), lengths), torch.tensor(has)
 
-    def of_each(self, compute: Callable[[ExperienceBatch], Any]) -> tuple[torch.Tensor, list[int]]:
+    def compute(self, compute: Callable[[ExperienceBatch], Any]) -> tuple[torch.Tensor, list[int]]:
         """What a function computes of each batch, (B, A), or `Rows` of a packed one, as a `column`."""
         parts = zip(self.batches, self._spans, strict=True)
-        return _end_to_end([_cut(compute(batch), spans) for batch, spans in parts])
+        return _concatenate([_unpad(compute(batch), spans) for batch, spans in parts])
 
     def token_count(self) -> int:
         """How many tokens are attended."""
@@ -467,14 +480,14 @@ class RolloutBatches:
 
     def put_column(self, name: str, values: torch.Tensor, lengths: list[int]) -> None:
         """`put` of values end to end."""
-        for batch, value in zip(self.batches, self._laid_out(values, lengths), strict=True):
+        for batch, value in zip(self.batches, self._lay_out(values, lengths), strict=True):
             _set_field(batch, name, value)
 
-    def laid_out(self, rows: Rows) -> list[Any]:
+    def lay_out(self, rows: Rows) -> list[Any]:
         """A response-axis column as each batch has its own fields: (B, A), 0 on padding, or `Rows` of a packed one."""
-        return self._laid_out(rows.values, rows.lengths)
+        return self._lay_out(rows.values, rows.lengths)
 
-    def _laid_out(self, values: torch.Tensor, lengths: list[int]) -> list[Any]:
+    def _lay_out(self, values: torch.Tensor, lengths: list[int]) -> list[Any]:
         parts: list[Any] = []
         start = row = 0
         for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
@@ -484,17 +497,17 @@ class RolloutBatches:
             start, row = stop, row + size
         return parts
 
-    def gathered(self, name: str, parts: Sequence[Any]) -> Rows:
-        """The inverse of `laid_out`, for what a function `name` returned for each batch."""
+    def gather(self, name: str, parts: Sequence[Any]) -> Rows:
+        """The inverse of `lay_out`, for what a function `name` returned for each batch."""
         columns = []
         for i, (part, spans, size) in enumerate(zip(parts, self._spans, self.sizes, strict=True)):
             if spans is None:
                 if not isinstance(part, list) or len(part) != size:
-                    raise ValueError(f"{name}: got {_described(part)} for batch {i}, expected {size} 1-D tensors")
+                    raise ValueError(f"{name}: got {_describe(part)} for batch {i}, expected {size} 1-D tensors")
             elif not isinstance(part, torch.Tensor) or part.shape != (size, spans.width):
-                raise ValueError(f"{name}: got {_described(part)} for batch {i}, expected [{size}, {spans.width}]")
-            columns.append(_cut(part, spans))
-        return Rows(*_end_to_end(columns))
+                raise ValueError(f"{name}: got {_describe(part)} for batch {i}, expected [{size}, {spans.width}]")
+            columns.append(_unpad(part, spans))
+        return Rows(*_concatenate(columns))
 
     # --- per row ------------------------------------------------------------------------------------------------
 
@@ -535,7 +548,7 @@ class RolloutBatches:
             if isinstance(column, torch.Tensor):
                 column = column.tolist()
             entries += [None] * size if column is None else list(column)
-        return if_any(entries)
+        return none_if_empty(entries)
 
     def ids(self) -> list[EID] | None:
         """[N] The rows' ids, `None` unless every row has one."""
@@ -589,11 +602,11 @@ def mean_by_row(values: NDArray[np.float64], lengths: NDArray[np.int64], counts:
     return torch.from_numpy(sums / np.maximum(counts, 1).astype(np.float32))
 
 
-def _described(value: TokenColumn) -> str:
+def _describe(value: TokenColumn) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _cut(value: TokenColumn, spans: Spans | None) -> tuple[torch.Tensor, list[int]]:
+def _unpad(value: TokenColumn, spans: Spans | None) -> tuple[torch.Tensor, list[int]]:
     """A response-axis field of one batch without padding, on the CPU: its rows end to end, and their lengths."""
     if spans is not None and isinstance(value, torch.Tensor):
         return spans.unpad(value.detach().cpu()), spans.lengths.tolist()
@@ -601,7 +614,7 @@ def _cut(value: TokenColumn, spans: Spans | None) -> tuple[torch.Tensor, list[in
     return rows.values.detach().to("cpu", copy=True), rows.lengths
 
 
-def _end_to_end(columns: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[int]]:
+def _concatenate(columns: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[int]]:
     if len(columns) == 1:
         return columns[0]
     values = [values for values, _ in columns]
@@ -624,7 +637,7 @@ def _response_spans(batch: ExperienceBatch) -> Spans | None:
     if not columns:
         raise ValueError("experience: got no response-axis field, expected action_mask or action_log_probs")
     slots = int(columns[0].shape[1])
-    return spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))[1]
+    return find_spans(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))[1]
 
 
 _RESPONSE_FIELDS = ("action_mask", "action_log_probs", "values", "kl", "advantages", "returns", "base_action_log_probs")
@@ -662,3 +675,315 @@ def batch_device(batch: ExperienceBatch) -> torch.device:
     if isinstance(sequences, Rows):
         return sequences.values.device
     return sequences[0].device if len(sequences) else torch.device("cpu")
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+class TokenReward(Reward):
+    """A reward model that is a plain callable of (sequences, attention_mask), called batch by batch as in LightRFT.
+
+    >>> ones = torch.ones(2, 3)
+    >>> batch = ExperienceBatch(ones.long(), ones, *[None] * 4, ones.long(), ones.bool(), {})
+    >>> model = TokenReward(lambda sequences, attention_mask: attention_mask.sum(1))
+    >>> model.score_batches([batch], ["a", "b"])
+    >>> model([RewardInput(prompt="", response="", eid=None)])
+    Traceback (most recent call last):
+        ...
+    ValueError: reward_model: got a sample of another rollout
+    >>> model.scores(batch)
+    tensor([3., 3.])
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.model = model
+        self._scores: dict[object, float] = {}
+
+    def score_batches(self, batches: Sequence[ExperienceBatch], keys: Sequence[object]) -> None:
+        """Call the model for all batches; `keys` name their rows: the uid, or the `id` of the row's `RewardInput`."""
+        scores = [score for batch in batches for score in self.scores(batch).tolist()]
+        self._scores = dict(zip(keys, scores, strict=True))
+
+    def scores(self, batch: ExperienceBatch) -> torch.Tensor:
+        """[B] The model's scores of a batch, float32, on the CPU."""
+        padded = batch if batch.layout == "padded" else batch.pad()
+        mask = padded.attention_mask
+        answer = self.model(padded.sequences, torch.ones_like(padded.sequences) if mask is None else mask)
+        if isinstance(answer, Mapping):
+            key = next((key for key in ("score", "scores", "reward", "rewards") if key in answer), None)
+            if key is None:
+                raise ValueError(f"reward_model: got a dict of {', '.join(map(str, answer))} back, expected 'score'")
+            answer = answer[key]
+        scores = torch.as_tensor(answer).detach().float().cpu().reshape(-1)
+        if len(scores) != len(batch):
+            raise WrongCountError(
+                f"reward_model: got {len(scores)} scores back, expected {len(batch)}, one for each sample"
+            )
+        return scores
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> RewardResult:
+        """Return the scores of samples of the batches that were scored."""
+        rewards = []
+        for scored in inputs:
+            key: object = id(scored)
+            if key not in self._scores:
+                key = None if scored.eid is None else scored.eid.uid
+            if key not in self._scores:
+                raise ValueError("reward_model: got a sample of another rollout")
+            rewards.append(self._scores[key])
+        errors = [_score_error(score) for score in rewards]
+        return RewardResult(rewards=[score if isfinite(score) else math.nan for score in rewards], errors=errors)
+
+
+def _score_error(score: float) -> str | None:
+    return None if isfinite(score) else f"reward_model: gave {score}"
+
+
+class Scorer(Reward):
+    """The one reward of what LightRFT's maker can be given: a model or several, URLs, a function, a recipe.
+
+    Args:
+        reward_model: A module (called with the engine's own tokens), a callable of (sequences, attention_mask),
+            whatever `rollbook.rewards.as_reward` takes, or a list of these; an empty list: rules only.
+        remote_rm_url: A URL, a `.py` file, or several, whose scores a `reward_fn(list)` combines; without one they are
+            added.
+        reward_fn: LightRFT's, called once with the scores of all models; or, without models, a function of a response.
+        label_map: LightRFT's, from a model's key to its index.
+        recipe: {label: [(type, key, weight), ...]}. Without a `reward_fn` it is applied here: models by `label_map` (or
+            by name, in a mapping), rules by the names of the ready functions, or of those in a mapping `reward_fn`.
+        tokenizer: Decodes responses without a text.
+
+    >>> scorer = Scorer(None, reward_fn=lambda response: len(response))
+    >>> scorer([RewardInput(prompt="2+2=", response="four")]).rewards
+    [4.0]
+    >>> Scorer(None)([RewardInput(prompt="2+2=", response="four")])
+    Traceback (most recent call last):
+        ...
+    ValueError: reward: got no source, expected reward_model, remote_rm_url or reward_fn
+    """
+
+    def __init__(
+        self,
+        reward_model: RewardModels,
+        *,
+        remote_rm_url: str | Sequence[str] | None = None,
+        reward_fn: Any = None,
+        label_map: Mapping[str, Any] | None = None,
+        recipe: Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        is_list = isinstance(reward_model, (list, tuple))
+        has_models = reward_model is not None and not (is_list and not reward_model)
+        models, self._token_rewards = _wrap_models(reward_model) if has_models else (reward_model, [])
+        self.reward: Reward | None = None
+        if remote_rm_url is not None and len(remote_rm_url):
+            if has_models:
+                raise ValueError("reward_model: got one beside remote_rm_url, expected one of the two")
+            self.reward = _remote_reward(remote_rm_url, reward_fn)
+        elif recipe is not None and (reward_fn is None or isinstance(reward_fn, Mapping)):
+            pad = getattr(tokenizer, "pad_token_id", None)
+            self.reward = Recipe(
+                recipe,
+                functions=reward_fn,
+                models=models if isinstance(models, (list, tuple, Mapping)) or models is None else [models],
+                label_map=label_map if has_models else None,
+                model_options={} if pad is None else {"pad_token_id": pad},
+            )
+        elif reward_fn is not None and (
+            has_models or label_map is not None or recipe is not None or _is_lightrft(reward_fn)
+        ):
+            self.reward = lightrft_reward(models if has_models else [], reward_fn, label_map, recipe, tokenizer)
+        elif reward_fn is not None and is_list and not _reads_samples(reward_fn):
+            self.reward = lightrft_reward([], reward_fn, label_map, recipe, tokenizer)
+        elif reward_fn is not None:
+            self.reward = as_reward(reward_fn)
+        elif has_models:
+            is_module = isinstance(models, torch.nn.Module)
+            self.reward = lightrft_reward(models, tokenizer=tokenizer) if is_module else as_reward(models)
+        self._result = RewardResult(rewards=[])
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the only reward is a callable of tokens."""
+        return type(self.reward) is TokenReward
+
+    def require(self) -> Reward:
+        """Return the reward, or raise `ValueError` if there is none."""
+        if self.reward is None:
+            raise ValueError("reward: got no source, expected reward_model, remote_rm_url or reward_fn")
+        return self.reward
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Reject labels that a recipe does not have, before anything is sampled."""
+        if isinstance(self.reward, (Recipe, LightRFTReward)) and self.reward.recipe:
+            for i, prompt in enumerate(prompts):
+                check_label(RewardInput(prompt="", response="", label=prompt.label), i, self.reward.recipe)
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> RewardResult:
+        """Score samples."""
+        self._result = self.require()(inputs)
+        if len(self._result) != len(inputs):
+            raise ValueError(
+                f"reward: got {len(self._result)} scores back, expected {len(inputs)}, one for each sample"
+            )
+        return self._result
+
+    def score(
+        self,
+        parts: Sequence[Samples],
+        batches: Sequence[ExperienceBatch],
+        records: Experiences | None,
+        metrics: StepMetrics,
+    ) -> Experiences | None:
+        """Put `reward` (B,), float32, `reward_metrics`, `reward_parts` and `reward_error` into each batch's `info`.
+
+        Args:
+            parts: The samples of a rollout.
+            batches: Their batches.
+            records: Their records, if an engine made them all.
+            metrics: Collects timings.
+
+        Returns:
+            The records with their rewards.
+        """
+        if records is None:
+            with metrics.time("reward"):
+                inputs = [
+                    sample for part, batch in zip(parts, batches, strict=True) for sample in self.inputs(part, batch)
+                ]
+                self._score_batches(batches, list(map(id, inputs)))
+                result = self(inputs)
+        else:
+            with metrics.time("reward"):
+                self._score_batches(batches, [eid.uid for eid in records.eids()])
+            prompts = [sample.prompt for part in parts for sample in part.rollouts or ()]
+            records = pipeline.score(records, self, self.tokenizer, prompts=prompts, metrics=metrics)
+            reported = records.values("metrics")
+            result = RewardResult(
+                rewards=records.values("reward"),
+                metrics={name: [numbers[name] for numbers in reported] for name in self._result.metrics},
+                errors=[info.get("reward_error") for info in records.values("info")],
+                parts=self._result.parts,
+            )
+        put_rewards(batches, result)
+        return records
+
+    def _score_batches(self, batches: Sequence[ExperienceBatch], keys: Sequence[object]) -> None:
+        for model in self._token_rewards:
+            model.score_batches(batches, keys)
+
+    def score_tokens(self, batch: ExperienceBatch) -> None:
+        """`score` of one batch by a callable of its tokens, without an input per sample."""
+        reward = self.reward
+        scores = reward.scores(batch)  # type: ignore[union-attr]
+        numbers = scores.tolist()
+        batch.info = {**(batch.info or {}), "reward": scores.to(batch_device(batch), copy=True)}
+        if not all(map(isfinite, numbers)):
+            batch.info["reward"][~scores.isfinite()] = math.nan
+            batch.info["reward_error"] = list(map(_score_error, numbers))
+
+    def inputs(self, samples: Samples, batch: ExperienceBatch) -> list[RewardInput]:
+        """Make the inputs of samples that no engine made, from their tokens.
+
+        The text of a response is what the model wrote; its ids are all of the response's, a tool's among them.
+        """
+        if self.reads_tokens:
+            return [RewardInput(prompt="", response="") for _ in range(len(batch))]
+        inputs = []
+        packed = batch.pack()
+        for i, (row, mask) in enumerate(zip(packed.sequences, packed.action_mask, strict=True)):
+            response = row[len(row) - len(mask) :]
+            prompt_ids = row[: len(row) - len(mask)].tolist()
+            if not prompt_ids:  # the first token is not trained on, but the model wrote it
+                mask = torch.cat([torch.ones_like(mask[:1]), mask[1:]])
+            prompt = None if samples.prompts is None else samples.prompts[i]
+            inputs.append(
+                RewardInput(
+                    prompt=prompt if isinstance(prompt, str) else self._decode(prompt_ids),
+                    response=self._decode(response[mask.bool()].tolist(), skip_special_tokens=True),
+                    reference=None if samples.references is None else samples.references[i],
+                    label=None if samples.labels is None else samples.labels[i],
+                    prompt_ids=prompt_ids,
+                    response_ids=response.tolist(),
+                    eid=None if batch.ids is None else batch.ids[i],
+                )
+            )
+        return inputs
+
+    def _decode(self, ids: list[int], **options: bool) -> str:
+        """Decode ids; "" without a tokenizer, for rewards that read ids alone."""
+        if self.tokenizer is None:
+            return ""
+        if hasattr(self.tokenizer, "decode"):
+            return str(self.tokenizer.decode(ids, **options))
+        return str(self.tokenizer.batch_decode([ids], **options)[0])
+
+
+def put_rewards(batches: Sequence[ExperienceBatch], scores: RewardResult) -> None:
+    """Put the scores of all rows into the `info` of their batches."""
+    rewards, metrics = scores.to_tensors()
+    RolloutBatches(batches).put_numbers("reward", rewards)
+    start = 0
+    for batch in batches:
+        info, stop = batch.info or {}, start + len(batch)
+        if metrics:
+            device = info["reward"].device
+            info["reward_metrics"] = {name: numbers[start:stop].to(device) for name, numbers in metrics.items()}
+        if scores.parts:
+            info["reward_parts"] = [list(scores.parts)] * len(batch)
+        if any(error is not None for error in scores.errors):
+            info["reward_error"] = scores.errors[start:stop]
+        batch.info = info
+        start = stop
+
+
+def _wrap_models(models: RewardModels) -> tuple[Any, list[TokenReward]]:
+    """Reward models with plain callables of tokens wrapped in `TokenReward`, and these."""
+    token_rewards: list[TokenReward] = []
+
+    def wrap(model: Any) -> Any:
+        if is_reward(model) or isinstance(model, (torch.nn.Module, str, Mapping, list, tuple)) or not callable(model):
+            return model
+        if _reads_samples(model):
+            return model
+        token_rewards.append(TokenReward(model))
+        return token_rewards[-1]
+
+    if isinstance(models, (list, tuple)):
+        return [wrap(model) for model in models], token_rewards
+    if isinstance(models, Mapping):
+        return {key: wrap(model) for key, model in models.items()}, token_rewards
+    return wrap(models), token_rewards
+
+
+def _remote_reward(urls: str | Sequence[str], reward_fn: Callable[..., Any] | None) -> Reward:
+    if reward_fn is None:
+        return as_reward(urls)
+    if len(_parameter_names(reward_fn)) > 1:
+        raise ValueError(
+            f"reward_fn: got {', '.join(_parameter_names(reward_fn))} as parameters, expected one beside "
+            "remote_rm_url: the list of the URLs' scores"
+        )
+    return as_reward([urls] if isinstance(urls, str) else urls, combine=reward_fn)
+
+
+def _is_lightrft(function: RewardFunction) -> bool:
+    """Whether a function has the arguments of LightRFT's `reward_fn`."""
+    names = _parameter_names(function)
+    return "model_reward_list" in names or "label_map" in names
+
+
+def _reads_samples(function: RewardFunction) -> bool:
+    """Whether a callable's parameters are fields of a sample, so that it is a function of responses."""
+    names = _parameter_names(function)
+    return isinstance(function, (str, Mapping)) or is_reward(function) or (bool(names) and names[0] in PARAMETER_NAMES)
+
+
+def _parameter_names(function: RewardFunction) -> list[str]:
+    """The parameters that a callable takes by position."""
+    try:
+        parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]

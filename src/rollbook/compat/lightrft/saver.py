@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.algorithms.filters import high_entropy_mask
-from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, peek
-from rollbook.compat.lightrft.ragged_batch import SAMPLE_LISTS, RaggedBatch, sheet_of_batch
+from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, peek_field
+from rollbook.compat.lightrft.ragged_batch import SAMPLE_LISTS, RaggedBatch, ragged_from_batch
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.errors import explain_missing
 from rollbook.core.experience import Experience
@@ -123,41 +123,41 @@ class BatchSource(TrajectorySource):
         self.batch = batch
         info, self.shared_info = split_info(batch.info, len(batch))
         coerced = coerce_batch(dataclasses.replace(batch, info=info) if self.shared_info else batch)
-        self.sheet, self.numbers = coerced.sheet, coerced.numbers
+        self.ragged, self.numbers = coerced.ragged, coerced.numbers
         problems += [f"experiences[{experience}]: {problem}" for problem in coerced.problems]
-        super().__init__([(experience, i) for i in range(len(self.sheet))])
+        super().__init__([(experience, i) for i in range(len(self.ragged))])
 
     def read(self, i: int, name: str) -> NDArray[Any] | None:
         if name in self.numbers:
             return self.numbers[name][i : i + 1]
-        row = self.sheet.row(name, i)
+        row = self.ragged.row(name, i)
         return None if row is None else to_numpy(row)
 
     def padded(self, i: int) -> NDArray[np.int64] | None:
         row = self.batch.sequences[i]
-        return None if len(row) == self.sheet.tokens[i] else to_numpy(row).astype(np.int64)
+        return None if len(row) == self.ragged.tokens[i] else to_numpy(row).astype(np.int64)
 
     def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
         readers: dict[str, Callable[[], NDArray[Any]]] = {}
-        for name, column in self.sheet.columns.items():
+        for name, column in self.ragged.columns.items():
             per_token = isinstance(column, torch.Tensor) and column.dim() == 1
-            if name.startswith("extras.") and per_token and i not in self.sheet.origin.absent.get(name, ()):
+            if name.startswith("extras.") and per_token and i not in self.ragged.origin.absent.get(name, ()):
                 readers[name.removeprefix("extras.")] = partial(self._read_column, i, name)
         return readers
 
     def _read_column(self, i: int, name: str) -> NDArray[Any]:
-        row = self.sheet.row(name, i)
+        row = self.ragged.row(name, i)
         return np.empty(0) if row is None else to_numpy(row)
 
     def info(self, i: int) -> Mapping[Any, Any] | None:
-        info = None if self.sheet.info is None else self.sheet.infos[0][i]
+        info = None if self.ragged.info is None else self.ragged.infos[0][i]
         return join_info(self.batch.info or {}, info or {}, self.shared_info) if self.shared_info else info
 
     def entry(self, i: int, name: str) -> Any:
-        return self.sheet.value(name, i)
+        return self.ragged.value(name, i)
 
     def slots(self, i: int) -> int:
-        return int(self.sheet.responses[i])
+        return int(self.ragged.responses[i])
 
 
 class ItemSource(TrajectorySource):
@@ -187,7 +187,7 @@ class ItemSource(TrajectorySource):
     def get(self, name: str) -> Any:
         """Return a field without changing the item: an item caches what is read as an attribute."""
         if isinstance(self.item, BufferItem):
-            return peek(self.item.__dict__, name)
+            return peek_field(self.item.__dict__, name)
         return getattr(self.item, name, None)
 
     def _row(self, name: str) -> NDArray[Any] | None:
@@ -232,7 +232,7 @@ class ItemSource(TrajectorySource):
 class CoercedBatch:
     """The readable part of a batch."""
 
-    sheet: RaggedBatch
+    ragged: RaggedBatch
     numbers: dict[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
     """[B] Per-token fields that came as one number per sample."""
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -245,14 +245,14 @@ def coerce_batch(batch: ExperienceBatch) -> CoercedBatch:
     >>> tokens, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 2, dtype=torch.bool)
     >>> coerced = coerce_batch(ExperienceBatch(tokens, torch.zeros(2, 2), None, torch.zeros(2, 3), None, torch.ones(2),
     ...                                        None, mask, None))
-    >>> coerced.numbers["advantages"].tolist(), coerced.problems, coerced.sheet.row("action_log_probs", 1).tolist()
+    >>> coerced.numbers["advantages"].tolist(), coerced.problems, coerced.ragged.row("action_log_probs", 1).tolist()
     ([1.0, 1.0], ['values: got 3 columns, expected 2, as action_log_probs has'], [0.0, 0.0])
     """
     # Pixels are not saved, so they need not be split by sample.
     without: dict[str, Any] = dict.fromkeys((*BATCH_MEDIA, "media"))
     batch = dataclasses.replace(batch, **without)
     try:
-        return CoercedBatch(sheet_of_batch(batch))
+        return CoercedBatch(ragged_from_batch(batch))
     except ValueError:
         return _coerce_fields(batch)
 
@@ -261,7 +261,7 @@ def _coerce_fields(batch: ExperienceBatch) -> CoercedBatch:
     """Add field by field, masks first, as long as each fits those before it."""
     without: dict[str, Any] = dict.fromkeys((*_CHECK_ORDER, "extras"))
     accepted = dataclasses.replace(batch, **without)
-    coerced = CoercedBatch(sheet_of_batch(accepted))
+    coerced = CoercedBatch(ragged_from_batch(accepted))
     width = _response_width(batch)
     entries = [(name, name, getattr(batch, name)) for name in _CHECK_ORDER]
     extras = batch.extras if isinstance(batch.extras, dict) else {}
@@ -272,10 +272,10 @@ def _coerce_fields(batch: ExperienceBatch) -> CoercedBatch:
             coerced.numbers[name] = numbers
             continue
         try:
-            content = _coerce_layout(name, content, accepted, coerced.sheet)
+            content = _coerce_layout(name, content, accepted, coerced.ragged)
             change: dict[str, Any] = {field: content if field == name else {**(accepted.extras or {}), name: content}}
             trial = dataclasses.replace(accepted, **change)
-            coerced.sheet = sheet_of_batch(trial)
+            coerced.ragged = ragged_from_batch(trial)
         except Exception as error:  # a user's object may raise anything
             coerced.problems.append(str(error))
         else:
@@ -306,7 +306,7 @@ def _one_per_sample(content: Any, count: int, width: int | None) -> NDArray[Any]
     return to_numpy(content).reshape(-1) if tuple(content.shape) in ((count,), (count, 1)) else None
 
 
-def _coerce_layout(name: str, content: Any, accepted: ExperienceBatch, sheet: RaggedBatch) -> Any:
+def _coerce_layout(name: str, content: Any, accepted: ExperienceBatch, ragged: RaggedBatch) -> Any:
     """Convert a field to the layout of a batch, if it has another unambiguous one."""
     count = len(accepted)
     if name in SAMPLE_LISTS:
@@ -316,7 +316,7 @@ def _coerce_layout(name: str, content: Any, accepted: ExperienceBatch, sheet: Ra
     if not isinstance(content, torch.Tensor) or name not in BATCH_FIELDS:
         return content
     if accepted.layout == "packed" and content.dim() == 2 and len(content) == count and name in _RESPONSE_FIELDS:
-        return [row[len(row) - int(length) :] for row, length in zip(content, sheet.responses, strict=True)]
+        return [row[len(row) - int(length) :] for row, length in zip(content, ragged.responses, strict=True)]
     if content.dim() == 1 and count == 1 and accepted.layout == "padded":
         return content[None]
     mask = accepted.action_mask
@@ -355,13 +355,13 @@ def split_info(info: Mapping[Any, Any] | None, count: int) -> tuple[Any, dict[An
 
 def join_info(info: Mapping[Any, Any], sample: Mapping[Any, Any], shared: Mapping[Any, Any]) -> dict[Any, Any]:
     """Join the `info` of a sample and that of the whole batch, in the order of the batch's `info`."""
-    joined: dict[Any, Any] = {}
+    join_media: dict[Any, Any] = {}
     for name, content in info.items():
         if isinstance(content, dict) and name in sample and name in shared:
-            joined[name] = join_info(content, sample[name], shared[name])
+            join_media[name] = join_info(content, sample[name], shared[name])
         elif name in sample or name in shared:
-            joined[name] = sample[name] if name in sample else shared[name]
-    return joined
+            join_media[name] = sample[name] if name in sample else shared[name]
+    return join_media
 
 
 def unwrap_info(info: Mapping[Any, Any]) -> dict[Any, Any]:
