@@ -654,7 +654,7 @@ def test_a_model_that_gives_too_few_scores_is_an_error() -> None:
     made = NaiveExperienceMaker(
         Upstream(300), None, lambda sequences, attention_mask: torch.ones(1), None, tiny.bytes_(), 16, None
     )
-    with pytest.raises(ValueError, match="got 1 scores back, expected 2"):
+    with pytest.raises(ValueError, match="returned 1 scores, expected 2"):
         made.make_experience_list(["a", "b"])
 
 
@@ -824,6 +824,6 @@ def test_what_is_missing_is_said_before_anything_is_sampled(actor: Actor) -> Non
     ):
         with pytest.raises(ValueError, match=said):
             made.make_experience_list(PROMPTS, all_labels=["y"] * 3, **OPTIONS)
-    with pytest.raises(ValueError, match="all_reference: there is no such column; did you mean 'all_references'"):
+    with pytest.raises(ValueError, match="all_reference: unknown column; did you mean 'all_references'"):
         maker(actor).make_experience_list(PROMPTS, all_reference=["a"] * 3, **OPTIONS)
     assert TransformersEngine(actor).stats.tokens == before

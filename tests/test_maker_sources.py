@@ -115,7 +115,7 @@ def test_a_failed_response_has_no_score_whoever_scores() -> None:
 
 def test_a_callable_that_gives_nan_says_whose() -> None:
     (batch,) = maker(model=lambda seqs, attn: torch.tensor([1.0, math.nan, 2.0, 3.0])).make_experience_list(["ab", "c"])
-    assert batch.info["reward_error"] == [None, "reward_model: gave nan", None, None]
+    assert batch.info["reward_error"] == [None, "reward_model: returned nan", None, None]
 
 
 # --- recipes ------------------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def test_rewards_that_do_not_fit_the_experiences_are_named() -> None:
         def process_experiences(self, experiences: Any) -> Any:
             return experiences, [torch.ones(1) for _ in experiences]
 
-    with pytest.raises(ValueError, match=r"process_experiences: got rewards of sizes \[1\], expected \[4\]"):
+    with pytest.raises(ValueError, match=r"process_experiences: returned rewards of sizes \[1\], expected \[4\]"):
         maker(model=Seen(), cls=Short).make_experience_list(["ab", "c"])
 
 
@@ -580,5 +580,5 @@ def test_what_calls_refuse() -> None:
         made.process_experiences([SimpleNamespace(info={})])
     with pytest.raises(ValueError, match="tokenizer: got None"):
         NaiveExperienceMaker(None, None, None, None, None, 8, None).tokenize_fn(["a"], 4)
-    with pytest.raises(ValueError, match="generate: option 'max_tokenz' is not known; did you mean 'max_tokens'"):
+    with pytest.raises(ValueError, match="generate: unknown option 'max_tokenz'; did you mean 'max_tokens'"):
         maker(model=Seen()).make_experience_list(["ab"], max_tokenz=4)

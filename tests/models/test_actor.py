@@ -269,7 +269,7 @@ def test_a_failure_is_raised() -> None:
         actor.generate(torch.tensor([[5, 6], [7, 299_999]]), max_new_tokens=2)
     with pytest.raises(ValueError, match="repetition_penalty: got 1.2, expected 1.0 or nothing"):
         actor.generate(torch.tensor([[5, 6]]), repetition_penalty=1.2)
-    with pytest.raises(ValueError, match="option 'max_new_token' is not known; did you mean 'max_new_tokens'"):
+    with pytest.raises(ValueError, match="unknown option 'max_new_token'; did you mean 'max_new_tokens'"):
         actor.generate(torch.tensor([[5, 6]]), max_new_token=2)
     with pytest.raises(ValueError, match="max_length: got 2, expected a whole number from 3"):
         actor.generate(torch.tensor([[5, 6]]), max_length=2)

@@ -761,7 +761,7 @@ def find_spans(
 def find_edges(flags: bytes) -> tuple[int, int]:
     """Return the start and end of the ones among zeros; the length twice if there is none.
 
-    >>> edges(bytes([0, 1, 0, 1, 0])), edges(bytes([0, 0]))
+    >>> find_edges(bytes([0, 1, 0, 1, 0])), find_edges(bytes([0, 0]))
     ((1, 4), (2, 2))
     """
     last = flags.rfind(1) + 1
