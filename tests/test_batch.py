@@ -33,7 +33,7 @@ from rollbook.compat.lightrft.replay_buffer import (
     split_experience_batch,
     zero_pad_sequences,
 )
-from rollbook.compat.lightrft.samples import batch_of as batch_of_samples
+from rollbook.compat.lightrft.samples import batch_from_samples
 from rollbook.core.rows import Rows
 
 
@@ -524,9 +524,9 @@ def test_a_first_token_without_a_prompt_is_masked() -> None:
     shared: Any = (None, None, ["a", "b"], None, None)
     attended, actions = torch.tensor([[0, 1, 1], [1, 1, 1]]), torch.ones(2, 2, dtype=torch.bool)
     generated = Samples(torch.tensor([[0, 4, 5], [1, 2, 3]]), attended, actions, 2, None, *shared)
-    assert batch_of_samples(generated).action_mask.tolist() == [[False, True], [True, True]]
+    assert batch_from_samples(generated).action_mask.tolist() == [[False, True], [True, True]]
     generated = Samples(torch.tensor([[4, 5, 1, 2, 3]]), None, None, [2, 2], [2, 3], *shared)
-    packed = batch_of_samples(generated)
+    packed = batch_from_samples(generated)
     assert [row.tolist() for row in packed.action_mask] == [[False, True], [True, True]]
     words = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
     scored = Scorer(None, reward_fn=lambda response: 1.0, tokenizer=words).inputs(generated, packed)

@@ -78,7 +78,7 @@ from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_pr
 from rollbook.core.rows import NUMPY, Rows, empty, memory
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 from rollbook.models.actor import Actor
-from rollbook.models.head import device_of
+from rollbook.models.head import get_device
 from rollbook.rollout.engine import BaseEngine
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train import pipeline
@@ -654,7 +654,7 @@ class NaiveExperienceMaker:
     def device(self) -> torch.device:
         """The device of batches: the policy's."""
         policy = self.models.get("policy")
-        return device_of(policy) if isinstance(policy, torch.nn.Module) else torch.device("cpu")
+        return get_device(policy) if isinstance(policy, torch.nn.Module) else torch.device("cpu")
 
     def set_reference(self, model: Callable[..., Any]) -> None:
         """Use another reference model (`initial_model`) from now on.
