@@ -267,7 +267,7 @@ def test_a_failure_is_raised() -> None:
     actor = Actor(tiny.llama(), tokenizer=tiny.words())
     with pytest.raises(RuntimeError, match="sample 1 .*: ValueError: prompt"):
         actor.generate(torch.tensor([[5, 6], [7, 299_999]]), max_new_tokens=2)
-    with pytest.raises(ValueError, match="repetition_penalty: got 1.2, expected 1.0 or nothing"):
+    with pytest.raises(ValueError, match="repetition_penalty: got 1.2, expected 1.0: not supported"):
         actor.generate(torch.tensor([[5, 6]]), repetition_penalty=1.2)
     with pytest.raises(ValueError, match="unknown option 'max_new_token'; did you mean 'max_new_tokens'"):
         actor.generate(torch.tensor([[5, 6]]), max_new_token=2)

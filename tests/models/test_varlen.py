@@ -135,7 +135,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         )
     torch.autograd.backward(loss)
     assert len(masks) == 2 and masks[0] is masks[1], "computed again, in the backward pass"
-    assert isinstance(masks[0], PackedMask) and masks[0]._made is None
+    assert isinstance(masks[0], PackedMask) and masks[0]._tensor is None
     got = [one.grad for one in ours.parameters() if one.grad is not None]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -322,17 +322,13 @@ def test_boundaries_that_contradict_positions() -> None:
         with pytest.raises(ValueError, match="cu_seq_lens_q: got boundaries other than"):
             ours.model(**{**inputs, "cu_seq_lens_q": wrong, "cu_seq_lens_k": wrong})
     for wrong in (torch.tensor([0, 7]), torch.tensor([1, 7, 15]), torch.tensor([0, 9, 7, 15])):
-        with pytest.raises(
-            ValueError, match="cu_seq_lens_q: got .* expected boundaries in ascending order from 0 to 15"
-        ):
+        with pytest.raises(ValueError, match="cu_seq_lens_q: got .* expected boundaries in ascending order"):
             ours.model(**{**inputs, "cu_seq_lens_q": wrong, "cu_seq_lens_k": wrong})
     with pytest.raises(ValueError, match="cu_seq_lens_k: got other boundaries"):
         ours.model(**{**inputs, "cu_seq_lens_k": off})
     cache = transformers.DynamicCache(config=ours.config)
     ours.model(input_ids=torch.tensor([[5, 6]]), past_key_values=cache, use_cache=True)
-    with pytest.raises(
-        ValueError, match="1 rows of 15 tokens and 17 keys, expected one row of samples and an empty cache"
-    ):
+    with pytest.raises(ValueError, match="1 rows of 15 tokens and 17 keys, expected one row of samples and an empty"):
         ours.model(**{**inputs, "past_key_values": cache, "use_cache": True})
     padding = (torch.arange(15) < 14).long()[None]
     with pytest.raises(ValueError, match="attention_mask: got one with cu_seq_lens_q"):

@@ -263,7 +263,7 @@ class Registry(Mapping[str, EntryT], Generic[EntryT]):
             raise ValueError(f"{entry.name}: got {type(data).__name__}, expected its inputs by name")
         for argument in data:
             if argument not in entry.inputs and argument not in entry.options:
-                inputs = {known for other in self._entries.values() for known in other.inputs}
+                inputs = {name for other in self._entries.values() for name in other.inputs}
                 if argument not in inputs:
                     raise ValueError(f"{entry.name}: unknown input {argument!r}{suggest(argument, sorted(inputs))}")
         return entry.call(data, options)
