@@ -158,9 +158,9 @@ def test_urls_and_files(tmp_path: Path) -> None:
             33.0, 44.0, 22.0, 22.0,
         ]  # fmt: skip
         assert rewards(maker(remote_rm_url=server.url, reward_fn=lambda scores: scores[0] * 2)) == [6.0, 8.0, 4.0, 4.0]
-        with pytest.raises(ValueError, match="reward_fn: got .* as parameters, expected one beside remote_rm_url"):
+        with pytest.raises(ValueError, match="reward_fn: got the parameters .*, expected one with remote_rm_url"):
             maker(remote_rm_url=server.url, reward_fn=lambda model_reward_list, labels, queries: 1)
-        with pytest.raises(ValueError, match="reward_model: got one beside remote_rm_url"):
+        with pytest.raises(ValueError, match="reward_model: got it with remote_rm_url remote_rm_url"):
             maker(remote_rm_url=server.url, model=Seen())
     file = tmp_path / "reward.py"
     file.write_text("def reward_func(queries, prompts, labels):\n    return [len(p) for p in prompts]\n")
@@ -530,7 +530,7 @@ def test_a_temperature_apart_from_the_actors_is_said() -> None:
     (batch,) = made.make_experience_list(["ab"], max_new_tokens=5)
     mask = batch.action_mask
     torch.testing.assert_close(batch.extras["logprobs"][mask], batch.action_log_probs[mask], rtol=0, atol=1e-4)
-    with pytest.warns(UserWarning, match=r"drawn at 1 and the actor's log-probs are at 0.7") as said:
+    with pytest.warns(UserWarning, match=r"drawn at 1, but the actor's log-probs are at 0.7") as said:
         made.make_experience_list(["ab"], max_new_tokens=5, temperature=1.0)
     assert said[0].filename == __file__  # whose line it is
 
@@ -554,7 +554,7 @@ def test_remax_with_another_number_of_samples() -> None:
         ({"initial_model": "gpt2"}, r"initial_model: got str \('gpt2'\), expected a model to call, or None"),
         ({"critic": object()}, "critic: got object"),
         ({"initial_model": tiny.llama()}, "initial_model: got LlamaForCausalLM, a transformers model, expected"),
-        ({"reward_model": {}, "remote_rm_url": ["http://localhost:1"]}, "reward_model: got one beside"),
+        ({"reward_model": {}, "remote_rm_url": ["http://localhost:1"]}, "reward_model: got it with remote_rm_url"),
     ],
 )
 def test_what_a_maker_refuses(given: dict[str, Any], said: str) -> None:
