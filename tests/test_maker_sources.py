@@ -160,7 +160,7 @@ def test_urls_and_files(tmp_path: Path) -> None:
         assert rewards(maker(remote_rm_url=server.url, reward_fn=lambda scores: scores[0] * 2)) == [6.0, 8.0, 4.0, 4.0]
         with pytest.raises(ValueError, match="reward_fn: got the parameters .*, expected one with remote_rm_url"):
             maker(remote_rm_url=server.url, reward_fn=lambda model_reward_list, labels, queries: 1)
-        with pytest.raises(ValueError, match="reward_model: got it with remote_rm_url remote_rm_url"):
+        with pytest.raises(ValueError, match="reward_model: got it with remote_rm_url"):
             maker(remote_rm_url=server.url, model=Seen())
     file = tmp_path / "reward.py"
     file.write_text("def reward_func(queries, prompts, labels):\n    return [len(p) for p in prompts]\n")
