@@ -142,8 +142,8 @@ def test_algorithms_page() -> None:
         for code in blocks(page):
             exec(code, scope)
     finally:
-        ESTIMATORS.withdraw("above_worst")
-        LOSSES.withdraw("hinge_pg")
+        ESTIMATORS.unregister("above_worst")
+        LOSSES.unregister("hinge_pg")
     assert scope["stats"].logprobs.shape == (6,)
     text = page.read_text()
     for registry in (ESTIMATORS, KL, LOSSES):
@@ -180,7 +180,7 @@ def test_making_page() -> None:
         for code in blocks(ROOT / "docs" / "making.md"):
             exec(code, scope)
     finally:
-        ESTIMATORS.withdraw("best_of_group")
+        ESTIMATORS.unregister("best_of_group")
     assert len(scope["batch"]) == 24 and scope["batch"].advantages.abs().max() > 0
     assert sum(scope["rewards"][-4:]) > sum(scope["rewards"][:4])  # GRPO learns
     assert len(scope["value_losses"]) == 6 and all(loss == loss for loss in scope["value_losses"])

@@ -29,7 +29,7 @@ from rollbook.book.disk import hit_failpoint
 from rollbook.core.checks import check_bool, check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import make_folder, make_private
-from rollbook.models.loading import quietly
+from rollbook.models.loading import hide_progress_bars
 
 FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -154,7 +154,7 @@ def save(
     target, partial = where / name_of(step), where / f"{_PARTIAL}{name_of(step)}"
     partial.mkdir(0o700)
     hit_failpoint("saving begins")
-    with quietly():
+    with hide_progress_bars():
         actor.save_pretrained(partial / "model")
         hit_failpoint("model saved")
         if critic is not None:
@@ -208,7 +208,7 @@ def loading(folder: Path) -> Iterator[None]:
     """Report a model that cannot be loaded as a broken checkpoint; random states stay as they are."""
     before = random_state()
     try:
-        with quietly():
+        with hide_progress_bars():
             yield
     except Exception as error:  # of transformers, safetensors, peft
         reason = str(error).partition(chr(10))[0].rstrip(".")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.advantages import reinforce
 from rollbook.algorithms.advantages.temporal import place_rewards
-from rollbook.algorithms.inputs import Inputs, group_inputs, inputs_of, row_rewards
+from rollbook.algorithms.inputs import Inputs, group_inputs, read_inputs, row_rewards
 from rollbook.algorithms.kl import kl_penalty
 from rollbook.algorithms.layout import Layout
 from rollbook.algorithms.registry import Estimator
@@ -331,7 +331,7 @@ def estimate(
     chosen = np.arange(len(records)) if recompute else absent
     process_group = current_process_group() if process_group is None else process_group
     with metrics.time("advantages"):
-        inputs: Inputs = inputs_of(records)  # type: ignore[assignment]
+        inputs: Inputs = read_inputs(records)  # type: ignore[assignment]
         mask, options = inputs["mask"], _estimator_options(algorithm, entry, process_group)
         raw_rewards = torch.tensor(row_rewards(records), dtype=torch.float32)
         rewards, shaping = shape_rewards(
@@ -481,7 +481,7 @@ def _token_rewards(
     placed = place_rewards(torch.where(has_own, rewards - recorded, rewards), inputs["mask"], token_rewards=penalty)[0]
     layout = Layout.of(inputs["mask"])
     tokens = layout.tensor("token_rewards", placed) + scale * layout.tensor("token_rewards", token_rewards).float()
-    return layout.give(tokens), torch.where(rewards.isnan(), torch.nan, 0.0)
+    return layout.restore(tokens), torch.where(rewards.isnan(), torch.nan, 0.0)
 
 
 def _mark_missing_rewards(
