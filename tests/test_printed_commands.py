@@ -19,7 +19,7 @@ import pytest
 
 from rollbook.cli.parser import COMMANDS, build_parser, main
 from rollbook.inspect.server import Server
-from rollbook.train.builders import prompts_of
+from rollbook.train.builders import load_prompts
 from rollbook.train.config import effective
 from rollbook.train.run import run
 from tests.test_docs import DOCS, files_of
@@ -159,7 +159,7 @@ def test_ids_are_those_of_the_demo() -> None:
     printed = {match.group(1, 2) for text in texts for match in ID.finditer(text)}
     assert printed
     config = effective("letters")
-    prompts, _ = prompts_of(config)
+    prompts, _ = load_prompts(config)
     for step in range(1, 1 + config.steps):
         numbers = {str(prompt.eid.task) for prompt in prompts.take(config.batch.prompts_per_step, step) if prompt.eid}
         assert {task for batch, task in printed if batch == str(step)} <= numbers

@@ -179,6 +179,6 @@ def command(folder: Path, *changes: str) -> list[str]:
 
 def rows_of(*changes: str) -> Prompts:
     """The prompts of such a run."""
-    from rollbook.train.builders import prompts_of
+    from rollbook.train.builders import load_prompts
 
-    return prompts_of(effective("letters", [*SMALL, *changes]))[0]
+    return load_prompts(effective("letters", [*SMALL, *changes]))[0]

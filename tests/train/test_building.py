@@ -214,7 +214,7 @@ def test_a_model_by_config_and_its_tokenizer(go: Go, house: Path) -> None:
         f"model.config={size}", f"model.tokenizer={house}/words", "checkpoint.save_final=false", "seed=1", out="other"
     )
     assert numbers(ran) == numbers(again) != numbers(other)
-    assert "data are text" in refused(go, "model.tokenizer", f"model.config={size}", out="none")
+    assert "the prompts are texts" in refused(go, "model.tokenizer", f"model.config={size}", out="none")
     refused(go, "model.config", "model.config={model_type: lama}", f"model.tokenizer={house}/words", out="lama")
 
 
@@ -430,7 +430,7 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
     def load(*_: Any) -> Any:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("rollbook.train.builders.actor_of", load)
+    monkeypatch.setattr("rollbook.train.builders.build_actor", load)
     (tmp_path / "mine.py").write_text("def score(respons): return 1.0\n")
     assert "did you mean 'response'?" in refused(go, "rewards.0.function", f"rewards={tmp_path}/mine.py:score", out="a")
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -486,7 +486,7 @@ def test_a_server_samples_with_its_own_weights_and_that_is_said(
     monkeypatch.setenv("KEY_OF_THE_SERVER", "secret")
     with serve_samples("vllm", model=model, tokenizer=words) as server:
         where = ["engine.kind=openai", f"engine.url={server.url}"]
-        with pytest.warns(UserWarning, match="keeps the weights that it has.*algorithm.correction weighs that"):
+        with pytest.warns(UserWarning, match="keeps its own weights.*algorithm.correction corrects"):
             ran = go(
                 *where, "engine.api_key_env=KEY_OF_THE_SERVER", "engine.concurrency=2", "steps=2", "data.held_out=2",
                 "model.suppress=[9]", "checkpoint.interval=1", "checkpoint.keep_last=null",
@@ -618,7 +618,7 @@ def test_saving_every_so_many_steps_and_keeping_so_many(go: Go) -> None:
 
 
 def test_evaluation_by_its_keys(go: Go, house: Path) -> None:
-    with pytest.warns(UserWarning, match="evaluation: 3 of 3 prompts are among those that are trained on"):
+    with pytest.warns(UserWarning, match="evaluation: 3 of 3 prompts are also trained on"):
         ran = go(f"evaluation.data={house}/rows.jsonl", "evaluation.prompts=3", "evaluation.k=2", "evaluation.every=1",
                  "evaluation.before=false", "evaluation.rewards=exact_match", "evaluation.max_tokens=2", "steps=2",
                  "evaluation.temperature=0.5", "evaluation.confidence=0.5")  # fmt: skip
@@ -763,7 +763,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["FILE", "batch.prompts_per_step=many"],
         "batch.prompts_per_step: got 'many', expected a whole number from 1 to 1,000,000",
     ),
-    "a model that is not there": (["FILE", "model=/no/model"], "model.path: got '/no/model', which is no folder here"),
+    "a model that is not there": (
+        ["FILE", "model=/no/model"],
+        "model.path: got '/no/model', expected a folder or a name on the hub",
+    ),
     "a reward that raises": (["FILE", f"rewards={ME}:broken"], "step 1: all 12 samples failed, or have no reward; the"),
     "a reward's module": (
         ["FILE", "rewards=my_rewards:right"],

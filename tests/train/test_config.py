@@ -19,7 +19,7 @@ from rollbook.algorithms import ESTIMATORS, KL, LOSSES
 from rollbook.book.sampler import SAMPLERS
 from rollbook.cli.parser import main
 from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
-from rollbook.train.builders import reward_of
+from rollbook.train.builders import build_reward
 from rollbook.train.config import Config, ConfigError, differences, effective, files, shown
 from rollbook.train.config.files import argument, flow, scalar, yaml_values
 from rollbook.train.config.values import (
@@ -683,12 +683,12 @@ def test_a_secret_is_refused_and_a_variable_taken(path: str, capsys: pytest.Capt
 def test_variables_are_read_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORD", "p@ss/w rd")
     given = {"remote": "https://ana:${WORD}@host/", "options": {"headers": {"Authorization": "Bearer ${WORD}"}}}
-    reward = reward_of(Config(rewards=[given]).rewards)
+    reward = build_reward(Config(rewards=[given]).rewards)
     assert (reward.urls, reward._users) == (["https://host/"], [("ana", "p@ss/w rd")])
     assert reward._headers == {"Authorization": "Bearer p@ss/w rd"}
     monkeypatch.delenv("WORD")
     with pytest.raises(ConfigError, match=r"rewards\.0\.remote\.0: got \$\{WORD\}, and WORD is not set"):
-        reward_of(Config(rewards=[given]).rewards)
+        build_reward(Config(rewards=[given]).rewards)
 
 
 def test_the_page_has_every_key_and_is_up_to_date() -> None:

@@ -38,7 +38,7 @@ from rollbook.train.prompts import Prompts
 from rollbook.train.sft_warmup import Warmed, warm_up
 from rollbook.train.tracker import LINES, WandB, trackers_of
 from rollbook.train.trainer import StepReport, Trainer
-from rollbook.train.user_code import foreign_code, resolve
+from rollbook.train.user_code import find_foreign_code, resolve
 
 CONNECT_TIMEOUT = 10.0
 """Seconds in which a server must accept a connection."""
@@ -269,7 +269,7 @@ class Run:
         """Run it to its end."""
         with self._held:
             if self.config.epochs is not None:
-                self._prompts = builders.prompts_of(self.config)
+                self._prompts = builders.load_prompts(self.config)
                 count = math.ceil(self.config.epochs * len(self._prompts[0]) / self.config.batch.prompts_per_step)
                 self.config = dataclasses.replace(self.config, steps=count)
             try:
@@ -303,26 +303,26 @@ class Run:
 
     def _go(self, *, going_on: bool) -> Outcome:
         transformers_module().utils.logging.disable_progress_bar()  # they would tear the display apart
-        device = builders.settle(self.config)
+        device = builders.configure_torch(self.config)
         config = self.config
         check(config)
-        actor = builders.actor_of(config, device)
+        actor = builders.build_actor(config, device)
         if config.model.builder is not None:
             check_vocabulary(
                 actor.tokenizer, getattr(actor.model, "config", None), getattr(actor.model, "generation_config", None)
             )
-        prompts, held_out = self._prompts or builders.prompts_of(config)
-        builders.check_readable(actor, prompts)
-        reward = judge = builders.reward_of(config.rewards, actor)
+        prompts, held_out = self._prompts or builders.load_prompts(config)
+        builders.check_prompts_readable(actor, prompts)
+        reward = judge = builders.build_reward(config.rewards, actor)
         if config.evaluation.rewards:
-            judge = builders.reward_of(config.evaluation.rewards, actor, "evaluation.rewards")
+            judge = builders.build_reward(config.evaluation.rewards, actor, "evaluation.rewards")
         self._check_sources({"rewards": reward, "evaluation.rewards": judge}, going_on)
         self.say(_headline(config, actor, prompts, held_out, device))
         outcome = Outcome(self.folder, 0, 0.0)
         if config.warmup.steps and not going_on:
             # What counts in the evaluation says when it is over: runs that learn from other rewards begin alike.
             outcome.warmed = self._warm(actor, prompts, judge)
-        models = builders.models_of(config, actor, device)
+        models = builders.build_models(config, actor, device)
         with open_book(self.folder / BOOK, tokenizer=actor.tokenizer) as book:
             if not going_on and book.counts().admitted:
                 raise ConfigError(
@@ -330,7 +330,7 @@ class Run:
                     f"got {str(self.folder)!r}, whose book has records of training and which has no checkpoint that "
                     "they go with, expected another, or overwrite: true",
                 )
-            trainer = self._trainer = builders.trainer_of(config, models, prompts, reward, book)
+            trainer = self._trainer = builders.build_trainer(config, models, prompts, reward, book)
             if trainer.resumed_from is not None:
                 if (
                     models.reference is not None
@@ -383,7 +383,7 @@ class Run:
             prompts,
             warmup,
             reward=reward,
-            sampling=builders.sampling_of(config),
+            sampling=builders.build_sampling(config),
             seed=config.seed,
             precision=config.model.precision,
             token_budget=config.batch.token_budget,
@@ -483,23 +483,23 @@ def evaluate_model(config: Config, step: int = 0) -> Evaluation:
     config.require()
     if config.rewards == () and not config.evaluation.rewards and config.environment.function is None:
         raise ConfigError("evaluation.rewards", "got none, expected what scores the answers")
-    device = builders.settle(config)
+    device = builders.configure_torch(config)
     check(dataclasses.replace(config, tracking=Tracking()))
-    _, held_out = builders.prompts_of(config)
+    _, held_out = builders.load_prompts(config)
     if held_out is None:
         raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")
-    actor = builders.actor_of(config, device)
-    builders.check_readable(actor, held_out)
-    reward = builders.reward_of(config.evaluation.rewards or config.rewards, actor, "rewards")
+    actor = builders.build_actor(config, device)
+    builders.check_prompts_readable(actor, held_out)
+    reward = builders.build_reward(config.evaluation.rewards or config.rewards, actor, "rewards")
     settings, sampling = config.evaluation, _evaluation_sampling(config)
     options: dict[str, Any] = {"success": settings.success, "confidence": settings.confidence}
     return evaluate(
-        builders.engine_of(config, actor),
+        builders.build_engine(config, actor),
         held_out,
         reward,
         k=settings.k,
         sampling=sampling,
-        environment=builders.environment_of(config, actor),
+        environment=builders.build_environment(config, actor),
         step=step,
         seed=config.seed,
         **options,
@@ -508,7 +508,7 @@ def evaluate_model(config: Config, step: int = 0) -> Evaluation:
 
 def _evaluation_sampling(config: Config) -> dict[str, Any]:
     """Sampling options of an evaluation: those of training, with what `evaluation` changes."""
-    settings, sampling = config.evaluation, builders.sampling_of(config)
+    settings, sampling = config.evaluation, builders.build_sampling(config)
     for name in ("temperature", "top_p", "max_tokens"):
         if getattr(settings, name) is not None:
             sampling[name] = getattr(settings, name)
@@ -583,7 +583,7 @@ def summary(outcome: Outcome, config: Config) -> list[str]:
     program, folder = shell_command(), shlex.quote(str(outcome.folder))
     lines += [f"book      {outcome.book}", f"look      {program} view {folder}", f"          {program} doctor {folder}"]
     if outcome.steps:
-        trust = " --trust" if foreign_code(config) else ""
+        trust = " --trust" if find_foreign_code(config) else ""
         lines.append(f"          {program} replay {folder} --step {outcome.steps}{trust}")
     return lines
 

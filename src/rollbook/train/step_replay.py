@@ -384,7 +384,7 @@ class Rebuilt:
         self.after = next((entry for entry in checkpoints if entry.step == step), None)
         """The checkpoint of the step itself, if there is one."""
         self.expert: Book | None = None
-        expert = builders.expert_of(self.config) if self.replay.expert_share else None
+        expert = builders.open_expert_book(self.config) if self.replay.expert_share else None
         if expert is not None:
             self.expert = stack.enter_context(expert)
         self._expert_uids: list[str] = []
@@ -452,7 +452,7 @@ class Rebuilt:
             raise ValueError(f"{self.folder}: got no checkpoint of step 0, whose weights the reference has")
         # The reference has the weights of step 0.
         actor = saved_actor(self.config, self.begun if self.first is None else self.first)
-        built = [builders.models_of(config, actor, _CPU) for config in configs]
+        built = [builders.build_models(config, actor, _CPU) for config in configs]
         for name in ("reference", "teacher"):
             if getattr(built[0], name) is None:
                 setattr(built[0], name, getattr(built[-1], name))
@@ -684,7 +684,7 @@ def change(
     if other.algorithm.estimator is not None:
         source = None
         if other.rewards != run.config.rewards:
-            source = builders.reward_of(other.rewards)
+            source = builders.build_reward(other.rewards)
             if source is None:
                 raise ValueError("rewards: got none, expected some")
         estimates = run.estimated(other.algorithm, source)
@@ -901,7 +901,7 @@ class _Replay:
         if not rewards:
             return
         try:
-            source = builders.reward_of(rewards)
+            source = builders.build_reward(rewards)
         except (ValueError, ImportError, OSError) as error:
             self.checks.append(skipped("rewards", f"the reward source cannot be created: {error}"))
             return
