@@ -19,7 +19,7 @@ from rollbook.book import trained_steps
 from rollbook.book.book import Book
 from rollbook.inspect.doctor import examine
 from rollbook.train import checkpoint
-from rollbook.train.config import effective
+from rollbook.train.config import load_config
 from rollbook.train.prompts import Prompts
 
 
@@ -167,7 +167,7 @@ SMALL = (
         "data.held_out=6",
     ),
     *("model.options.hidden=32", "model.options.heads=1", "model.options.layers=1", "algorithm.kl_coef=0.01"),
-    *("sampling.max_tokens=4", "rewards=rollbook.train.recipes.letters:chance"),
+    *("sampling.max_tokens=4", "rewards=rollbook.train.recipes.letters:random_reward"),
 )
 """Six steps of the embedded recipe, of which the fifth crosses the end of an epoch of 18 rows."""
 
@@ -181,4 +181,4 @@ def rows_of(*changes: str) -> Prompts:
     """The prompts of such a run."""
     from rollbook.train.builders import load_prompts
 
-    return load_prompts(effective("letters", [*SMALL, *changes]))[0]
+    return load_prompts(load_config("letters", [*SMALL, *changes]))[0]

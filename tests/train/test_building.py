@@ -27,8 +27,8 @@ from rollbook.models import Actor
 from rollbook.rollout.environment import Reply
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import PRESET_NAMES
-from rollbook.train.config import ConfigError, effective, shown
-from rollbook.train.evaluation import difference
+from rollbook.train.config import ConfigError, load_config, dump_config
+from rollbook.train.evaluation import compare_evaluations
 from rollbook.train.learner import NonFiniteLossError
 from rollbook.train.recipes import letters
 from rollbook.train.run import Outcome, run
@@ -116,7 +116,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": row["prompt"][:-1]} for row in rows]
     (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in pairs))
     (folder / "rewards.py").write_text("def early(response_ids):\n    return sum(t < 20 for t in response_ids) / 10\n")
-    letters.expert(folder / "expert", count=8)
+    letters.write_expert_book(folder / "expert", count=8)
     (folder / "base.yaml").write_text(
         f"""
         steps: 1
@@ -168,7 +168,7 @@ def go(house: Path, tmp_path: Path) -> Go:
     """`go("key=value", ...)` runs it; the folder is `run` unless `out` says otherwise."""
 
     def made(*changes: str, out: str = "run", base: str | Path | None = None) -> Ran:
-        config = effective(base or house / "base.yaml", [f"out={tmp_path / out}", *changes])
+        config = load_config(base or house / "base.yaml", [f"out={tmp_path / out}", *changes])
         return Ran(run(config, stream=io.StringIO()))
 
     return made
@@ -190,7 +190,7 @@ def refused(go: Go, key: str, *changes: str, **options: Any) -> str:
 def plain(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """The run of the file as it is."""
     folder = tmp_path_factory.mktemp("plain") / "run"
-    return Ran(run(effective(house / "base.yaml", [f"out={folder}"]), stream=io.StringIO()))
+    return Ran(run(load_config(house / "base.yaml", [f"out={folder}"]), stream=io.StringIO()))
 
 
 def numbers(ran: Ran) -> dict[str, float]:
@@ -203,7 +203,7 @@ def test_a_model_by_path(plain: Ran) -> None:
     assert plain.moved() > 0 and plain.counts.trained == 12
     row = plain.records[0]
     assert row.logprobs is not None and row.old_logprobs is not None and row.info["source"] == row.eid.task
-    assert str(effective(plain.folder / "config.yaml").folder) == str(plain.folder)
+    assert str(load_config(plain.folder / "config.yaml").folder) == str(plain.folder)
 
 
 def test_a_model_by_config_and_its_tokenizer(go: Go, house: Path) -> None:
@@ -409,7 +409,7 @@ def test_an_edited_reward_is_said_and_not_compared(go: Go, house: Path, tmp_path
             del sys.modules[name]  # as in another process
         changes = [f"out={tmp_path / 'run'}", f"rewards={file}:score", f"steps={steps}", "data.held_out=2"]
         said.truncate(said.seek(0))
-        return run(effective(house / "base.yaml", [*changes, "tracking.display=true"]), stream=said)
+        return run(load_config(house / "base.yaml", [*changes, "tracking.display=true"]), stream=said)
 
     trained(1, text.format(0))
     assert "the same prompts compared" in said.getvalue()
@@ -421,7 +421,7 @@ def test_an_edited_reward_is_said_and_not_compared(go: Go, house: Path, tmp_path
     assert "not compared: the code of the reward was edited" in said.getvalue()
     assert outcome.before is not None and outcome.after is not None
     with pytest.raises(ValueError, match="the reward's code was edited in between"):
-        difference(outcome.before, outcome.after)
+        compare_evaluations(outcome.before, outcome.after)
 
 
 def test_what_would_fail_later_is_said_before_a_model_is_loaded(
@@ -555,7 +555,7 @@ def test_ones_own_algorithm_from_parts_with_a_reference(go: Go, house: Path) -> 
     assert ran.last is not None and ran.last["records"] == 9
     assert all(row.ref_logprobs is not None for row in ran.records)
     assert ran.last["updates"] == 18  # each record a minibatch of its own, in two passes
-    assert effective(ran.folder / "config.yaml").algorithm.name == "mine"
+    assert load_config(ran.folder / "config.yaml").algorithm.name == "mine"
     refused(go, "reference", f"algorithm={own}", "reference=/no/reference", out="no")
 
 
@@ -720,8 +720,8 @@ def test_the_command(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["train", file, "data.held_out=3", "data.limit=9", f"data={house}/rows.jsonl", "--show-config"]) == 0
     text = capsys.readouterr().out
     (tmp_path / "whole.yaml").write_text(text)
-    config = effective(tmp_path / "whole.yaml")
-    assert shown(config) == text and (config.data.held_out, config.data.limit) == (3, 9)
+    config = load_config(tmp_path / "whole.yaml")
+    assert dump_config(config) == text and (config.data.held_out, config.data.limit) == (3, 9)
     out = f"--out={tmp_path / 'run'}"
     assert main(["train", str(tmp_path / "whole.yaml"), "tracking.display=true", "--json", out]) == 0
     said = capsys.readouterr()
@@ -741,7 +741,7 @@ def test_epochs_set_the_steps(go: Go) -> None:
 
 
 def test_eval_scores_a_model_without_training(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = effective(house / "base.yaml", [f"out={tmp_path / 'run'}", "data.held_out=4", "evaluation.k=2"])
+    config = load_config(house / "base.yaml", [f"out={tmp_path / 'run'}", "data.held_out=4", "evaluation.k=2"])
     outcome = run(config, stream=io.StringIO())
     assert outcome.before is not None and outcome.after is not None
     assert main(["eval", str(tmp_path / "run")]) == 2

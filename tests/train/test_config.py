@@ -20,29 +20,29 @@ from rollbook.book.sampler import SAMPLERS
 from rollbook.cli.parser import main
 from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
 from rollbook.train.builders import build_reward
-from rollbook.train.config import Config, ConfigError, differences, effective, files, shown
-from rollbook.train.config.files import argument, flow, scalar, yaml_values
+from rollbook.train.config import Config, ConfigError, compare_configs, load_config, files, dump_config
+from rollbook.train.config.files import parse_argument, format_value, parse_scalar, parse_yaml
 from rollbook.train.config.values import (
     Either,
     Kind,
-    Listing,
+    ListOf,
     Nullable,
     Number,
-    Plain,
+    PlainValue,
     Section,
-    Switch,
-    Table,
+    Boolean,
+    MappingOf,
     Text,
-    section_in,
-    section_of,
+    find_section,
+    get_section,
 )
 from rollbook.train.learner import MinibatchConfig
 from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.replay_config import ReplayConfig
 from rollbook.train.sft_warmup import WarmupConfig
 
-TOP = section_of(Config)
-SECTIONS = {name: inner for name, key in TOP.keys.items() if (inner := section_in(key.kind)) is not None}
+TOP = get_section(Config)
+SECTIONS = {name: inner for name, key in TOP.keys.items() if (inner := find_section(key.kind)) is not None}
 
 
 def every_key() -> list[tuple[str, str]]:
@@ -58,7 +58,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 def refused(file: Path | str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        effective(file, overrides)
+        load_config(file, overrides)
     return str(caught.value)
 
 
@@ -82,7 +82,7 @@ NAMES = {
 def values(kind: Kind) -> st.SearchStrategy[Any]:
     """Anything that a key of this kind takes."""
     match kind:
-        case Switch():
+        case Boolean():
             return st.booleans()
         case Number():
             low = kind.low if kind.low is not None else kind.above
@@ -101,11 +101,11 @@ def values(kind: Kind) -> st.SearchStrategy[Any]:
             return st.none() | values(kind.inner)
         case Either():
             return st.one_of([values(each) for each in kind.kinds])
-        case Listing():
+        case ListOf():
             return st.lists(values(kind.item), min_size=kind.length or 0, max_size=kind.length or 3)
-        case Plain():
+        case PlainValue():
             return plain
-        case Table():
+        case MappingOf():
             names = st.sampled_from(kind.names) if kind.names else st.text()
             return st.dictionaries(names, values(kind.item), max_size=3)
         case Section():
@@ -141,26 +141,26 @@ def configs(draw: st.DrawFn) -> Config:
 
 @given(configs())
 def test_what_is_shown_reads_back_to_the_same(config: Config) -> None:
-    text = shown(config)
-    read, _ = yaml_values(text, "shown")
+    text = dump_config(config)
+    read, _ = parse_yaml(text, "shown")
     assert Config.of(read) == config
     assert read == config.to_dict()
     assert yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) == read, "another reader of YAML"
     assert Config.of(json.loads(json.dumps(config.to_dict()))) == config
-    assert not differences(Config.of(read), config) and Config.of(read).fingerprint() == config.fingerprint()
+    assert not compare_configs(Config.of(read), config) and Config.of(read).fingerprint() == config.fingerprint()
 
 
 @given(plain)
 def test_any_plain_value_survives_one_line(value: Any) -> None:
-    assert yaml_values(flow(value), "line")[0] == value
+    assert parse_yaml(format_value(value), "line")[0] == value
 
 
 @pytest.mark.parametrize(
     "text", ["\ud800", "\x85\u2028\ufeff\x7f\x00", "a: b # c", "- x", "\U0001f600", "...", " x ", "0x1", "=", "<<"]
 )
 def test_text_that_looks_like_something_else_stays_text(text: str) -> None:
-    made = flow({text: [text]})
-    assert yaml_values(made, "line")[0] == {text: [text]}
+    made = format_value({text: [text]})
+    assert parse_yaml(made, "line")[0] == {text: [text]}
     assert yaml.safe_load(made) == {text: [text]}
 
 
@@ -223,7 +223,7 @@ def test_an_algorithm_is_its_preset_with_changes(preset: str) -> None:
     assert Config.of(config.to_dict()) == config
     changed = Config(algorithm={"preset": preset, "entropy_coef": 0.5})
     assert changed.algorithm == AlgorithmConfig.preset(preset, entropy_coef=0.5)
-    assert [str(one) for one in differences(config, changed)] == ["algorithm.entropy_coef: 0.5, was 0.0"]
+    assert [str(one) for one in compare_configs(config, changed)] == ["algorithm.entropy_coef: 0.5, was 0.0"]
 
 
 def test_an_algorithm_of_ones_own() -> None:
@@ -340,17 +340,17 @@ def test_a_resume_may_change_how_long_and_how_fast_but_not_what_is_learned() -> 
         evaluation={"every": 7},
     )
     assert longer.fingerprint() == old.fingerprint() and longer != old
-    assert all(one.free for one in differences(old, longer)) and len(differences(old, longer)) == 6
+    assert all(one.free for one in compare_configs(old, longer)) and len(compare_configs(old, longer)) == 6
     other = Config(model="m", rewards=[{"function": "gsm8k", "weight": 2, "options": {"x": 1}}], optimizer={"lr": 1e-3})
     assert other.fingerprint() != old.fingerprint()
-    assert [str(one) for one in differences(old, other) if not one.free] == [
+    assert [str(one) for one in compare_configs(old, other) if not one.free] == [
         "rewards.0.weight: 2.0, was 1.0",
         "rewards.0.options.x: 1, was null",
         "optimizer.lr: 0.001, was 1e-06",
     ]
     none, some = (Config(model="m", tracking={"wandb": each}) for each in (None, {}))
-    assert [str(one) for one in differences(none, some)] == ["tracking.wandb: {}, was null"]
-    assert [str(one) for one in differences(other, old)][1] == "rewards.0.options.x: null, was 1"
+    assert [str(one) for one in compare_configs(none, some)] == ["tracking.wandb: {}, was null"]
+    assert [str(one) for one in compare_configs(other, old)][1] == "rewards.0.options.x: null, was 1"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -374,9 +374,9 @@ def test_words_are_read_as_yaml_1_2_has_them() -> None:
         "NaN",
     ]
     found: list[Any] = [1e-5, 1e5, -0.5, 3, 31, 15, *words[6:11], None, "1e", "NaN"]
-    assert [scalar(word) for word in words] == found
-    assert yaml_values(json.dumps(words), "list")[0] == words, "in quotes all of it is text"
-    assert yaml_values("[!!str 5, !!str x]", "list")[0] == ["5", "x"]
+    assert [parse_scalar(word) for word in words] == found
+    assert parse_yaml(json.dumps(words), "list")[0] == words, "in quotes all of it is text"
+    assert parse_yaml("[!!str 5, !!str x]", "list")[0] == ["5", "x"]
 
 
 REFUSED = {
@@ -403,7 +403,7 @@ REFUSED = {
 def test_a_document_is_plain_and_ends(case: int) -> None:
     text, said = list(REFUSED.items())[case]
     with pytest.raises(ConfigError) as caught:
-        yaml_values(text, "x")
+        parse_yaml(text, "x")
     assert str(caught.value).startswith(said)
     assert said or "got more than 100000 values" in str(caught.value)
 
@@ -447,9 +447,9 @@ def test_a_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
 def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
     ours = write(tmp_path, "a.yaml", "name: x\nsampling: {stop: [END]}\noptimizer:\n  lr: 1e-5\n")
     theirs = write(tmp_path, "a.toml", 'name = "x"\nsampling.stop = ["END"]\n[optimizer]\nlr = 1e-5\n')
-    assert effective(ours) == effective(theirs) == Config(name="x", sampling={"stop": "END"}, optimizer={"lr": 1e-5})
-    assert effective(write(tmp_path, "empty.yaml", "# nothing\n")) == Config()
-    assert effective(write(tmp_path, "null.yaml", "checkpoint:\nmodel:\n")) == Config()
+    assert load_config(ours) == load_config(theirs) == Config(name="x", sampling={"stop": "END"}, optimizer={"lr": 1e-5})
+    assert load_config(write(tmp_path, "empty.yaml", "# nothing\n")) == Config()
+    assert load_config(write(tmp_path, "null.yaml", "checkpoint:\nmodel:\n")) == Config()
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -471,11 +471,11 @@ def base(tmp_path: Path) -> Path:
 
 
 def over(base: Path, text: str) -> Config:
-    return effective(write(base.parent, "child.yaml", f"base: base.yaml\n{text}"))
+    return load_config(write(base.parent, "child.yaml", f"base: base.yaml\n{text}"))
 
 
 def test_a_file_changes_its_base_key_by_key(base: Path) -> None:
-    plain = effective(base)
+    plain = load_config(base)
     assert over(base, "") == plain
     child = over(
         base, "optimizer: {lr: 1e-3}\nmodel: {options: {layers: 2}}\nalgorithm: {loss_options: {clip_low: 0.1}}"
@@ -486,7 +486,7 @@ def test_a_file_changes_its_base_key_by_key(base: Path) -> None:
         "grpo", group_size=4, loss_options={"clip_high": 0.28, "clip_low": 0.1}
     )
     write(base.parent, "sub.toml", 'base = "base.yaml"\nname = "middle"\nseed = 3')
-    grandchild = effective(write(base.parent, "deep.yaml", "base: sub.toml\nname: deep\n"))
+    grandchild = load_config(write(base.parent, "deep.yaml", "base: sub.toml\nname: deep\n"))
     assert (grandchild.name, grandchild.seed, grandchild.optimizer.warmup_steps) == ("deep", 3, 5)
     assert over(base, "rewards: numeric_match").rewards == Config(rewards="numeric_match").rewards, "lists are whole"
     assert not over(base, "model: null").model.given, "null is as by default"
@@ -520,19 +520,19 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.
     text = "model: model\ndata: {path: train.jsonl}\nrewards: [exact_match, 'score.py:score']\nreference: org/hub-name"
     write(folder, "my.yaml", text)
     monkeypatch.chdir(tmp_path)
-    found = effective("conf/my.yaml", ["evaluation.data=train.jsonl"])
+    found = load_config("conf/my.yaml", ["evaluation.data=train.jsonl"])
     assert (found.model.path, found.data.path) == ("conf/model", "conf/train.jsonl")
     assert [reward.function for reward in found.rewards] == ["exact_match", "conf/score.py:score"]
     assert found.reference == "org/hub-name" and found.evaluation.data == "train.jsonl", "as on the command line"
     monkeypatch.chdir(folder)
-    assert effective("my.yaml").data.path == "train.jsonl"
+    assert load_config("my.yaml").data.path == "train.jsonl"
 
 
 def test_another_file_as_an_argument_has_the_same_columns(tmp_path: Path) -> None:
     file = write(tmp_path, "my.yaml", "data: {path: a.jsonl, split: x, columns: {prompt: q}, keep: [level]}")
-    data = effective(file, ["data.path=b.jsonl"]).data
+    data = load_config(file, ["data.path=b.jsonl"]).data
     assert (data.path, data.split, data.columns, data.keep) == ("b.jsonl", None, {"prompt": "q"}, ("level",))
-    assert effective(file, ["data.function=m:f"]).data.columns == {}, "rows of a function are something else"
+    assert load_config(file, ["data.function=m:f"]).data.columns == {}, "rows of a function are something else"
 
 
 def test_a_models_configuration_is_changed_or_replaced(tmp_path: Path) -> None:
@@ -549,9 +549,9 @@ def test_a_models_configuration_is_changed_or_replaced(tmp_path: Path) -> None:
 def test_steps_of_a_later_layer_drop_epochs(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("base: letters\nepochs: 2\n")
-    assert effective(file).epochs == 2
-    assert effective(file, ["epochs=3"]).epochs == 3
-    found = effective(file, ["steps=5"])
+    assert load_config(file).epochs == 2
+    assert load_config(file, ["epochs=3"]).epochs == 3
+    found = load_config(file, ["steps=5"])
     assert (found.steps, found.epochs) == (5, None)
 
 
@@ -560,16 +560,16 @@ def test_recipes_are_bases_and_files_by_name(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "recipes").mkdir()
     write(tmp_path / "recipes", "letters.yaml", "name: letters\nsteps: 7\n")
     write(tmp_path / "recipes", "letters_ppo.yaml", "base: letters\nalgorithm: ppo\n")
-    assert effective(None, []).steps == effective("letters").steps == 7
-    assert effective("letters_ppo").algorithm.name == "ppo" and effective("letters_ppo").steps == 7
-    assert effective(write(tmp_path, "mine.yaml", "base: letters_ppo\nseed: 4")).steps == 7
+    assert load_config(None, []).steps == load_config("letters").steps == 7
+    assert load_config("letters_ppo").algorithm.name == "ppo" and load_config("letters_ppo").steps == 7
+    assert load_config(write(tmp_path, "mine.yaml", "base: letters_ppo\nseed: 4")).steps == 7
     assert refused("lettres").startswith("lettres: is neither a file nor a recipe; did you mean 'letters'?")
     write(tmp_path / "recipes", "bad.yaml", "\nsteps: x")
     assert refused("bad").endswith("(recipe bad, line 2)")
 
 
 def test_arguments_change_any_key(base: Path) -> None:
-    found = effective(
+    found = load_config(
         base,
         [
             "optimizer.lr=1e-5",
@@ -632,11 +632,11 @@ def test_an_argument_that_is_wrong_says_so(base: Path, change: str, said: str) -
 def test_toml_and_arguments_need_no_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     toml = write(tmp_path, "a.toml", "seed = 3")
-    assert effective(toml, ['sampling.stop=["a"]', "optimizer.lr=1e-5", "name=x"]).sampling.stop == ("a",)
-    assert "name: x" in shown(effective(toml, ["name=x"]))
+    assert load_config(toml, ['sampling.stop=["a"]', "optimizer.lr=1e-5", "name=x"]).sampling.stop == ("a",)
+    assert "name: x" in dump_config(load_config(toml, ["name=x"]))
     with pytest.raises(ImportError, match="pip install 'rollbook\\[train\\]'"):
-        effective(write(tmp_path, "a.yaml", "seed: 3"))
-    assert argument("[1, 2]") == [1, 2]
+        load_config(write(tmp_path, "a.yaml", "seed: 3"))
+    assert parse_argument("[1, 2]") == [1, 2]
 
 
 def test_importing_the_configuration_loads_no_torch() -> None:

@@ -20,7 +20,7 @@ import rollbook
 from rollbook.book import trained_steps
 from rollbook.cli import main
 from rollbook.train import checkpoint
-from rollbook.train.config import effective, recipes
+from rollbook.train.config import load_config, list_recipes
 from rollbook.train.recipes import letters
 from rollbook.train.run import Outcome, run
 
@@ -51,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def warm(place: Path) -> Path:
     """The weights that runs begin with: right about a fifth of the time."""
-    outcome = run(effective("letters", [*SMALL, *WORDS, *WARMUP, "steps=0", f"out={place}/warm"]))
+    outcome = run(load_config("letters", [*SMALL, *WORDS, *WARMUP, "steps=0", f"out={place}/warm"]))
     assert outcome.before is not None and 0.1 < outcome.before.success < 0.4
     return checkpoint.saved(place / "warm")[0].model
 
@@ -67,7 +67,7 @@ SFT += ["optimizer.warmup_steps=20"]
 
 
 def trained(recipe: str, folder: Path, *changes: str) -> Outcome:
-    outcome = run(effective(recipe, [*SMALL, f"out={folder}", *changes]), stream=io.StringIO())
+    outcome = run(load_config(recipe, [*SMALL, f"out={folder}", *changes]), stream=io.StringIO())
     assert outcome.after is not None and outcome.before is not None
     return outcome
 
@@ -180,13 +180,13 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("recipe", list(recipes()))
+@pytest.mark.parametrize("recipe", list(list_recipes()))
 def test_every_recipe_runs_from_the_command_line(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = [*TINY, *OWN.get(recipe, []), *([] if recipe == "letters-sft" else ["warmup.steps=2"])]
     if recipe == "letters-mix":
-        letters.expert(tmp_path / "expert", count=20, length=4, skip=80)
+        letters.write_expert_book(tmp_path / "expert", count=20, length=4, skip=80)
         changes += [f"replay.expert={tmp_path}/expert"]
     assert main(["train", recipe, "--json", "--out", f"{tmp_path}/run", *changes]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -207,7 +207,7 @@ def test_every_recipe_runs_from_the_command_line(
 def test_recipes_say_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--recipes"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == len(recipes()) and all("Sort six letters" in line and len(line) < 140 for line in said)
+    assert len(said) == len(list_recipes()) and all("Sort six letters" in line and len(line) < 140 for line in said)
 
 
 def test_what_an_expert_shows_and_a_teacher_was_taught_is_not_what_runs_are_judged_by() -> None:

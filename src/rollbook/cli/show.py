@@ -35,7 +35,7 @@ from rollbook.core.terminal import (
     wrapped,
 )
 from rollbook.inspect.trajectory import LENSES, Picture, Trajectory
-from rollbook.train.display import UPDATE_COLUMNS
+from rollbook.train.tracker import UPDATE_COLUMNS
 
 SEQUENTIAL = ((253, 231, 37), (122, 209, 81), (34, 168, 132), (42, 120, 142), (65, 68, 135), (68, 1, 84))
 DIVERGING = ((178, 88, 9), (241, 163, 64), (254, 224, 182), (216, 218, 235), (94, 130, 180), (33, 70, 140))

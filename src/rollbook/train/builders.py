@@ -32,8 +32,8 @@ from rollbook.rollout.engine import BaseEngine
 from rollbook.rollout.environment import EnvironmentConfig
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train.checkpoint import CheckpointConfig
-from rollbook.train.config.schema import Config, Data, Model, Reward, Teacher
-from rollbook.train.config.values import ConfigError, expanded
+from rollbook.train.config.schema import Config, DataSection, ModelSection, RewardSection, TeacherSection
+from rollbook.train.config.values import ConfigError, expand_variables
 from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.pipeline import Models
 from rollbook.train.prompts import Prompts
@@ -63,7 +63,7 @@ def build_actor(config: Config, device: torch.device) -> Actor:
     return actor
 
 
-def _build_model(name: str, source: Model | Teacher, config: Config, device: torch.device, *, trainable: bool) -> Actor:
+def _build_model(name: str, source: ModelSection | TeacherSection, config: Config, device: torch.device, *, trainable: bool) -> Actor:
     policy = config.model
     dtype = torch.bfloat16 if policy.precision == "bfloat16" else torch.float32
     options: dict[str, Any] = {
@@ -74,7 +74,7 @@ def _build_model(name: str, source: Model | Teacher, config: Config, device: tor
         "suppress": policy.suppress,
         "trainable": trainable,
     }
-    if isinstance(source, Model):
+    if isinstance(source, ModelSection):
         transformers = transformers_module()
         if source.tokenizer is not None:
             with _loading(f"{name}.tokenizer", source.tokenizer):
@@ -112,7 +112,7 @@ def _build_model(name: str, source: Model | Teacher, config: Config, device: tor
         return Actor(model, **options)
 
 
-def _configure_actor(actor: Actor, source: Model, config: Config, trainable: bool) -> Actor:
+def _configure_actor(actor: Actor, source: ModelSection, config: Config, trainable: bool) -> Actor:
     """Set the temperature of an actor that a builder returned.
 
     Keys that only the constructor of an actor takes are rejected, not ignored.
@@ -174,7 +174,7 @@ def _call_function(name: str, target: str, options: Mapping[str, Any], seed: int
         signature.bind(**arguments)
     except TypeError as error:
         raise ConfigError(name, f"{target} cannot be called with {arguments}: {error}") from None
-    arguments = expanded(arguments, f"{name.rpartition('.')[0]}.options")
+    arguments = expand_variables(arguments, f"{name.rpartition('.')[0]}.options")
     return function(**arguments)
 
 
@@ -313,7 +313,7 @@ def _prompts_from_function(section: str, target: str, options: Mapping[str, Any]
     )
 
 
-def _prompts_from_file(path: str, source: Data, config: Config) -> Prompts:
+def _prompts_from_file(path: str, source: DataSection, config: Config) -> Prompts:
     return Prompts.from_file(
         path,
         split=source.split,
@@ -349,7 +349,7 @@ def _add_chat(prompts: Prompts, config: Config, limit: int | None) -> Prompts:
     return Prompts(rows, seed=config.seed, shuffle=settings.shuffle, name=prompts.name)
 
 
-def _as_chat(prompt: Prompt, settings: Data) -> Prompt:
+def _as_chat(prompt: Prompt, settings: DataSection) -> Prompt:
     messages = prompt.messages
     if settings.chat and prompt.text is not None:
         messages = [{"role": "user", "content": prompt.text}]
@@ -375,7 +375,7 @@ def check_rewards(config: Config) -> None:
                 _build_component(f"{key}.{i}", source, None).close()
 
 
-def build_reward(rewards: tuple[Reward, ...], actor: Actor | None = None, key: str = "rewards") -> RewardSource | None:
+def build_reward(rewards: tuple[RewardSection, ...], actor: Actor | None = None, key: str = "rewards") -> RewardSource | None:
     """Build the reward of a run: one source, or the weighted sum of several.
 
     Args:
@@ -389,7 +389,7 @@ def build_reward(rewards: tuple[Reward, ...], actor: Actor | None = None, key: s
     Raises:
         ConfigError: A source cannot be built.
 
-    >>> build_reward((Reward(function="exact_match"), Reward(function="length", weight=0.1))).rewards.keys()
+    >>> build_reward((RewardSection(function="exact_match"), RewardSection(function="length", weight=0.1))).rewards.keys()
     dict_keys(['exact_match', 'length'])
     """
     if not rewards:
@@ -402,10 +402,10 @@ def build_reward(rewards: tuple[Reward, ...], actor: Actor | None = None, key: s
     return as_reward(dict(zip(names, components, strict=True)), weights=[source.weight for source in rewards])
 
 
-def _build_component(key: str, settings: Reward, actor: Actor | None) -> RewardSource:
+def _build_component(key: str, settings: RewardSection, actor: Actor | None) -> RewardSource:
     kind = next(name for name in ("function", "recipe", "remote", "model") if getattr(settings, name) is not None)
-    source = expanded(getattr(settings, kind), f"{key}.{kind}")
-    options: dict[str, Any] = expanded(settings.options, f"{key}.options")
+    source = expand_variables(getattr(settings, kind), f"{key}.{kind}")
+    options: dict[str, Any] = expand_variables(settings.options, f"{key}.options")
     if kind == "model":
         with _loading(f"{key}.model", source):
             source = _load_classifier(source, options, actor)
@@ -442,7 +442,7 @@ def _load_classifier(name: str, options: dict[str, Any], actor: Actor | None) ->
     return classifier
 
 
-def _default_name(source: Reward) -> str:
+def _default_name(source: RewardSection) -> str:
     if source.remote is not None:
         return "remote"
     if source.recipe is not None:
@@ -526,13 +526,13 @@ def build_engine(config: Config, actor: Actor) -> BaseEngine:
     key = None if settings.api_key_env is None else os.environ.get(settings.api_key_env)
     try:
         engine = OpenAIEngine(
-            expanded(settings.url, "engine.url"),
+            expand_variables(settings.url, "engine.url"),
             settings.model,
             actor.tokenizer,
             api_key=key,
             timeout=settings.timeout,
             concurrency=settings.concurrency,
-            **expanded(settings.options, "engine.options"),
+            **expand_variables(settings.options, "engine.options"),
         )
     except TypeError as error:
         raise ConfigError("engine.options", str(error)) from None
@@ -558,7 +558,7 @@ def build_environment(config: Config, actor: Actor) -> EnvironmentConfig | None:
     if settings.function is None:
         return None
     function = resolve(str(settings.function), name="environment.function")
-    options = expanded(settings.options, "environment.options")
+    options = expand_variables(settings.options, "environment.options")
     return EnvironmentConfig(
         factory=(lambda prompt: function(prompt, **options)) if options else function,
         rewards=settings.rewards,
@@ -581,7 +581,7 @@ def open_expert_book(config: Config) -> Book | None:
         The book, or `None` if `replay.expert` is not set.
     """
     path = config.replay.expert
-    return None if path is None else open_book(expanded(path, "replay.expert"), mode="r")
+    return None if path is None else open_book(expand_variables(path, "replay.expert"), mode="r")
 
 
 def build_trainer(config: Config, models: Models, prompts: Prompts, reward: RewardSource | None, book: Book) -> Trainer:

@@ -29,14 +29,14 @@ from rollbook.core.metrics import advise
 from rollbook.models.loading import transformers_module
 from rollbook.train import builders, checkpoint
 from rollbook.train.builders import check_rewards
-from rollbook.train.config.files import effective, shown
-from rollbook.train.config.schema import Config, Tracking, differences
+from rollbook.train.config.files import load_config, dump_config
+from rollbook.train.config.schema import Config, TrackingSection, compare_configs
 from rollbook.train.config.values import ConfigError
-from rollbook.train.display import Display, duration, shell_command
-from rollbook.train.evaluation import Evaluation, difference, evaluate, evaluated
+from rollbook.train.tracker import Display, format_duration, shell_command
+from rollbook.train.evaluation import Evaluation, compare_evaluations, evaluate, evaluate_records
 from rollbook.train.prompts import Prompts
 from rollbook.train.sft_warmup import Warmed, warm_up
-from rollbook.train.tracker import LINES, WandB, trackers_of
+from rollbook.train.tracker import METRICS_FILE, WandbTracker, build_trackers
 from rollbook.train.trainer import StepReport, Trainer
 from rollbook.train.user_code import find_foreign_code, resolve
 
@@ -206,16 +206,16 @@ class Run:
         if config_path.is_file():
             if not self.config.resume:
                 raise ConfigError("resume", f"got false, and {folder} has a run, expected overwrite or another folder")
-            before = effective(config_path)
+            before = load_config(config_path)
             checkpoint.mend(folder)
             begun = bool(checkpoint.saved(folder))
-            changed = any(not changeh.free for changeh in differences(before, self.config))
+            changed = any(not changeh.free for changeh in compare_configs(before, self.config))
             if changed and not begun and self._never_trained():
                 # The first attempt ended in an error, and what was wrong is mended: none of it had an effect yet.
                 shutil.rmtree(folder / BOOK, ignore_errors=True)
             else:
                 self._same(before)
-            if differences(before, self.config):
+            if compare_configs(before, self.config):
                 self._keep_config()
             return begun
         self._keep_config()
@@ -249,12 +249,12 @@ class Run:
         new = self.folder / _NEW
         # Whoever runs the kept file again wants to go on.
         with open(new, "w", encoding="utf-8", opener=private_opener) as file:
-            file.write(shown(dataclasses.replace(self.config, overwrite=False)))
+            file.write(dump_config(dataclasses.replace(self.config, overwrite=False)))
         hit_failpoint("config written")
         os.replace(new, self.folder / CONFIG)
 
     def _same(self, before: Config) -> None:
-        fixed = [change for change in differences(before, self.config) if not change.free]
+        fixed = [change for change in compare_configs(before, self.config) if not change.free]
         if fixed:
             listed = "; ".join(map(str, fixed[:6])) + (f"; and {len(fixed) - 6} more" if len(fixed) > 6 else "")
             raise ConfigError(
@@ -396,15 +396,15 @@ class Run:
     def _tracked(self, trainer: Trainer, going_on: bool) -> Iterator[None]:
         tracking = self.config.tracking
         if not going_on:
-            (self.folder / LINES).unlink(missing_ok=True)  # of a process that was killed before the first checkpoint
+            (self.folder / METRICS_FILE).unlink(missing_ok=True)  # of a process that was killed before the first checkpoint
         names = [*(name for name in ("jsonl", "tensorboard") if getattr(tracking, name)), *tracking.trackers]
         after, settings = trainer.done if going_on else None, self.config.to_dict()
         trackers: list[Any] = list(
-            trackers_of(names, self.folder, steps=self.config.steps, after=after, config=settings)
+            build_trackers(names, self.folder, steps=self.config.steps, after=after, config=settings)
         )
         if tracking.wandb is not None:
             options = {"project": tracking.wandb["project"]} if "project" in tracking.wandb else {}
-            trackers.append(WandB(self.folder, config=settings, after=after, **options))
+            trackers.append(WandbTracker(self.folder, config=settings, after=after, **options))
         if tracking.display:
             trackers.append(Display(self.config.steps, stream=self.stream))
         trainer.trackers = trackers
@@ -449,7 +449,7 @@ class Run:
         for step in (0, done):
             records = list(book.where(evaluation=1, batch=f"eval-{step}"))
             options = {"success": settings.success, "confidence": settings.confidence, "step": step}
-            evaluations.append(evaluated(records, **options) if records else None)  # type: ignore[arg-type]
+            evaluations.append(evaluate_records(records, **options) if records else None)  # type: ignore[arg-type]
         return evaluations[0], evaluations[1] if done else None
 
 
@@ -457,13 +457,13 @@ def run(config: Config, *, stream: TextIO | None = None) -> Outcome:
     """Train as a configuration says; what came of it.
 
     >>> import io, tempfile
-    >>> from rollbook.train.config import effective
+    >>> from rollbook.train.config import load_config
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     small = ["steps=1", "warmup.steps=1", "warmup.target_accuracy=null", "data.options.count=40",
     ...              "data.held_out=4",
     ...              "batch.prompts_per_step=2", "algorithm.group_size=2",
     ...              "model.options.hidden=32", "model.options.heads=1"]
-    ...     outcome = run(effective("letters", [*small, f"out={folder}/run"]), stream=io.StringIO())
+    ...     outcome = run(load_config("letters", [*small, f"out={folder}/run"]), stream=io.StringIO())
     >>> outcome.steps, outcome.after.prompts
     (1, 4)
     """
@@ -484,7 +484,7 @@ def evaluate_model(config: Config, step: int = 0) -> Evaluation:
     if config.rewards == () and not config.evaluation.rewards and config.environment.function is None:
         raise ConfigError("evaluation.rewards", "got none, expected what scores the answers")
     device = builders.configure_torch(config)
-    check(dataclasses.replace(config, tracking=Tracking()))
+    check(dataclasses.replace(config, tracking=TrackingSection()))
     _, held_out = builders.load_prompts(config)
     if held_out is None:
         raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")
@@ -559,9 +559,9 @@ def summary(outcome: Outcome, config: Config) -> list[str]:
     """What a run changed, in lines: success before and after, samples of both, and how to look at all of it."""
     count = len(outcome.reports)
     if count == outcome.steps:
-        lines = ["", f"{count} steps in {duration(outcome.seconds)}"]
+        lines = ["", f"{count} steps in {format_duration(outcome.seconds)}"]
     elif count:
-        lines = ["", f"{count} steps in {duration(outcome.seconds)}, continuing a run: {outcome.steps} in all"]
+        lines = ["", f"{count} steps in {format_duration(outcome.seconds)}, continuing a run: {outcome.steps} in all"]
     else:
         lines = ["", f"all {outcome.steps} steps were done before"]
     before, after = outcome.before, outcome.after
@@ -571,7 +571,7 @@ def summary(outcome: Outcome, config: Config) -> list[str]:
         lines.append(f"after     {after}")
     if before is not None and after is not None:
         if before.reward_source == after.reward_source:
-            change = difference(before, after)
+            change = compare_evaluations(before, after)
             interval = f"({change.low:+.3f} to {change.high:+.3f})"
             lines.append(f"change    {change.value:+.3f} {interval}, the same prompts compared")
         else:

@@ -29,8 +29,8 @@ from rollbook.rewards.types import RewardInput, RewardResult
 from rollbook.train import builders
 from rollbook.train import checkpoint as saving
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.config.files import effective
-from rollbook.train.config.schema import Config, differences
+from rollbook.train.config.files import load_config
+from rollbook.train.config.schema import Config, compare_configs
 from rollbook.train.learner import Learner, UpdateResult
 from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.pipeline import Models, annotate, estimate, with_reward
@@ -39,22 +39,22 @@ from rollbook.train.user_code import check_trusted
 
 __all__ = [
     *[
-        "Changed",
-        "Moved",
-        "change",
-        "choices",
+        "CounterfactualResult",
+        "RecordChange",
+        "compute_counterfactual",
+        "split_changes",
     ]
 ]
 
-SAME, ROUNDING, DIFFERS, NOT = "same", "differs by rounding", "differs", "not compared"
+SAME, ROUNDING, DIFFERS, NOT_COMPARED = "same", "differs by rounding", "differs", "not compared"
 _PLAN = ("minibatch", "micro_batch", "weight", "left_out")
 
 
 @dataclass(frozen=True)
-class Check:
+class Comparison:
     """One thing that was recorded, and computed again.
 
-    >>> Check("loss", 0.5, 0.5, 0.0, SAME).verdict
+    >>> Comparison("loss", 0.5, 0.5, 0.0, SAME).verdict
     'same'
     """
 
@@ -71,7 +71,7 @@ class Check:
 class Tolerance:
     """What counts as rounding.
 
-    Numbers: up to `absolute`, and `relative` of the larger one. Log-probs and values: up to `tokens` on the average of
+    Numbers: up to `absolute`, and `relative` of the larger one. Log-probs and values: up to `compare_tokens` on the average of
     all tokens, since a few unlikely ones can be far off.
     """
 
@@ -86,79 +86,79 @@ class Tolerance:
         return f"{numbers}, {self.tokens:g} mean over tokens, {self.update:g} of the norm of an update"
 
 
-HERE = Tolerance(1e-5, 1e-3, 1e-4, 1e-2)
+CPU_TOLERANCE = Tolerance(1e-5, 1e-3, 1e-4, 1e-2)
 """Of a run that was trained in float32 on a CPU, as it is replayed."""
-ELSEWHERE = Tolerance(5e-3, 1e-1, 3e-2, 5e-1)
+GPU_TOLERANCE = Tolerance(5e-3, 1e-1, 3e-2, 5e-1)
 """Of one that was trained on a GPU, or in bfloat16."""
 
-EXACT = Tolerance(2e-9, 1e-9, 0.0, 0.0)
+EXACT_TOLERANCE = Tolerance(2e-9, 1e-9, 0.0, 0.0)
 """Of counts, rates and shares, which no model is asked for."""
-COUNTS = ("lr", "updates", "skipped", "rows")
-_FIRST = ("loss", "grad_norm", "policy/pg_loss", "kl", "entropy", "critic/value_loss", "critic/grad_norm")
+COUNT_METRICS = ("lr", "updates", "skipped", "rows")
+_LEADING_METRICS = ("loss", "grad_norm", "policy/pg_loss", "kl", "entropy", "critic/value_loss", "critic/grad_norm")
 
 
-def rank(name: str) -> tuple[int, str]:
+def metric_order(name: str) -> tuple[int, str]:
     """Where a metric stands: losses before others, counts last.
 
-    >>> sorted(["lr", "policy/ppo_kl", "grad_norm", "loss"], key=rank)
+    >>> sorted(["lr", "policy/ppo_kl", "grad_norm", "loss"], key=metric_order)
     ['loss', 'grad_norm', 'policy/ppo_kl', 'lr']
     """
-    if name in _FIRST:
-        return _FIRST.index(name), ""
-    return (len(_FIRST) if "/" in name and not name.startswith("left_out/") else len(_FIRST) + 1), name
+    if name in _LEADING_METRICS:
+        return _LEADING_METRICS.index(name), ""
+    return (len(_LEADING_METRICS) if "/" in name and not name.startswith("left_out/") else len(_LEADING_METRICS) + 1), name
 
 
-def skipped(quantity: str, note: str, recorded: float | str | None = None) -> Check:
+def not_compared(quantity: str, note: str, recorded: float | str | None = None) -> Comparison:
     """Something that is not compared, and why."""
-    return Check(quantity, recorded, None, None, NOT, note)
+    return Comparison(quantity, recorded, None, None, NOT_COMPARED, note)
 
 
 def compare_rows(
     quantity: str, recorded: Sequence[Any], recomputed: Sequence[Any], tolerance: Tolerance, *, size: bool = False
-) -> Check:
+) -> Comparison:
     """Numbers of rows, or of their tokens: each must be within the tolerance. Shown is their mean, or with `size` that
     of their sizes.
 
-    >>> compare_rows("loss", [0.5], [0.50001], HERE).verdict, compare_rows("loss", [0.5], [0.6], HERE).verdict
+    >>> compare_rows("loss", [0.5], [0.50001], CPU_TOLERANCE).verdict, compare_rows("loss", [0.5], [0.6], CPU_TOLERANCE).verdict
     ('differs by rounding', 'differs')
     """
     old, new = _flat(recorded), _flat(recomputed)
     if old.shape != new.shape:
-        return Check(quantity, f"{old.size} numbers", f"{new.size} numbers", None, DIFFERS)
-    gap = _gap(old, new)
+        return Comparison(quantity, f"{old.size} numbers", f"{new.size} numbers", None, DIFFERS)
+    gap = _absolute_difference(old, new)
     most = np.maximum(np.abs(old), np.abs(new))
     near = gap <= tolerance.absolute + tolerance.relative * np.where(np.isfinite(most), most, 0.0)
     verdict = SAME if not gap.any() else ROUNDING if near.all() else DIFFERS
     shown = [_mean(np.abs(side) if size else side) for side in (old, new)]
-    return Check(quantity, shown[0], shown[1], float(gap.max(initial=0.0)), verdict)
+    return Comparison(quantity, shown[0], shown[1], float(gap.max(initial=0.0)), verdict)
 
 
-def tokens(quantity: str, recorded: Sequence[Any], recomputed: Sequence[Any], most: float, note: str = "") -> Check:
+def compare_tokens(quantity: str, recorded: Sequence[Any], recomputed: Sequence[Any], most: float, note: str = "") -> Comparison:
     """What a model says of tokens: the mean difference must be at most `most`.
 
-    >>> tokens("log-probs", [[-1.0, -2.0]], [[-1.0, -2.001]], 1e-2).verdict
+    >>> compare_tokens("log-probs", [[-1.0, -2.0]], [[-1.0, -2.001]], 1e-2).verdict
     'differs by rounding'
     """
     old, new = _flat(recorded), _flat(recomputed)
     if old.shape != new.shape:
-        return Check(quantity, f"{old.size} numbers", f"{new.size} numbers", None, DIFFERS)
-    gap = _gap(old, new)
+        return Comparison(quantity, f"{old.size} numbers", f"{new.size} numbers", None, DIFFERS)
+    gap = _absolute_difference(old, new)
     mean = float(gap.mean()) if gap.size else 0.0
     verdict = SAME if not gap.any() else ROUNDING if mean <= most else DIFFERS
     remark = "; ".join(part for part in (note, f"mean difference {mean:.3g}" if mean else "") if part)
-    return Check(quantity, _mean(old), _mean(new), float(gap.max(initial=0.0)), verdict, remark)
+    return Comparison(quantity, _mean(old), _mean(new), float(gap.max(initial=0.0)), verdict, remark)
 
 
-def plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Mapping[str, Any]]) -> list[Check]:
+def compare_plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Mapping[str, Any]]) -> list[Comparison]:
     """Where records were, of each kind of place.
 
     >>> one = {"minibatch": 0, "micro_batch": 0, "weight": 0.5}
-    >>> [each.verdict for each in plans([one, one], [one, {**one, "micro_batch": 1}])]
+    >>> [each.verdict for each in compare_plans([one, one], [one, {**one, "micro_batch": 1}])]
     ['same', 'differs by rounding', 'same']
     """
     if not any(name in placement for placement in recorded for name in _PLAN):
-        return [skipped("plan", "the ledger has no plan: another trainer acknowledged these records")]
-    checks: list[Check] = []
+        return [not_compared("plan", "the ledger has no plan: another trainer acknowledged these records")]
+    checks: list[Comparison] = []
     pairs = list(zip(recorded, recomputed, strict=True))
     for name, quantity in (("minibatch", "plan: minibatches"), ("micro_batch", "plan: micro-batches")):
         names = (name, "left_out") if name == "minibatch" else (name,)
@@ -172,24 +172,24 @@ def plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Mapping[st
         if odd and name == "micro_batch" and checks[0].verdict == SAME:
             verdict = ROUNDING
             note = "another token budget or layout, which changes numbers only by rounding"
-        checks.append(Check(quantity, shown[0], shown[1], float(odd), verdict, note))
-    weights = [[_listed(placement.get("weight", 0.0)) for placement in side] for side in (recorded, recomputed)]
-    return [*checks, compare_rows("plan: shares of tokens", weights[0], weights[1], EXACT)]
+        checks.append(Comparison(quantity, shown[0], shown[1], float(odd), verdict, note))
+    weights = [[_as_list(placement.get("weight", 0.0)) for placement in side] for side in (recorded, recomputed)]
+    return [*checks, compare_rows("plan: shares of tokens", weights[0], weights[1], EXACT_TOLERANCE)]
 
 
-def counted(row: Any, values: Any) -> Any:
+def select_actions(row: Any, values: Any) -> Any:
     """What a field of a record says of the tokens that count.
 
     >>> from rollbook import Experience
     >>> row = Experience(tokens=[1, 2, 3], prompt_length=1, action_mask=[True, False])
-    >>> counted(row, [0.5, 0.7])
+    >>> select_actions(row, [0.5, 0.7])
     array([0.5])
     """
     array = np.asarray(values, dtype=np.float64)
     return array if row.action_mask is None else array[np.asarray(row.action_mask, dtype=bool)]
 
 
-def _listed(value: Any) -> list[float]:
+def _as_list(value: Any) -> list[float]:
     return list(value) if isinstance(value, list) else [value]
 
 
@@ -198,7 +198,7 @@ def _flat(values: Sequence[Any]) -> Any:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _gap(old: Any, new: Any) -> Any:
+def _absolute_difference(old: Any, new: Any) -> Any:
     """How far apart numbers are: not at all where both are the same infinity or both no number, infinitely where one
     is."""
     with np.errstate(invalid="ignore"):
@@ -216,7 +216,7 @@ _PLACE = ("minibatch", "micro_batch", "weight", "left_out")
 
 
 @dataclass(frozen=True)
-class Traced:
+class StepRecords:
     """The records that a step learnt from.
 
     >>> import rollbook
@@ -224,7 +224,7 @@ class Traced:
     >>> _ = book.append([rollbook.Experience(eid={"task": i}, tokens=[1, 2, 3]) for i in range(2)])
     >>> with book.lease(2) as lease:
     ...     _ = lease.ack(step=1, details={uid: {"minibatch": 0, "weight": 0.5} for uid in lease.uids})
-    >>> found = trace(book, 1)
+    >>> found = trace_step(book, 1)
     >>> found.uids == lease.uids, found.places[0]["weight"]
     (True, 0.5)
     """
@@ -248,7 +248,7 @@ class Traced:
         return book.get(self.uids)
 
 
-def trace(book: Book, step: int, consumer: str = "train") -> Traced:
+def trace_step(book: Book, step: int, consumer: str = "train") -> StepRecords:
     """The records that a step learnt from; none if there was nothing to learn from."""
     with book.ledger.read() as tx:
         group = find_consumer(tx, consumer)
@@ -268,13 +268,13 @@ def trace(book: Book, step: int, consumer: str = "train") -> Traced:
             for event, seq, kind, lease, detail in acknowledged
             if kind == "trained" and event not in void
         }
-        order = _order(tx, {lease for _, lease, _ in done.values()})
+        order = _lease_order(tx, {lease for _, lease, _ in done.values()})
         seqs = sorted(done, key=lambda seq: order[done[seq][1], seq])
-        details = _known(tx, seqs)
-        together, lost = _together(tx, [details[seq][1:] for seq in seqs])
-        revised = _revised(tx, {seq: done[seq][0] for seq in seqs})
+        details = _read_records(tx, seqs)
+        together, lost = _read_appends(tx, [details[seq][1:] for seq in seqs])
+        revised = _read_revisions(tx, {seq: done[seq][0] for seq in seqs})
     weights: list[Any] = [done[seq][2].get("importance") for seq in seqs]
-    return Traced(
+    return StepRecords(
         step,
         [details[seq][0] for seq in seqs],
         [{name: done[seq][2][name] for name in _PLACE if name in done[seq][2]} for seq in seqs],
@@ -285,7 +285,7 @@ def trace(book: Book, step: int, consumer: str = "train") -> Traced:
     )
 
 
-def _order(tx: Transaction, leases: set[int]) -> dict[tuple[int, int], int]:
+def _lease_order(tx: Transaction, leases: set[int]) -> dict[tuple[int, int], int]:
     """Where each record was in its lease."""
     uses: dict[tuple[int, int], int] = {}
     for marks, part in chunks(sorted(leases)):
@@ -294,7 +294,7 @@ def _order(tx: Transaction, leases: set[int]) -> dict[tuple[int, int], int]:
     return uses
 
 
-def _known(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[str, str, float]]:
+def _read_records(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[str, str, float]]:
     details: dict[int, tuple[str, str, float]] = {}
     for marks, part in chunks(seqs):
         rows = tx.all(f"SELECT seq, uid, batch, admitted FROM records WHERE seq IN ({marks})", part)
@@ -302,7 +302,7 @@ def _known(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[str, str, fl
     return details
 
 
-def _together(tx: Transaction, appends: Sequence[tuple[str, float]]) -> tuple[list[list[str]], int]:
+def _read_appends(tx: Transaction, appends: Sequence[tuple[str, float]]) -> tuple[list[list[str]], int]:
     groups: list[list[str]] = []
     lost = 0
     for append in dict.fromkeys(appends):
@@ -314,7 +314,7 @@ def _together(tx: Transaction, appends: Sequence[tuple[str, float]]) -> tuple[li
     return groups, lost
 
 
-def _revised(tx: Transaction, since: dict[int, int]) -> dict[int, str]:
+def _read_revisions(tx: Transaction, since: dict[int, int]) -> dict[int, str]:
     names: dict[int, str] = {}
     for marks, part in chunks(list(since)):
         rows = tx.all(
@@ -333,10 +333,10 @@ _ATTENTION = (None, "eager", "sdpa")
 """Attention that a CPU has."""
 
 
-def on_cpu(config: Config) -> Config:
+def to_cpu(config: Config) -> Config:
     """A run's configuration as a CPU can have it, in float32.
 
-    >>> on_cpu(Config(model={"config": {"model_type": "llama"}, "precision": "bfloat16"})).model.precision
+    >>> to_cpu(Config(model={"config": {"model_type": "llama"}, "precision": "bfloat16"})).model.precision
     'float32'
     """
     attention = config.model.attention if config.model.attention in _ATTENTION else None
@@ -344,8 +344,8 @@ def on_cpu(config: Config) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def saved_actor(config: Config, checkpoint: saving.Saved) -> Actor:
-    """Load a checkpoint's policy without calling `model.builder`; `config` is one that `on_cpu` returned."""
+def load_actor(config: Config, checkpoint: saving.Saved) -> Actor:
+    """Load a checkpoint's policy without calling `model.builder`; `config` is one that `to_cpu` returned."""
     state = checkpoint.trainer_state()
     attention = state.get("attention", config.model.attention)
     with saving.loading(checkpoint.model):
@@ -359,7 +359,7 @@ def saved_actor(config: Config, checkpoint: saving.Saved) -> Actor:
         )
 
 
-class Rebuilt:
+class RestoredStep:
     """A run, and its models with the weights that a step began with."""
 
     models: Models
@@ -367,7 +367,7 @@ class Rebuilt:
 
     def __init__(self, folder: Path, config: Config, book: Book, step: int, stack: ExitStack) -> None:
         self.folder, self.book, self.step = folder, book, step
-        self.config = on_cpu(config)
+        self.config = to_cpu(config)
         self.replay = self.config.replay.replay_config()
         self.metrics = dict(book.metrics())
         self.traced = self.trace(step)
@@ -394,16 +394,16 @@ class Rebuilt:
 
     # --- records ------------------------------------------------------------------------------------------------------
 
-    def trace(self, step: int) -> Traced:
+    def trace(self, step: int) -> StepRecords:
         """What the book says of a step of the run."""
-        traced = trace(self.book, step, self.replay.consumer)
+        traced = trace_step(self.book, step, self.replay.consumer)
         steps = [number for number in self.metrics if number > 0]
         if not traced.uids and step not in steps:
             extent = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
             raise ValueError(f"step: got {step}, and the run has {extent}")
         return traced
 
-    def records(self, traced: Traced) -> Experiences:
+    def records(self, traced: StepRecords) -> Experiences:
         """A step's records, from the book."""
         try:
             return traced.records(self.book)
@@ -423,7 +423,7 @@ class Rebuilt:
         return both, [i >= len(leased) for i in range(len(both))] if algorithm.mixed else None
 
     @staticmethod
-    def weighed(traced: Traced, records: Experiences) -> list[float] | None:
+    def weighed(traced: StepRecords, records: Experiences) -> list[float] | None:
         """What a sampler had a step's records weigh; an expert's weigh 1."""
         importance = traced.importance
         return None if importance is None else importance + [1.0] * (len(records) - len(importance))
@@ -439,7 +439,7 @@ class Rebuilt:
                 raise ValueError(f"{self.begun.path}: got no critic, and {self.config.algorithm.name} needs one")
             saving.load_weights(self.models.critic, self.begun.critic)
         self.learner = self.learner_of(self.config)
-        put_state(self.learner, saving.load_state(self.begun)["learner"])
+        load_learner_state(self.learner, saving.load_state(self.begun)["learner"])
 
     def _made(self, other: Config | None) -> Models:
         configs = [self.config] if other is None else [self.config, other]
@@ -451,7 +451,7 @@ class Rebuilt:
         ):
             raise ValueError(f"{self.folder}: got no checkpoint of step 0, whose weights the reference has")
         # The reference has the weights of step 0.
-        actor = saved_actor(self.config, self.begun if self.first is None else self.first)
+        actor = load_actor(self.config, self.begun if self.first is None else self.first)
         built = [builders.build_models(config, actor, _CPU) for config in configs]
         for name in ("reference", "teacher"):
             if getattr(built[0], name) is None:
@@ -509,7 +509,7 @@ class Rebuilt:
     def weights(self) -> Weights:
         """A copy of what moves, as it is now."""
         both = {"policy": self.models.policy, "critic": self.models.critic}
-        return {name: copied(model.state_dict()) for name, model in both.items() if model is not None}
+        return {name: clone_tensors(model.state_dict()) for name, model in both.items() if model is not None}
 
     def put(self, weights: Weights) -> None:
         """Have weights as they were."""
@@ -565,36 +565,36 @@ def _ending(optimizer: OptimizerConfig, config: Config) -> OptimizerConfig:
     )
 
 
-def put_state(learner: Learner, state: Mapping[str, Any]) -> None:
+def load_learner_state(learner: Learner, state: Mapping[str, Any]) -> None:
     """Put optimizers' states into a learner that keeps its own options, and has no float32 copies beside its weights,
     which are float32 themselves."""
     both = (("optimizer", learner.optimizer), ("critic_optimizer", learner.critic_optimizer))
     movers = {name: mover for name, mover in both if mover is not None}
     groups = {name: [{**group} for group in mover.inner.param_groups] for name, mover in movers.items()}
-    states = {name: {key: entry for key, entry in copied(state[name]).items() if key != "masters"} for name in movers}
+    states = {name: {key: entry for key, entry in clone_tensors(state[name]).items() if key != "masters"} for name in movers}
     learner.load_state_dict({"failures": state["failures"], **states})
     for name, mover in movers.items():
         for group, mine in zip(mover.inner.param_groups, groups[name], strict=True):
             group.update({key: value for key, value in mine.items() if key != "params"})
 
 
-def copied(value: Any) -> Any:
+def clone_tensors(value: Any) -> Any:
     """A copy of tensors in dicts and lists, apart from what moves.
 
-    >>> copied({"a": [torch.ones(1)]})
+    >>> clone_tensors({"a": [torch.ones(1)]})
     {'a': [tensor([1.])]}
     """
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {name: copied(entry) for name, entry in value.items()}
-    return [copied(entry) for entry in value] if isinstance(value, list) else value
+        return {name: clone_tensors(entry) for name, entry in value.items()}
+    return [clone_tensors(entry) for entry in value] if isinstance(value, list) else value
 
 
-def less(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def weight_difference(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """[weights] New weights less old ones, as one vector.
 
-    >>> less({"a": torch.ones(2)}, {"a": torch.zeros(2)})
+    >>> weight_difference({"a": torch.ones(2)}, {"a": torch.zeros(2)})
     tensor([1., 1.], dtype=torch.float64)
     """
     parts = [
@@ -603,15 +603,15 @@ def less(new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]) -> to
     return torch.cat(parts)
 
 
-_MAKING = ("algorithm.group_size", "algorithm.refill", "algorithm.drop_constant_groups")
+_ROLLOUT_KEYS = ("algorithm.group_size", "algorithm.refill", "algorithm.drop_constant_groups")
 """Keys of an algorithm that say how records are made."""
-_NAMES = ("algorithm.preset", "algorithm.name")
-_OTHER = ("algorithm.", "batch.", "optimizer.", "critic_optimizer", "rewards", "steps")
+_NAME_KEYS = ("algorithm.preset", "algorithm.name")
+_REPLAYED_KEYS = ("algorithm.", "batch.", "optimizer.", "critic_optimizer", "rewards", "steps")
 """Where another choice can be put in the place of a recorded one."""
 
 
 @dataclass(frozen=True)
-class Moved:
+class RecordChange:
     """A record whose advantage another choice changes."""
 
     uid: str
@@ -623,7 +623,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Changed:
+class CounterfactualResult:
     """A step under another choice, beside the step as it was; of two numbers the first is of what was trained."""
 
     changes: list[str]
@@ -637,47 +637,47 @@ class Changed:
     """Between the advantages of records."""
     cosine: float | None
     """Between the two updates of the policy's weights."""
-    moved: list[Moved]
+    moved: list[RecordChange]
     """The records whose advantage changes most."""
     notes: list[str] = field(default_factory=list)
 
 
-def choices(config: Config, other: Config) -> tuple[list[str], list[str]]:
+def split_changes(config: Config, other: Config) -> tuple[list[str], list[str]]:
     """What another configuration changes, of all that a replay can change; and what it changes that is not replayed.
 
-    >>> choices(Config(), Config.of({"algorithm": {"preset": "grpo", "estimator": "rloo", "group_size": 4}}))
+    >>> split_changes(Config(), Config.of({"algorithm": {"preset": "grpo", "estimator": "rloo", "group_size": 4}}))
     (['algorithm.estimator: "rloo", was "grpo"'], ['algorithm.group_size'])
-    >>> choices(Config(), Config(seed=1))
+    >>> split_changes(Config(), Config(seed=1))
     Traceback (most recent call last):
         ...
     ValueError: seed: got another value, and the records are what they are, expected changes of algorithm, rewards, batch or optimizer
     """  # noqa: E501
-    changes = differences(on_cpu(config), on_cpu(other))
+    changes = compare_configs(to_cpu(config), to_cpu(other))
     for change in changes:
-        if not change.path.startswith(_OTHER) or change.path == "batch.prompts_per_step":
+        if not change.path.startswith(_REPLAYED_KEYS) or change.path == "batch.prompts_per_step":
             raise ValueError(
                 f"{change.path}: got another value, and the records are what they are, expected changes of algorithm, "
                 "rewards, batch or optimizer"
             )
-    effective_changes = [str(change) for change in changes if change.path not in (*_MAKING, *_NAMES)]
+    effective_changes = [str(change) for change in changes if change.path not in (*_ROLLOUT_KEYS, *_NAME_KEYS)]
     if not effective_changes:
         listed = ", ".join(change.path for change in changes) or "the run's own values"
         raise ValueError(f"changes: got {listed}, which changes nothing of a step whose records are there")
-    return effective_changes, [change.path for change in changes if change.path in _MAKING]
+    return effective_changes, [change.path for change in changes if change.path in _ROLLOUT_KEYS]
 
 
-def change(
-    run: Rebuilt,
+def compute_counterfactual(
+    run: RestoredStep,
     other: Config,
     *,
     state: Mapping[str, Any],
     weights: Weights,
     trained: tuple[Experiences, UpdateResult, torch.Tensor],
-) -> Changed:
+) -> CounterfactualResult:
     """The step of `run` under another configuration. `state`, `weights`: what the step began with. `trained`: the
     records as they were learnt from, what came of it, and the update of the policy's weights."""
     before, learned, update = trained
-    applied, left = choices(run.config, other)
+    applied, left = split_changes(run.config, other)
     notes = [f"{name}: affects only generation; not replayed" for name in left]
     leased = run.own
     run.put(weights)
@@ -696,21 +696,21 @@ def change(
     records = run.completed(records, other.algorithm, expert=flags)
     learner = run.learner_of(other)
     if other.optimizer.name == run.config.optimizer.name:
-        put_state(learner, state)
+        load_learner_state(learner, state)
     else:
         notes.append(f"optimizer.name: {other.optimizer.name} starts without state")
     changed = learner.update(records, step=run.step, expert=flags, weights=run.weighed(run.traced, records))
-    new = less(run.weights()["policy"], weights["policy"])
+    new = weight_difference(run.weights()["policy"], weights["policy"])
     rows = _advantages(before, records, len(leased))
     numbers: dict[str, tuple[float | None, float | None]] = {}
     old, now = [[abs(pair[k]) for _, pair in rows] for k in (0, 1)]
     if rows:
         numbers["mean |advantage|"] = (float(np.mean(old)), float(np.mean(now)))
-    for name in sorted({**learned.metrics, **changed.metrics}, key=rank):
+    for name in sorted({**learned.metrics, **changed.metrics}, key=metric_order):
         numbers[name] = (learned.metrics.get(name), changed.metrics.get(name))
     numbers["norm of the update"] = (float(update.norm()), float(new.norm()))
     moved = sorted(rows, key=lambda row: -abs(row[1][1] - row[1][0]))
-    return Changed(
+    return CounterfactualResult(
         applied,
         numbers,
         signs=sum(int(np.sign(a) != np.sign(b)) for _, (a, b) in rows),
@@ -722,7 +722,7 @@ def change(
     )
 
 
-def _moved(run: Rebuilt, i: int, advantage: tuple[float, float], records: Experiences) -> Moved:
+def _moved(run: RestoredStep, i: int, advantage: tuple[float, float], records: Experiences) -> RecordChange:
     row = run.own[i]
     prompt = row.prompt_text
     if prompt is None and row.messages:
@@ -730,7 +730,7 @@ def _moved(run: Rebuilt, i: int, advantage: tuple[float, float], records: Experi
     if prompt is None and run.models.policy.tokenizer is not None:
         prompt = run.models.policy.tokenizer.decode(row.tokens[: row.prompt_length].tolist())
     rewards = [math.nan if record.reward is None else float(record.reward) for record in (row, records[i])]
-    return Moved(row.eid.uid, str(prompt or ""), (rewards[0], rewards[1]), advantage)
+    return RecordChange(row.eid.uid, str(prompt or ""), (rewards[0], rewards[1]), advantage)
 
 
 def _advantages(before: Experiences, after: Experiences, count: int) -> list[tuple[int, tuple[float, float]]]:
@@ -739,7 +739,7 @@ def _advantages(before: Experiences, after: Experiences, count: int) -> list[tup
     for i in range(count):
         pair = (before[i], after[i])
         if all(row.advantages is not None for row in pair):
-            old, new = (counted(row, row.advantages) for row in pair)
+            old, new = (select_actions(row, row.advantages) for row in pair)
             lines.append((i, (float(old.mean()), float(new.mean())) if len(old) and len(new) else (0.0, 0.0)))
     return lines
 
@@ -765,9 +765,9 @@ class ReplayResult:
     checkpoint: str
     """What the replay began from."""
     tolerance: Tolerance
-    checks: list[Check] = field(default_factory=list)
+    checks: list[Comparison] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    changed: Changed | None = None
+    changed: CounterfactualResult | None = None
 
     @property
     def agrees(self) -> bool:
@@ -799,7 +799,7 @@ def replay(run: Any, step: int, changes: Sequence[str] = (), *, trust: bool = Fa
     ...              "data.held_out=0",
     ...              "batch.prompts_per_step=2", "algorithm.group_size=2",
     ...              "model.options.hidden=32", "model.options.heads=1"]
-    ...     _ = run(effective("letters", [*small, f"out={folder}/run"]), stream=io.StringIO())
+    ...     _ = run(load_config("letters", [*small, f"out={folder}/run"]), stream=io.StringIO())
     ...     found = replay(f"{folder}/run", 1)
     >>> found.agrees, found.records
     (True, 4)
@@ -808,21 +808,21 @@ def replay(run: Any, step: int, changes: Sequence[str] = (), *, trust: bool = Fa
     folder = Path(run).expanduser()
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder}: got no {CONFIG}, expected the folder of a run of `rollbook train`")
-    config = effective(folder / CONFIG)
-    other = on_cpu(effective(folder / CONFIG, list(changes))) if changes else None
+    config = load_config(folder / CONFIG)
+    other = to_cpu(load_config(folder / CONFIG, list(changes))) if changes else None
     if other is not None:
-        choices(config, other)
+        split_changes(config, other)
     if not trust:
         # What only the changes name is the caller's own.
         check_trusted(folder, config, remote=other is not None and other.rewards != config.rewards)
     with ExitStack() as stack:
-        stack.enter_context(_as_it_was(config))
+        stack.enter_context(_torch_threads(config))
         book = stack.enter_context(open_book(folder / BOOK, mode="r"))
-        return _Replay(Rebuilt(folder, config, book, step, stack), config).go(other)
+        return _Replay(RestoredStep(folder, config, book, step, stack), config).go(other)
 
 
 @contextmanager
-def _as_it_was(config: Config) -> Iterator[None]:
+def _torch_threads(config: Config) -> Iterator[None]:
     """Torch's threads as the run had them; threads and random states as they are now when it is over."""
     threads, state = torch.get_num_threads(), saving.random_state()
     try:
@@ -836,9 +836,9 @@ def _as_it_was(config: Config) -> Iterator[None]:
 class _Replay:
     """A replay under way: a step's beginning, and what was found."""
 
-    def __init__(self, run: Rebuilt, config: Config) -> None:
+    def __init__(self, run: RestoredStep, config: Config) -> None:
         self.run = run
-        tolerance = HERE if run.exact else ELSEWHERE
+        tolerance = CPU_TOLERANCE if run.exact else GPU_TOLERANCE
         self.out = ReplayResult(run.folder, run.step, len(run.own), saving.name_of(run.begun.step), tolerance)
         self.checks, self.notes = self.out.checks, self.out.notes
         if not run.exact:
@@ -850,7 +850,7 @@ class _Replay:
         run = self.run
         run.load(other)
         self._get_there()
-        state, weights = copied(run.learner.state_dict()), run.weights()
+        state, weights = clone_tensors(run.learner.state_dict()), run.weights()
         self._look_at_records()
         self._look_at_rewards()
         self._look_at_models()
@@ -860,12 +860,12 @@ class _Replay:
         records = run.completed(records, algorithm, expert=flags)
         importance = run.weighed(run.traced, records)
         learned = run.learner.update(records, step=run.step, expert=flags, weights=importance)
-        update = less(run.weights()["policy"], weights["policy"])
+        update = weight_difference(run.weights()["policy"], weights["policy"])
         self._look_at_learning(learned)
         self._look_at_new_weights(weights)
         if other is not None:
             trained = (records, learned, update)
-            self.out.changed = change(run, other, state=state, weights=weights, trained=trained)
+            self.out.changed = compute_counterfactual(run, other, state=state, weights=weights, trained=trained)
         return self.out
 
     def _get_there(self) -> None:
@@ -897,39 +897,39 @@ class _Replay:
         if not run.config.algorithm.needs_rollouts or (not rewards and not played):
             return
         if played:
-            self.checks.append(skipped("rewards: environment", "given by the environment"))
+            self.checks.append(not_compared("rewards: environment", "given by the environment"))
         if not rewards:
             return
         try:
             source = builders.build_reward(rewards)
         except (ValueError, ImportError, OSError) as error:
-            self.checks.append(skipped("rewards", f"the reward source cannot be created: {error}"))
+            self.checks.append(not_compared("rewards", f"the reward source cannot be created: {error}"))
             return
         local = [reward.remote is None and reward.model is None for reward in rewards]
         if all(local):
             recorded = [row.metrics.get("source") if played else row.reward for row in run.own]
             self.checks.append(self._rewards("rewards", source, recorded))
             return
-        self.checks.append(skipped("rewards", "some come from a server or a model"))
+        self.checks.append(not_compared("rewards", "some come from a server or a model"))
         if isinstance(source, CombinedReward):
             for (name, part), is_local in zip(source.rewards.items(), local, strict=True):
                 if is_local:
                     recorded = [row.metrics.get(name) for row in run.own]
                     self.checks.append(self._rewards(f"rewards: {name}", part, recorded))
 
-    def _rewards(self, quantity: str, source: Any, recorded: Sequence[Any]) -> Check:
+    def _rewards(self, quantity: str, source: Any, recorded: Sequence[Any]) -> Comparison:
         """Scores of the step's records against those that were recorded, where there are both."""
         scored = [i for i, value in enumerate(recorded) if value is not None and not math.isnan(value)]
         if not scored:
-            return skipped(quantity, "not recorded")
+            return not_compared(quantity, "not recorded")
         scores = self.run.scores(source, self.run.own.take(scored))
         source.close()
         valid = [k for k, error in enumerate(scores.errors) if error is None]
         failed = next((error for error in scores.errors if error is not None), None)
         if not valid:
-            return skipped(quantity, str(failed))
+            return not_compared(quantity, str(failed))
         new = scores.to_tensors()[0].tolist()  # in float32, as records have them
-        check = compare_rows(quantity, [recorded[scored[k]] for k in valid], [new[k] for k in valid], HERE)
+        check = compare_rows(quantity, [recorded[scored[k]] for k in valid], [new[k] for k in valid], CPU_TOLERANCE)
         if len(valid) == len(recorded):
             return check
         why = "" if failed is None else f": {failed}"
@@ -943,7 +943,7 @@ class _Replay:
         actor, reference, teacher = run.models.policy, run.models.reference, run.models.teacher
         self._compare("policy log-probs", "old_logprobs", most, actor, entropy=True)
         if not any(row.old_logprobs is not None for row in run.own):
-            self._compare("engine log-probs", "logprobs", ELSEWHERE.tokens, actor)
+            self._compare("engine log-probs", "logprobs", GPU_TOLERANCE.tokens, actor)
         self._compare("reference log-probs", "ref_logprobs", most, without_adapters(reference), moves=False)
         self._compare("teacher log-probs", "teacher_logprobs", most, teacher, moves=False)
         self._compare("values", "values", most, run.models.critic)
@@ -961,7 +961,7 @@ class _Replay:
             rows = [row for row in rows if _version(row) == run.step - 1]
             if not rows:
                 why = "the records are from older or unknown policy versions"
-                self.checks.append(skipped(quantity, why))
+                self.checks.append(not_compared(quantity, why))
                 return
         compared = {row.eid.uid for row in rows}
         outputs: dict[str, Any] = {}
@@ -970,9 +970,9 @@ class _Replay:
                 # All that were made together went through the model together: the same micro-batches, the same bits.
                 columns = forward(model, run.book.get(uids), names, token_budget=run.config.batch.token_budget)
                 outputs.update(zip(uids, columns[name], strict=True))
-        old = [counted(row, getattr(row, name)) for row in rows]
-        new = [counted(row, outputs[row.eid.uid]) for row in rows]
-        self.checks.append(tokens(quantity, old, new, most))
+        old = [select_actions(row, getattr(row, name)) for row in rows]
+        new = [select_actions(row, outputs[row.eid.uid]) for row in rows]
+        self.checks.append(compare_tokens(quantity, old, new, most))
 
     def _look_at_advantages(self) -> None:
         run, algorithm = self.run, self.run.config.algorithm
@@ -980,33 +980,33 @@ class _Replay:
             return
         rows = [row for row in run.own if row.advantages is not None]
         if not rows:
-            self.checks.append(skipped("advantages", "not recorded"))
+            self.checks.append(not_compared("advantages", "not recorded"))
             return
         if algorithm.reward_norm is not None:
             why = "algorithm.reward_norm: the statistics of earlier rewards are not recorded"
-            self.checks.append(skipped("advantages", why))
+            self.checks.append(not_compared("advantages", why))
             return
         try:
             estimates = run.estimated(algorithm)
         except ValueError as error:
-            self.checks.append(skipped("advantages", str(error)))
+            self.checks.append(not_compared("advantages", str(error)))
             return
         for name in ("advantages", "returns"):
             rows = [row for row in rows if getattr(row, name) is not None]
-            old = [counted(row, getattr(row, name)) for row in rows]
-            new = [counted(row, estimates[row.eid.uid][name]) for row in rows]
-            self.checks.append(compare_rows(name, old, new, HERE, size=True))
+            old = [select_actions(row, getattr(row, name)) for row in rows]
+            new = [select_actions(row, estimates[row.eid.uid][name]) for row in rows]
+            self.checks.append(compare_rows(name, old, new, CPU_TOLERANCE, size=True))
 
     def _look_at_learning(self, learned: UpdateResult) -> None:
         """Plan, losses and gradients."""
         run, recorded = self.run, self.run.metrics.get(self.run.step, {})
-        self.checks += plans(run.traced.places, learned.placements[: len(run.own)])
+        self.checks += compare_plans(run.traced.places, learned.placements[: len(run.own)])
         if not recorded:
             self.notes.append(f"no metrics of step {run.step}: the run ended before they were written")
-        for name in sorted(learned.metrics, key=rank):
+        for name in sorted(learned.metrics, key=metric_order):
             if name in recorded:
-                counts = name in COUNTS or name.startswith("left_out/")
-                tolerance = EXACT if counts else self.out.tolerance
+                counts = name in COUNT_METRICS or name.startswith("left_out/")
+                tolerance = EXACT_TOLERANCE if counts else self.out.tolerance
                 self.checks.append(compare_rows(name, [recorded[name]], [learned.metrics[name]], tolerance))
 
     def _look_at_new_weights(self, weights: Weights) -> None:
@@ -1017,16 +1017,16 @@ class _Replay:
         for name, folder in (("policy", run.after.model), ("critic", run.after.critic)):
             if name in weights and folder is not None:
                 model = getattr(run.models, name)
-                mine = copied(model.state_dict())
+                mine = clone_tensors(model.state_dict())
                 saving.load_weights(model, folder)
-                saved = copied(model.state_dict())
+                saved = clone_tensors(model.state_dict())
                 model.load_state_dict(mine)
                 quantity = "new weights" if name == "policy" else f"new weights: {name}"
                 self.checks.append(self._weights(quantity, weights[name], saved, mine))
 
-    def _weights(self, quantity: str, old: Any, saved: Any, mine: Any) -> Check:
-        gap = less(mine, saved)
-        lengths = [float(less(new, old).norm()) for new in (saved, mine)]
+    def _weights(self, quantity: str, old: Any, saved: Any, mine: Any) -> Comparison:
+        gap = weight_difference(mine, saved)
+        lengths = [float(weight_difference(new, old).norm()) for new in (saved, mine)]
         bound = self.out.tolerance.update * max(lengths)
         if not self.run.exact:
             # Of bfloat16 weights, what rounding alone does is more than a small update.
@@ -1034,7 +1034,7 @@ class _Replay:
         far, most = float(gap.norm()), float(gap.abs().max())
         verdict = SAME if not most else ROUNDING if far <= bound else DIFFERS
         note = f"norm of the update, compared with {saving.name_of(self.run.step)}"
-        return Check(quantity, lengths[0], lengths[1], most, verdict, note)
+        return Comparison(quantity, lengths[0], lengths[1], most, verdict, note)
 
 
 def _version(row: Any) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollbook.core.checks import suggest
 from rollbook.core.vocabulary import load_module_file
-from rollbook.train.config.schema import Config, Reward
+from rollbook.train.config.schema import Config, RewardSection
 
 
 def resolve(target: str, *, name: str = "function", folder: str | Path | None = None) -> Any:
@@ -140,7 +140,7 @@ def find_foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]
     return values
 
 
-def _foreign_reward_code(reward: Reward, remote: bool) -> Iterator[tuple[str, str]]:
+def _foreign_reward_code(reward: RewardSection, remote: bool) -> Iterator[tuple[str, str]]:
     if reward.function is not None and not is_builtin(reward.function):
         yield "function", reward.function
     for label, lines in (reward.recipe or {}).items():

@@ -24,22 +24,22 @@ from rollbook.train.config.schema import Config
 from rollbook.train.config.values import (
     ConfigError,
     Kind,
-    Listing,
+    ListOf,
     Nullable,
     Section,
-    Table,
+    MappingOf,
     Text,
-    section_in,
-    section_of,
+    find_section,
+    get_section,
 )
 
-Place = tuple[str, ...]
-MOST = 100_000
+KeyPath = tuple[str, ...]
+MAX_VALUES = 100_000
 """Values in one document; aliases of aliases could be billions."""
-DEEPEST = 100
+MAX_DEPTH = 100
 _INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_NAMED = {
+_SPECIAL_WORDS = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
@@ -54,17 +54,17 @@ class Document:
     """A file's values, and where each key of its mappings was written."""
 
     values: dict[str, Any]
-    origins: dict[Place, str] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
 
 
-def scalar(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """What a plain word is, by YAML 1.2's core schema.
 
-    >>> [scalar(word) for word in ("1e-5", "no", "12:30", "2026-11-16", "true", "~", "0x1F", "010")]
+    >>> [parse_scalar(word) for word in ("1e-5", "no", "12:30", "2026-11-16", "true", "~", "0x1F", "010")]
     [1e-05, 'no', '12:30', '2026-11-16', True, None, 31, 10]
     """
-    if text in _NAMED:
-        return _NAMED[text]
+    if text in _SPECIAL_WORDS:
+        return _SPECIAL_WORDS[text]
     if _INTEGER.fullmatch(text):
         if len(text) > 4000:
             raise ValueError(f"got a number of {len(text)} digits, expected fewer")
@@ -72,7 +72,7 @@ def scalar(text: str) -> Any:
     return float(text) if _FLOAT.fullmatch(text) else text
 
 
-def yaml_module() -> Any:
+def _import_yaml() -> Any:
     """PyYAML, or an error that says how to get it."""
     try:
         return importlib.import_module("yaml")
@@ -83,7 +83,7 @@ def yaml_module() -> Any:
 @functools.cache
 def _loader() -> Any:
     """Text to nodes, and no further: there is no constructor to be tricked."""
-    yaml = yaml_module()
+    yaml = _import_yaml()
 
     parts: list[Any] = [yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser, yaml.composer.Composer]
 
@@ -99,18 +99,18 @@ def _loader() -> Any:
     return type("Loader", tuple(parts), {"__init__": begin, "resolve": resolve, **nothing})
 
 
-def yaml_values(text: str, name: str) -> tuple[Any, dict[Place, str]]:
+def parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, str]]:
     """The one document of a text, and the line of each key; `name` is what errors call it.
 
-    >>> yaml_values("optimizer: {lr: 1e-5}\\nname: no", "my.yaml")
+    >>> parse_yaml("optimizer: {lr: 1e-5}\\nname: no", "my.yaml")
     ({'optimizer': {'lr': 1e-05}, 'name': 'no'}, {('optimizer',): 'my.yaml, line 1', ('optimizer', 'lr'): 'my.yaml, line 1', ('name',): 'my.yaml, line 2'})
-    >>> yaml_values("a: 1\\na: 2", "my.yaml")
+    >>> parse_yaml("a: 1\\na: 2", "my.yaml")
     Traceback (most recent call last):
         ...
     rollbook.train.config.values.ConfigError: a: is there twice, expected once (my.yaml, line 2)
     """  # noqa: E501
-    yaml = yaml_module()
-    origins: dict[Place, str] = {}
+    yaml = _import_yaml()
+    origins: dict[KeyPath, str] = {}
     try:
         node = _loader()(text).get_single_node()
     except yaml.YAMLError as error:
@@ -118,40 +118,40 @@ def yaml_values(text: str, name: str) -> tuple[Any, dict[Place, str]]:
         problem = getattr(error, "problem", None) or getattr(error, "context", None) or str(error)
         raise ConfigError(f"{name}{f', line {mark.line + 1}' if mark else ''}", f"is no YAML: {problem}") from None
     except RecursionError:
-        raise ConfigError(name, f"got more than {DEEPEST} mappings and lists in each other, expected fewer") from None
-    left = iter(range(MOST))
-    return (None if node is None else _value(node, (), name, origins, [], left)), origins
+        raise ConfigError(name, f"got more than {MAX_DEPTH} mappings and lists in each other, expected fewer") from None
+    left = iter(range(MAX_VALUES))
+    return (None if node is None else _convert_node(node, (), name, origins, [], left)), origins
 
 
-def _value(node: Any, place: Place, name: str, origins: dict[Place, str], above: list[Any], left: Iterator[int]) -> Any:
+def _convert_node(node: Any, place: KeyPath, name: str, origins: dict[KeyPath, str], above: list[Any], left: Iterator[int]) -> Any:
     source = f"{name}, line {node.start_mark.line + 1}"
     where = ".".join(place) or name
-    if next(left, None) is None or len(above) > DEEPEST:
-        raise ConfigError(where, f"got more than {MOST} values or {DEEPEST} levels, expected fewer", source)
+    if next(left, None) is None or len(above) > MAX_DEPTH:
+        raise ConfigError(where, f"got more than {MAX_VALUES} values or {MAX_DEPTH} levels, expected fewer", source)
     if node in above:
         raise ConfigError(where, "got a value that contains itself, expected one that ends", source)
     if node.tag not in ("plain", "untagged", "tag:yaml.org,2002:str"):
         raise ConfigError(where, f"got the tag {node.tag!r}, expected plain values", source)
     if node.id == "scalar":
         try:
-            return scalar(node.value) if node.tag == "plain" else node.value
+            return parse_scalar(node.value) if node.tag == "plain" else node.value
         except ValueError as error:
             raise ConfigError(where, str(error), source) from None
     inside = [*above, node]
     if node.id == "sequence":
-        return [_value(child, (*place, str(i)), name, origins, inside, left) for i, child in enumerate(node.value)]
+        return [_convert_node(child, (*place, str(i)), name, origins, inside, left) for i, child in enumerate(node.value)]
     mapping: dict[Any, Any] = {}
     for key, value in node.value:
         line = f"{name}, line {key.start_mark.line + 1}"
         if key.id != "scalar":
             raise ConfigError(where, "got a list or a mapping as a key, expected text", line)
-        word = _value(key, place, name, origins, inside, left)
+        word = _convert_node(key, place, name, origins, inside, left)
         if not isinstance(word, str):
             raise ConfigError(where, f"got {key.value!r} as a key, expected text (in quotes: '{key.value}')", line)
         if word in mapping:
             raise ConfigError(".".join((*place, word)), "is there twice, expected once", line)
         origins[*place, word] = line
-        mapping[word] = _value(value, (*place, word), name, origins, inside, left)
+        mapping[word] = _convert_node(value, (*place, word), name, origins, inside, left)
     return mapping
 
 
@@ -164,7 +164,7 @@ def read_file(path: Path, name: str | None = None) -> Document:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(called, f"is no UTF-8 text: {error.reason} at byte {error.start}") from None
-    origins: dict[Place, str] = {}
+    origins: dict[KeyPath, str] = {}
     if path.suffix == ".toml":
         try:
             values: Any = tomllib.loads(text)
@@ -172,29 +172,29 @@ def read_file(path: Path, name: str | None = None) -> Document:
             raise ConfigError(called, f"is no TOML: {error}") from None
         origins = {(): called}
     else:
-        values, origins = yaml_values(text, called)
+        values, origins = parse_yaml(text, called)
     if not isinstance(values, dict | None):
         raise ConfigError(called, f"got a {type(values).__name__}, expected sections and keys")
     return Document(values or {}, origins)
 
 
-def argument(text: str) -> Any:
+def parse_argument(text: str) -> Any:
     """A value from the command line: a plain word, or a list, mapping or quoted text as YAML writes them.
 
-    >>> argument("3e-4"), argument("[a, 1]"), argument("cuda:1"), argument('"7"')
+    >>> parse_argument("3e-4"), parse_argument("[a, 1]"), parse_argument("cuda:1"), parse_argument('"7"')
     (0.0003, ['a', 1], 'cuda:1', '7')
     """
     if text[:1] not in ("[", "{", '"', "'"):
-        return scalar(text)
+        return parse_scalar(text)
     try:
-        return json.loads(text, object_pairs_hook=_once)  # most such values; needs no PyYAML
+        return json.loads(text, object_pairs_hook=_reject_duplicates)  # most such values; needs no PyYAML
     except ConfigError:
         raise
     except (ValueError, RecursionError):
-        return yaml_values(text, "the command line")[0]
+        return parse_yaml(text, "the command line")[0]
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
@@ -203,49 +203,49 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
-DEFAULT = "letters"
+DEFAULT_RECIPE = "letters"
 """The recipe that is run where none is named."""
-ARGUMENTS = "the command line"
-RECIPES = Path(__file__).parent.parent / "recipes"
-_ENDINGS = (".yaml", ".yml", ".toml")
-_LAYOUT = ("columns", "keep")
+COMMAND_LINE = "the command line"
+RECIPE_FOLDER = Path(__file__).parent.parent / "recipes"
+_SUFFIXES = (".yaml", ".yml", ".toml")
+_LAYOUT_KEYS = ("columns", "keep")
 """Keys of `data` that say what a file looks like: another file from the command line has the same layout."""
 
 
-def recipes() -> dict[str, Path]:
+def list_recipes() -> dict[str, Path]:
     """The embedded recipes by name."""
-    files = sorted(RECIPES.iterdir()) if RECIPES.is_dir() else []
-    return {path.stem: path for path in files if path.suffix in _ENDINGS}
+    files = sorted(RECIPE_FOLDER.iterdir()) if RECIPE_FOLDER.is_dir() else []
+    return {path.stem: path for path in files if path.suffix in _SUFFIXES}
 
 
-def effective(config: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(config: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The whole configuration of a file, or of a recipe by its name, with `section.key=value` changes.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = Path(folder, "my.toml")
     ...     _ = file.write_text('[optimizer]\\nlr = 1e-4')
-    ...     found = effective(file, ["optimizer.warmup_steps=5", "algorithm=rloo"])
+    ...     found = load_config(file, ["optimizer.warmup_steps=5", "algorithm=rloo"])
     >>> found.optimizer.lr, found.optimizer.warmup_steps, found.algorithm.estimator
     (0.0001, 5, 'rloo')
     """
-    layers = _with_bases(_find(DEFAULT if config is None else config, None), [])
-    layers = merged(layers, overriding(overrides), arguments=True)
+    layers = _read_with_bases(_find_file(DEFAULT_RECIPE if config is None else config, None), [])
+    layers = merge_layers(layers, parse_arguments(overrides), arguments=True)
     try:
         return Config.of(layers.values)
     except ConfigError as error:
-        raise error.at(_origin(error.path, layers.origins)) from None
+        raise error.at(_find_origin(error.path, layers.origins)) from None
 
 
-def _find(name: str | Path, beside: Path | None) -> Path:
+def _find_file(name: str | Path, beside: Path | None) -> Path:
     """The file that a name stands for: a path (relative to the folder `beside`), else a recipe's name."""
     path = Path(name).expanduser() if beside is None else beside / Path(name).expanduser()
     check_regular(path)
-    if path.suffix in _ENDINGS or path.is_file():
+    if path.suffix in _SUFFIXES or path.is_file():
         if not path.is_file():
             raise ConfigError(str(path), "there is no such file")
         return path
-    names = recipes()
+    names = list_recipes()
     if str(name) not in names:
         from rollbook.core.checks import suggest
 
@@ -253,52 +253,52 @@ def _find(name: str | Path, beside: Path | None) -> Path:
     return names[str(name)]
 
 
-def _with_bases(path: Path, below: list[Path]) -> Document:
+def _read_with_bases(path: Path, below: list[Path]) -> Document:
     """A file over its base, and that over its own."""
     if path.resolve() in below:
         raise ConfigError("base", f"goes round in a circle: {' <- '.join(file.name for file in [*below, path])}")
-    document = read_file(path, f"recipe {path.stem}" if path.parent == RECIPES else None)
-    if path.parent != RECIPES:
-        document.values = _beside_file(document.values, section_of(Config), path.parent)
+    document = read_file(path, f"recipe {path.stem}" if path.parent == RECIPE_FOLDER else None)
+    if path.parent != RECIPE_FOLDER:
+        document.values = _resolve_paths(document.values, get_section(Config), path.parent)
     base = document.values.pop("base", None)
     if base is None:
-        return merged(Document({}), document)
-    source = _origin("base", document.origins)
+        return merge_layers(Document({}), document)
+    source = _find_origin("base", document.origins)
     if not isinstance(base, str):
         raise ConfigError("base", f"got {base!r}, expected a file, relative to this one, or a recipe's name", source)
     try:
-        under = _find(base, path.parent)
+        under = _find_file(base, path.parent)
     except ConfigError as error:
         raise ConfigError("base", f"{error.path} {error.message}", source) from None
-    return merged(_with_bases(under, [*below, path.resolve()]), document)
+    return merge_layers(_read_with_bases(under, [*below, path.resolve()]), document)
 
 
-def _beside_file(value: Any, kind: Kind | None, folder: Path) -> Any:
+def _resolve_paths(value: Any, kind: Kind | None, folder: Path) -> Any:
     """Make the paths of a file's values relative to its folder, if something is there.
 
     Other paths stay as they are, relative to the working directory: some are names on the hub, and the configuration
     kept with a run has paths from the command line.
     """
-    section = section_in(kind) if kind is not None else None
+    section = find_section(kind) if kind is not None else None
     if isinstance(value, list):
-        return [_beside_file(entry, kind, folder) for entry in value]
+        return [_resolve_paths(entry, kind, folder) for entry in value]
     if section is None:
         return value
     if isinstance(value, str) and section.short and section.keys[section.short].path:
-        return _existing(value, folder)
+        return _resolve_path(value, folder)
     if not isinstance(value, Mapping):
         return value
     anchored = dict(value)
     for name, entry in value.items():
         key = section.keys.get(name)
         if key is not None and key.path and isinstance(entry, str):
-            anchored[name] = _existing(entry, folder)
+            anchored[name] = _resolve_path(entry, folder)
         elif key is not None:
-            anchored[name] = _beside_file(entry, key.kind, folder)
+            anchored[name] = _resolve_paths(entry, key.kind, folder)
     return anchored
 
 
-def _existing(text: str, folder: Path) -> str:
+def _resolve_path(text: str, folder: Path) -> str:
     """A path, or `file.py:function`, joined to a folder if the file is in it."""
     file, ending, function = text.partition(".py:")
     path = Path(file + ending.removesuffix(":"))
@@ -307,14 +307,14 @@ def _existing(text: str, folder: Path) -> str:
     return os.path.normpath(folder / path) + (f":{function}" if ending else "")
 
 
-def overriding(arguments: Sequence[str]) -> Document:
+def parse_arguments(arguments: Sequence[str]) -> Document:
     """`section.key=value` arguments as one layer; of two for the same key the later one counts.
 
     A key of text takes the value as it stands; others take numbers, true, false, null, [lists] and {mappings}.
 
-    >>> overriding(["algorithm=ppo", "algorithm.group_size=2"]).values
+    >>> parse_arguments(["algorithm=ppo", "algorithm.group_size=2"]).values
     {'algorithm': {'preset': 'ppo', 'group_size': 2}}
-    >>> overriding(["name=2026", "steps=20", "sampling.stop=[END]", "rewards.0.weight=2"]).values
+    >>> parse_arguments(["name=2026", "steps=20", "sampling.stop=[END]", "rewards.0.weight=2"]).values
     {'name': '2026', 'steps': 20, 'sampling': {'stop': ['END']}, 'rewards': {'0': {'weight': 2}}}
     """
     layer = Document({})
@@ -322,84 +322,84 @@ def overriding(arguments: Sequence[str]) -> Document:
         path, equals, text = argument.partition("=")
         place = tuple(path.strip().split("."))
         if not equals or not all(place):
-            raise ConfigError(argument, "is no change, expected section.key=value", ARGUMENTS)
+            raise ConfigError(argument, "is no change, expected section.key=value", COMMAND_LINE)
         if place == ("base",):
-            raise ConfigError(path, "got it as a change, expected it in a file", ARGUMENTS)
+            raise ConfigError(path, "got it as a change, expected it in a file", COMMAND_LINE)
         try:
-            value = _typed(_kind_at(place), text)
+            value = _parse_value(_kind_at(place), text)
         except ConfigError as error:
-            raise ConfigError(path, error.message, ARGUMENTS) from None
+            raise ConfigError(path, error.message, COMMAND_LINE) from None
         except ValueError as error:
-            raise ConfigError(path, str(error), ARGUMENTS) from None
+            raise ConfigError(path, str(error), COMMAND_LINE) from None
         inner = layer.values
         for at, part in enumerate(place[:-1]):
             if not isinstance(inner.get(part), dict):
-                inner[part] = _opened(_kind_at(place[: at + 1]), inner.get(part))
+                inner[part] = _as_mapping(_kind_at(place[: at + 1]), inner.get(part))
             inner = inner[part]
-        existing, spread = inner.get(place[-1]), _opened(_kind_at(place), value) if isinstance(value, str) else {}
+        existing, spread = inner.get(place[-1]), _as_mapping(_kind_at(place), value) if isinstance(value, str) else {}
         # `data=x.jsonl` after `data.limit=5` is a key beside it: it does not matter which of the two is said first.
         inner[place[-1]] = {**existing, **spread} if isinstance(existing, dict) and spread else value
-        layer.origins[place] = ARGUMENTS
+        layer.origins[place] = COMMAND_LINE
     return layer
 
 
-def _opened(kind: Kind | None, value: Any) -> dict[str, Any]:
+def _as_mapping(kind: Kind | None, value: Any) -> dict[str, Any]:
     """What stands for a section, or for a list of one, as a mapping that more keys go into."""
     kind = kind.inner if isinstance(kind, Nullable) else kind
     if value is None:
         return {}
-    if isinstance(kind, Listing):
-        return {"0": _opened(kind.item, value)}
+    if isinstance(kind, ListOf):
+        return {"0": _as_mapping(kind.item, value)}
     section = kind.spread(value) if isinstance(kind, Section) else None
     return dict(section) if isinstance(section, Mapping) else {}
 
 
-def _kind_at(place: Place) -> Kind | None:
+def _kind_at(place: KeyPath) -> Kind | None:
     """The kind of the key at a place; `None` where there is none, or any plain value."""
-    kind: Kind = section_of(Config)
+    kind: Kind = get_section(Config)
     for part in place:
         kind = kind.inner if isinstance(kind, Nullable) else kind
-        if isinstance(kind, Listing) and part.isdecimal():
+        if isinstance(kind, ListOf) and part.isdecimal():
             kind = kind.item
         elif isinstance(kind, Section) and part in kind.keys:
             kind = kind.keys[part].kind
-        elif isinstance(kind, Table):
+        elif isinstance(kind, MappingOf):
             kind = kind.item
         else:
             return None
     return kind
 
 
-def _typed(kind: Kind | None, text: str) -> Any:
+def _parse_value(kind: Kind | None, text: str) -> Any:
     inner = kind.inner if isinstance(kind, Nullable) else kind
     if isinstance(kind, Nullable) and text in ("null", "~", ""):
         return None
-    words = isinstance(inner.item if isinstance(inner, Listing) else inner, Text)
-    if words and text[:1] not in ("'", '"', "[" if isinstance(inner, Listing) else "'"):
+    words = isinstance(inner.item if isinstance(inner, ListOf) else inner, Text)
+    if words and text[:1] not in ("'", '"', "[" if isinstance(inner, ListOf) else "'"):
         return text
-    return argument(text)
+    return parse_argument(text)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def merged(old: Document, new: Document, arguments: bool = False) -> Document:
+def merge_layers(old: Document, new: Document, arguments: bool = False) -> Document:
     """One layer over another; `arguments`: the new one is from the command line."""
     try:
-        values = _over(old.values, new.values, section_of(Config), arguments)
+        values = _merge(old.values, new.values, get_section(Config), arguments)
     except ConfigError as error:
-        raise error.at(_origin(error.path, new.origins)) from None
+        raise error.at(_find_origin(error.path, new.origins)) from None
     return Document(values, {**old.origins, **new.origins})
 
 
-def _over(old: Any, new: Any, kind: Kind | None, arguments: bool = False) -> Any:
+def _merge(old: Any, new: Any, kind: Kind | None, arguments: bool = False) -> Any:
     """A value over another one: mappings key by key, anything else in its place."""
-    section = section_in(kind) if kind is not None else None
+    section = find_section(kind) if kind is not None else None
     if section is not None and new is not None:
         old, new = section.spread(old), section.spread(new)
-    lists = isinstance(kind.inner if isinstance(kind, Nullable) else kind, Listing)
+    lists = isinstance(kind.inner if isinstance(kind, Nullable) else kind, ListOf)
     if lists and isinstance(new, Mapping) and new and all(str(name).isdecimal() for name in new):
-        return _items(old, new, section)
+        return _merge_items(old, new, section)
     if not isinstance(new, Mapping) or not isinstance(old, Mapping) or lists:
         return new
     keys = section.keys if section is not None else {}
@@ -411,115 +411,115 @@ def _over(old: Any, new: Any, kind: Kind | None, arguments: bool = False) -> Any
         )
         if is_complete:
             combined.pop(name, None)
-        if key is not None and value is not None and _is_another(old.get(name), value, bool(is_complete)):
+        if key is not None and value is not None and _is_different(old.get(name), value, bool(is_complete)):
             gone = old if "*" in key.anew else [other for other in key.anew if other != name]
             same_layout = arguments and old.get(name) is not None
             for other in gone:
-                if not (same_layout and other in _LAYOUT):
+                if not (same_layout and other in _LAYOUT_KEYS):
                     combined.pop(other, None)
         try:
-            combined[name] = _over(combined.get(name), value, key.kind if key is not None else None, arguments)
+            combined[name] = _merge(combined.get(name), value, key.kind if key is not None else None, arguments)
         except ConfigError as error:
             raise error.under(name) from None
     # What this layer says itself was not dropped by it, in whatever order it says so.
     return {**combined, **{name: combined.get(name, new[name]) for name in new}}
 
 
-def _is_another(old: Any, new: Any, is_complete: bool) -> bool:
+def _is_different(old: Any, new: Any, is_complete: bool) -> bool:
     return is_complete or (old is None if isinstance(new, Mapping) else old != new)
 
 
-def _items(old: Any, new: Mapping[str, Any], section: Section | None) -> Any:
+def _merge_items(old: Any, new: Mapping[str, Any], section: Section | None) -> Any:
     """Single items of a list changed, by their numbers."""
     items = [] if old is None else list(old) if isinstance(old, (list, tuple)) else [old]
     for name, value in sorted(new.items(), key=lambda pair: int(pair[0])):
         if int(name) > len(items):
             raise ConfigError(str(name), f"got item {name} of a list of {len(items)}, expected at most {len(items)}")
         before = items[int(name)] if int(name) < len(items) else None
-        items[int(name) : int(name) + 1] = [_over(before, value, section)]
+        items[int(name) : int(name) + 1] = [_merge(before, value, section)]
     return items
 
 
-def _origin(path: str, origins: Mapping[Place, str]) -> str:
+def _find_origin(path: str, origins: Mapping[KeyPath, str]) -> str:
     """Where the key at a path was written: by an argument for a part of it, itself, or what holds it."""
     place = tuple(path.replace("[", ".").replace("]", "").split("."))
-    if any(other[: len(place)] == place and source == ARGUMENTS for other, source in origins.items()):
-        return ARGUMENTS
+    if any(other[: len(place)] == place and source == COMMAND_LINE for other, source in origins.items()):
+        return COMMAND_LINE
     sources = (origins[place[:n]] for n in range(len(place), -1, -1) if place[:n] in origins)
     return next(sources, "")
 
 
-_BARE = re.compile(r"[A-Za-z_/][\w/.@+-]*(:[\w/.@+-]+)*", re.ASCII)
-_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+_UNQUOTED = re.compile(r"[A-Za-z_/][\w/.@+-]*(:[\w/.@+-]+)*", re.ASCII)
+_AMBIGUOUS_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 """What some reader takes for more than text."""
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
-def shown(config: Config) -> str:
+def dump_config(config: Config) -> str:
     """The whole configuration, defaults included: what a key is for stands over it, its default beside another value.
 
-    >>> print(shown(Config(name="mine", optimizer={"lr": 1e-5}))[:100])
+    >>> print(dump_config(Config(name="mine", optimizer={"lr": 1e-5}))[:100])
     # What the run is called.
     name: mine  # default: run
     # The run's folder; null: runs/NAME.
     out: null
     """
-    return "\n".join(_section(config.to_dict(), section_of(Config), "")) + "\n"
+    return "\n".join(_section_lines(config.to_dict(), get_section(Config), "")) + "\n"
 
 
-def _section(values: Mapping[str, Any], section: Section, indent: str) -> Iterator[str]:
+def _section_lines(values: Mapping[str, Any], section: Section, indent: str) -> Iterator[str]:
     usual = section.usual(values)
     for name, key in section.keys.items():
-        inner = section_in(key.kind)
-        doc = key.doc or (summary(inner) if inner is not None else "")
+        inner = find_section(key.kind)
+        doc = key.doc or (summarize(inner) if inner is not None else "")
         if inner is not None and not indent:
             yield ""
         yield from textwrap.wrap(doc, 118, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         value = values[name]
         if inner is not None and isinstance(value, Mapping):
             yield f"{indent}{name}:"
-            yield from _section(value, inner, indent + "  ")
+            yield from _section_lines(value, inner, indent + "  ")
         elif inner is not None and isinstance(value, list) and value:
             yield f"{indent}{name}:"
             for entry in value:
                 yield f"{indent}-"
-                yield from _section(entry, inner, indent + "  ")
+                yield from _section_lines(entry, inner, indent + "  ")
         else:
-            yield f"{indent}{name}: {flow(value)}{_aside(value, usual[name])}"
+            yield f"{indent}{name}: {format_value(value)}{_default_comment(value, usual[name])}"
 
 
-def _aside(value: Any, usual: Any) -> str:
-    return "" if value == usual or usual in (None, {}, []) else f"  # default: {flow(usual)}"
+def _default_comment(value: Any, usual: Any) -> str:
+    return "" if value == usual or usual in (None, {}, []) else f"  # default: {format_value(usual)}"
 
 
-def summary(section: Section) -> str:
+def summarize(section: Section) -> str:
     """What a section is: the first paragraph of its class's documentation."""
     return " ".join((section.of.__doc__ or "").split("\n\n")[0].split())
 
 
-def flow(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value in one line.
 
-    >>> print(flow({"lr": 1e-5, "on": ["no", "module:function", "a b", 3, None]}))
+    >>> print(format_value({"lr": 1e-5, "on": ["no", "module:function", "a b", 3, None]}))
     {lr: 1.0e-05, "on": ["no", module:function, "a b", 3, null]}
     """
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{text(name)}: {flow(entry)}" for name, entry in value.items()) + "}"
+        return "{" + ", ".join(f"{_format_text(name)}: {format_value(entry)}" for name, entry in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(flow, value)) + "]"
+        return "[" + ", ".join(map(format_value, value)) + "]"
     if isinstance(value, str):
-        return text(value)
+        return _format_text(value)
     if isinstance(value, float):
-        return number(value)
+        return _format_number(value)
     return (
         {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
     )
 
 
-def number(value: float) -> str:
+def _format_number(value: float) -> str:
     """A number that every reader takes for one: 1e-05 is text to some.
 
-    >>> number(1e-5), number(0.1), number(1e22), number(float("inf"))
+    >>> _format_number(1e-5), _format_number(0.1), _format_number(1e22), _format_number(float("inf"))
     ('1.0e-05', '0.1', '1.0e+22', '.inf')
     """
     if math.isinf(value):
@@ -528,17 +528,17 @@ def number(value: float) -> str:
     return f"{digits if '.' in digits else digits + '.0'}{mark}{power}" if mark else digits
 
 
-def text(value: str) -> str:
+def _format_text(value: str) -> str:
     """A text, in quotes unless it is text to every reader."""
-    if _BARE.fullmatch(value) and value.lower() not in _WORDS and isinstance(scalar(value), str):
+    if _UNQUOTED.fullmatch(value) and value.lower() not in _AMBIGUOUS_WORDS and isinstance(parse_scalar(value), str):
         return value
-    return '"' + "".join(_ESCAPES.get(char) or (char if _is_plain(char) else _escaped(char)) for char in value) + '"'
+    return '"' + "".join(_ESCAPES.get(char) or (char if _is_plain(char) else _escape(char)) for char in value) + '"'
 
 
 def _is_plain(char: str) -> bool:
     return char.isprintable() and char != "\ufeff"
 
 
-def _escaped(char: str) -> str:
+def _escape(char: str) -> str:
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -19,13 +19,13 @@ from rollbook.book.sampler import SAMPLERS
 from rollbook.train.config.values import (
     ConfigError,
     check_secrets,
-    checked,
+    check_fields,
     key,
-    leaves,
-    plain,
-    section_in,
-    section_of,
-    unknown,
+    flatten,
+    to_plain,
+    find_section,
+    get_section,
+    unknown_key_error,
 )
 
 if TYPE_CHECKING:
@@ -41,22 +41,22 @@ FUNCTION: dict[str, Any] = {
     "description": "'module:function' or 'file.py:function'",
     "path": True,
 }
-_SOURCES = ("function", "recipe", "remote", "model", "name", "options")
-COLUMNS = (
+_SOURCE_KEYS = ("function", "recipe", "remote", "model", "name", "options")
+DATA_COLUMNS = (
     *("prompt", "messages", "reference", "label", "images", "videos", "tools"),
     *("response", "chosen", "rejected"),
 )
 """Columns of the data."""
 
 
-def one_of(self: Any, *names: str) -> None:
+def check_at_most_one(self: Any, *names: str) -> None:
     """Raise `ConfigError` if more than one of the keys is set."""
     present = [name for name in names if getattr(self, name) is not None]
     if len(present) > 1:
         raise ConfigError(present[1], f"got it beside {present[0]}, expected one of {', '.join(names)}")
 
 
-def needs(self: Any, name: str, other: str) -> None:
+def check_required(self: Any, name: str, other: str) -> None:
     """Raise `ConfigError` if a key is set without another one that it requires."""
     if getattr(self, name) and getattr(self, other) is None:
         raise ConfigError(name, f"got {getattr(self, name)!r} without {other}, which it is for")
@@ -65,7 +65,7 @@ def needs(self: Any, name: str, other: str) -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-class ModelSource:
+class _ModelSource:
     """What the sections of models have in common."""
 
     SHORT: ClassVar[str] = "path"
@@ -74,11 +74,11 @@ class ModelSource:
     config: Mapping[str, Any] | None
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
         sources = ("path", "config", "builder") if hasattr(self, "builder") else ("path", "config")
-        one_of(self, *sources)
+        check_at_most_one(self, *sources)
         if "builder" in sources:
-            needs(self, "options", "builder")
+            check_required(self, "options", "builder")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ConfigError("config.model_type", "missing, expected a model type of transformers, such as llama")
 
@@ -89,7 +89,7 @@ class ModelSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model(ModelSource):
+class ModelSection(_ModelSource):
     """The policy: weights from `path`, random weights from `config`, or the result of `builder`."""
 
     path: str | None = key(None, path=True, anew=("config", "builder", "options", "tokenizer", "processor"))
@@ -120,7 +120,7 @@ class Model(ModelSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Critic(ModelSource):
+class CriticSection(_ModelSource):
     """The critic of algorithms that have one; by default it begins with the weights of the policy."""
 
     path: str | None = key(None, path=True, anew=("config",))
@@ -132,7 +132,7 @@ class Critic(ModelSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Teacher(ModelSource):
+class TeacherSection(_ModelSource):
     """The teacher of algorithms that have one."""
 
     path: str | None = key(None, path=True, anew=("config", "builder", "options"))
@@ -149,7 +149,7 @@ class Teacher(ModelSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class DataSection:
     """Training prompts (and answers, for `sft` and `dpo`) from a file, a dataset or a function."""
 
     SHORT: ClassVar[str] = "path"
@@ -164,7 +164,7 @@ class Data:
     """Split of the dataset; null: its only split."""
     subset: str | None = key(None)
     """Subset of the dataset; null: its only subset."""
-    columns: Mapping[str, str | None] = key({}, names=COLUMNS)
+    columns: Mapping[str, str | None] = key({}, names=DATA_COLUMNS)
     """Column names in the data, such as {prompt: question, reference: answer}; null: the data has no such column."""
     keep: tuple[str, ...] | None = key(None)
     """Other columns to pass to rewards and records in `info`; null: all."""
@@ -184,11 +184,11 @@ class Data:
     """System message to prepend to chats that have none; null: none."""
 
     def __post_init__(self) -> None:
-        checked(self)
-        one_of(self, "path", "function")
-        needs(self, "options", "function")
+        check_fields(self)
+        check_at_most_one(self, "path", "function")
+        check_required(self, "options", "function")
         for name in ("split", "subset"):
-            needs(self, name, "path")
+            check_required(self, name, "path")
         if self.overflow != "error" and self.max_prompt_tokens is None:
             raise ConfigError("overflow", f"got {self.overflow!r} without max_prompt_tokens, which it is for")
 
@@ -199,7 +199,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warmup:
+class WarmupSection:
     """Supervised fine-tuning on the rows' `response` before the training; off if `steps` is 0."""
 
     steps: int = key(0, low=0, high=10**6)
@@ -220,7 +220,7 @@ class Warmup:
     """Gradient norm above which gradients are clipped; 0 disables clipping."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
 
     def warmup_config(self) -> WarmupConfig:
         """Return the settings for `rollbook.train.sft_warmup.warm_up`."""
@@ -238,20 +238,20 @@ class Warmup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward:
+class RewardSection:
     """A reward source. The rewards of several sources are added, multiplied by their weights."""
 
     SHORT: ClassVar[str] = "function"
 
-    function: str | None = key(None, path=True, anew=_SOURCES)
+    function: str | None = key(None, path=True, anew=_SOURCE_KEYS)
     """Built-in function (`exact_match`, `numeric_match`, `gsm8k`, ...), `module:function` or `file.py:function`."""
-    recipe: Mapping[str, Any] | None = key(None, anew=_SOURCES)
+    recipe: Mapping[str, Any] | None = key(None, anew=_SOURCE_KEYS)
     """Reward components by the label of a row: {label: [[type, key, weight], ...]}."""
     remote: tuple[str, ...] | None = key(
-        None, anew=_SOURCES, pattern=r"https?://\S+", description="an http:// or https:// URL"
+        None, anew=_SOURCE_KEYS, pattern=r"https?://\S+", description="an http:// or https:// URL"
     )
     """URL of a reward server, or URLs of its replicas."""
-    model: str | None = key(None, path=True, anew=_SOURCES)
+    model: str | None = key(None, path=True, anew=_SOURCE_KEYS)
     """Folder or hub name of a sequence classifier."""
     weight: float = key(1.0)
     """Factor of this source in the sum of rewards."""
@@ -261,8 +261,8 @@ class Reward:
     """Keyword arguments of `rollbook.rewards.as_reward` (`time_limit`, `on_error`, `pool`) and of the function."""
 
     def __post_init__(self) -> None:
-        checked(self)
-        one_of(self, "function", "recipe", "remote", "model")
+        check_fields(self)
+        check_at_most_one(self, "function", "recipe", "remote", "model")
         if (self.function, self.recipe, self.remote, self.model) == (None, None, None, None):
             raise ConfigError("function", "is missing, expected one of function, recipe, remote, model")
         for label, lines in (self.recipe or {}).items():
@@ -275,7 +275,7 @@ class Reward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment:
+class EnvironmentSection:
     """Multi-turn episodes with an environment, such as a tool or a game; off unless `function` is set."""
 
     SHORT: ClassVar[str] = "function"
@@ -298,12 +298,12 @@ class Environment:
     """Options of `rollbook.rollout.Episode`."""
 
     def __post_init__(self) -> None:
-        checked(self)
-        needs(self, "options", "function")
+        check_fields(self)
+        check_required(self, "options", "function")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class EngineSection:
     """The engine that samples responses: transformers in this process, or a server."""
 
     kind: Literal["transformers", "openai"] = key("transformers", anew=("url", "model", "api_key_env", "options"))
@@ -327,7 +327,7 @@ class Engine:
     """Further keyword arguments of the engine class (`dialect`, `logprobs_kind`, `add_special_tokens`, ...)."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
         if self.kind == "openai" and self.url is None:
             raise ConfigError("url", "is missing, expected the server's URL for kind openai")
         for name in ("url", "model", "api_key_env"):
@@ -336,7 +336,7 @@ class Engine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingSection:
     """Sampling options in training. The number of responses per prompt is `algorithm.group_size`."""
 
     max_tokens: int = key(1024, low=1, high=10**7)
@@ -363,7 +363,7 @@ class Sampling:
     """Server-specific options, passed on unchanged."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
         if self.min_tokens > self.max_tokens:
             raise ConfigError("min_tokens", f"got {self.min_tokens}, expected at most max_tokens ({self.max_tokens})")
         if "" in self.stop:
@@ -371,7 +371,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayConfig:
+class ReplaySection:
     """Which records a training step takes from the book."""
 
     kind: Literal["on_policy", "replay"] = key(
@@ -398,14 +398,14 @@ class ReplayConfig:
     """Share of expert records among the records of a step."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
         if self.expert_share > 0 and self.expert is None:
             raise ConfigError("expert_share", f"got {self.expert_share:g} without expert, which it is for")
         if self.kind == "on_policy":
             for name, least in {"reuse": 1, "rollout_interval": 1, "sampler": None}.items():
                 if getattr(self, name) != least:
                     raise ConfigError(name, f"got {getattr(self, name)!r} for kind on_policy, expected it for replay")
-        needs(self, "sampler_options", "sampler")
+        check_required(self, "sampler_options", "sampler")
 
     def replay_config(self) -> Taken:
         """Return the settings for a `Trainer`, without `expert`."""
@@ -414,13 +414,13 @@ class ReplayConfig:
         return Taken(**{name: value for name, value in vars(self).items() if name != "expert"})
 
 
-_FREE = {"free": True}
+_CHANGEABLE = {"free": True}
 
 # --- how it learns ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchSection:
     """Size of a step, and its split into minibatches and micro-batches."""
 
     prompts_per_step: int = key(64, low=1, high=10**6)
@@ -442,7 +442,7 @@ class Batch:
     """Leave out records whose advantages are all 0."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
 
     def minibatch_config(self) -> MinibatchConfig:
         """Return the settings for a `Learner`, without `prompts_per_step`."""
@@ -456,7 +456,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class CheckpointSection:
     """Checkpoints: weights, optimizer states, random states, position in the data, and a checkpoint of the book."""
 
     interval: int = key(50, low=0)
@@ -467,11 +467,11 @@ class Checkpoint:
     """Save a checkpoint after the last step."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class EvaluationSection:
     """Evaluation on prompts that are never trained on."""
 
     data: str | None = key(None, path=True, anew=("function", "options"))
@@ -500,7 +500,7 @@ class Evaluation:
     """Nucleus sampling probability; null: as in training."""
     max_tokens: int | None = key(None, low=1, high=10**7)
     """Maximum response length in tokens; null: as in training."""
-    rewards: tuple[Reward, ...] = key(())
+    rewards: tuple[RewardSection, ...] = key(())
     """Reward sources of the evaluation, as in `rewards`; empty: those of the training."""
     success: float | str = key(1.0)
     """Minimum reward of a success, or the name of a reward part that must be at least 1."""
@@ -508,10 +508,10 @@ class Evaluation:
     """Confidence level of the intervals."""
 
     def __post_init__(self) -> None:
-        checked(self)
-        one_of(self, "data", "function")
-        one_of(self, "split", "function")
-        needs(self, "options", "function")
+        check_fields(self)
+        check_at_most_one(self, "data", "function")
+        check_at_most_one(self, "split", "function")
+        check_required(self, "options", "function")
         if self.greedy and self.k > 1:
             raise ConfigError("k", f"got {self.k} with greedy, which gives the same each time, expected 1")
         if self.greedy and self.temperature is not None:
@@ -519,7 +519,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracking:
+class TrackingSection:
     """Trackers of metrics, in addition to the book."""
 
     display: bool = key(True)
@@ -536,19 +536,19 @@ class Tracking:
     `after` and `config` that its parameters name."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
-def _algorithm() -> AlgorithmConfig:
+def _default_algorithm() -> AlgorithmConfig:
     from rollbook.train.algorithm import AlgorithmConfig
 
     return AlgorithmConfig.preset("grpo")
 
 
-def _optimizing() -> OptimizerConfig:
+def _default_optimizer() -> OptimizerConfig:
     from rollbook.train.optimizer import OptimizerConfig
 
     return OptimizerConfig()
@@ -594,35 +594,35 @@ class Config:
     """Delete a run in the folder first, regardless of `resume`. Folders without a run are never deleted."""
     nonfinite_limit: int = key(3, free=True, low=1)
     """Number of consecutive updates with a non-finite loss or gradient after which the run stops."""
-    model: Model = field(default_factory=Model)
-    critic: Critic = field(default_factory=Critic)
+    model: ModelSection = field(default_factory=ModelSection)
+    critic: CriticSection = field(default_factory=CriticSection)
     reference: str | None = key(None, path=True)
     """Folder or hub name of the reference model; null: the policy before step 1."""
-    teacher: Teacher = field(default_factory=Teacher)
-    data: Data = field(default_factory=Data)
-    warmup: Warmup = field(default_factory=Warmup)
-    rewards: tuple[Reward, ...] = key(())
+    teacher: TeacherSection = field(default_factory=TeacherSection)
+    data: DataSection = field(default_factory=DataSection)
+    warmup: WarmupSection = field(default_factory=WarmupSection)
+    rewards: tuple[RewardSection, ...] = key(())
     """Reward sources: one, or a list of which the weighted sum is the reward."""
-    environment: Environment = field(default_factory=Environment)
-    engine: Engine = field(default_factory=Engine)
-    sampling: Sampling = field(default_factory=Sampling)
-    algorithm: AlgorithmConfig = field(default_factory=_algorithm)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    engine: EngineSection = field(default_factory=EngineSection)
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    algorithm: AlgorithmConfig = field(default_factory=_default_algorithm)
     """The preset and changes to it; with `preset: null`, all settings are given."""
-    replay: ReplayConfig = field(default_factory=ReplayConfig)
-    batch: Batch = field(default_factory=Batch)
-    optimizer: OptimizerConfig = field(default_factory=_optimizing)
+    replay: ReplaySection = field(default_factory=ReplaySection)
+    batch: BatchSection = field(default_factory=BatchSection)
+    optimizer: OptimizerConfig = field(default_factory=_default_optimizer)
     critic_optimizer: OptimizerConfig | None = field(default=None)
     """Optimizer of the critic, with the keys of `optimizer`; null: that of the policy."""
-    checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata=_FREE)
-    evaluation: Evaluation = field(default_factory=Evaluation, metadata=_FREE)
-    tracking: Tracking = field(default_factory=Tracking, metadata=_FREE)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection, metadata=_CHANGEABLE)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection, metadata=_CHANGEABLE)
+    tracking: TrackingSection = field(default_factory=TrackingSection, metadata=_CHANGEABLE)
 
     def __post_init__(self) -> None:
         try:
-            checked(self)
+            check_fields(self)
         except ConfigError as error:
-            raise _placed(error) from None
-        check_secrets(plain(self))
+            raise _suggest_section(error) from None
+        check_secrets(to_plain(self))
         names = [source.name for source in self.rewards if source.name is not None]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -632,9 +632,9 @@ class Config:
     def of(cls, values: Mapping[str, Any]) -> Config:
         """Build a configuration from a mapping such as `to_dict` returns."""
         try:
-            config: Config = section_of(cls).read(values)
+            config: Config = get_section(cls).read(values)
         except ConfigError as error:
-            raise _placed(error) from None
+            raise _suggest_section(error) from None
         return config
 
     @property
@@ -644,7 +644,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all keys, defaults included, as plain values: text, numbers, lists, mappings."""
-        values: dict[str, Any] = plain(self)
+        values: dict[str, Any] = to_plain(self)
         return values
 
     def require(self) -> None:
@@ -688,7 +688,7 @@ class Config:
 
     def fingerprint(self) -> str:
         """Return a hash of all keys that must not change when a run is resumed."""
-        fixed = {path: value for path, value, free in leaves(self) if not free}
+        fixed = {path: value for path, value, free in flatten(self) if not free}
         text = json.dumps(fixed, sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -706,20 +706,20 @@ class Difference(NamedTuple):
         return f"{self.path}: {json.dumps(self.after)}, was {json.dumps(self.before)}"
 
 
-def differences(before: Config, after: Config) -> list[Difference]:
+def compare_configs(before: Config, after: Config) -> list[Difference]:
     """Return the keys whose values differ, in order.
 
     Args:
         before: A configuration.
         after: Another one.
 
-    >>> [str(one) for one in differences(Config(), Config(optimizer={"lr": 1e-3}, steps=7))]
+    >>> [str(one) for one in compare_configs(Config(), Config(optimizer={"lr": 1e-3}, steps=7))]
     ['steps: 7, was 100', 'optimizer.lr: 0.001, was 1e-06']
-    >>> [one.path for one in differences(Config(), Config(optimizer={"lr": 1e-3}, steps=7)) if not one.free]
+    >>> [one.path for one in compare_configs(Config(), Config(optimizer={"lr": 1e-3}, steps=7)) if not one.free]
     ['optimizer.lr']
     """
-    old, new = ({path: (value, free) for path, value, free in leaves(config)} for config in (before, after))
-    order = list(section_of(Config).keys)
+    old, new = ({path: (value, free) for path, value, free in flatten(config)} for config in (before, after))
+    order = list(get_section(Config).keys)
     changes = []
     for path in sorted({**old, **new}, key=lambda key_path: order.index(key_path.partition(".")[0])):
         # A mapping that is empty here and has names there differs in those names.
@@ -735,40 +735,40 @@ _SYNONYMS = {"n": "group_size"}
 """Names of other projects for keys of another section."""
 
 
-def _placed(error: ConfigError) -> ConfigError:
+def _suggest_section(error: ConfigError) -> ConfigError:
     """Suggest the section of a key that is in another one: `lr` at the top is `optimizer.lr`."""
     name = error.path.rpartition(".")[2]
     if not error.message.startswith("unknown key"):
         return error
-    top = section_of(Config)
+    top = get_section(Config)
     name = _SYNONYMS.get(name, name)
     places = [
         f"{section_name}.{name}"
         for section_name, spec in top.keys.items()
-        if (inner := section_in(spec.kind)) and name in inner.keys
+        if (inner := find_section(spec.kind)) and name in inner.keys
     ]
     places = [*([name] if name in top.keys else []), *places]
-    return ConfigError(error.path, unknown(name, (), places).message) if places else error
+    return ConfigError(error.path, unknown_key_error(name, (), places).message) if places else error
 
 
 __all__ = [
-    "Batch",
-    "Checkpoint",
+    "BatchSection",
+    "CheckpointSection",
     "Config",
     "ConfigError",
-    "Critic",
-    "Data",
+    "CriticSection",
+    "DataSection",
     "Difference",
-    "Engine",
-    "Environment",
-    "Evaluation",
-    "Model",
-    "ReplayConfig",
-    "Reward",
-    "Sampling",
-    "Teacher",
-    "Tracking",
-    "Warmup",
-    "differences",
+    "EngineSection",
+    "EnvironmentSection",
+    "EvaluationSection",
+    "ModelSection",
+    "ReplaySection",
+    "RewardSection",
+    "SamplingSection",
+    "TeacherSection",
+    "TrackingSection",
+    "WarmupSection",
+    "compare_configs",
     "section_of",
 ]

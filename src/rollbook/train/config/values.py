@@ -61,7 +61,7 @@ class Kind(Protocol):
         """The value as it is kept, or a `ConfigError` whose path is relative to the key."""
 
 
-def _got(value: Any, expected: str, hint: str = "") -> ConfigError:
+def _value_error(value: Any, expected: str, hint: str = "") -> ConfigError:
     shown = repr(redacted(value) if isinstance(value, str) else value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     shown = {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else shown
@@ -69,14 +69,14 @@ def _got(value: Any, expected: str, hint: str = "") -> ConfigError:
 
 
 @dataclass(frozen=True)
-class Switch:
+class Boolean:
     """True or false, and nothing that only counts as one of them."""
 
     expected: str = "true or false"
 
     def read(self, value: Any) -> bool:
         if not isinstance(value, bool):
-            raise _got(value, self.expected)
+            raise _value_error(value, self.expected)
         return value
 
 
@@ -102,17 +102,17 @@ class Number:
     def expected(self) -> str:
         text = "a whole number" if self.integer else "a number"
         bounds = [
-            *([f"from {_short(self.low)}"] if self.low is not None else []),
-            *([f"above {_short(self.above)}"] if self.above is not None else []),
-            *([f"to {_short(self.high)}"] if self.high is not None and self.low is not None else []),
-            *([f"up to {_short(self.high)}"] if self.high is not None and self.low is None else []),
-            *([f"below {_short(self.below)}"] if self.below is not None else []),
+            *([f"from {_format_bound(self.low)}"] if self.low is not None else []),
+            *([f"above {_format_bound(self.above)}"] if self.above is not None else []),
+            *([f"to {_format_bound(self.high)}"] if self.high is not None and self.low is not None else []),
+            *([f"up to {_format_bound(self.high)}"] if self.high is not None and self.low is None else []),
+            *([f"below {_format_bound(self.below)}"] if self.below is not None else []),
         ]
         open_end = self.low is not None and self.high is None and self.below is None
         text = " ".join([text, ", ".join(bounds) if self.above is not None else " ".join(bounds)]).strip()
         text += " on" if open_end else ""
         return text + (
-            f" (a share below {_short(self.whole_from)}, a whole number from there)" if self.whole_from else ""
+            f" (a share below {_format_bound(self.whole_from)}, a whole number from there)" if self.whole_from else ""
         )
 
     def read(self, value: Any) -> float | int:
@@ -128,16 +128,16 @@ class Number:
                 and (self.whole_from is None or value < self.whole_from or is_whole)
             )
         if not fits:
-            raise _got(value, self.expected)
+            raise _value_error(value, self.expected)
         if self.integer or (self.whole_from is not None and value >= self.whole_from):
             return int(value)
         try:
             return float(value)
         except OverflowError:
-            raise _got(value, self.expected) from None
+            raise _value_error(value, self.expected) from None
 
 
-def _short(bound: float) -> str:
+def _format_bound(bound: float) -> str:
     return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
@@ -157,15 +157,15 @@ class Text:
         if not isinstance(value, str):
             scalar = isinstance(value, (int, float, bool)) and not self.choices and not self.pattern
             written = str(value).lower() if isinstance(value, bool) else value
-            raise _got(value, self.expected, f' (in quotes it would be: "{written}")' if scalar else "")
+            raise _value_error(value, self.expected, f' (in quotes it would be: "{written}")' if scalar else "")
         if self.choices and value not in self.choices:
-            raise _got(value, self.expected, _nearest(value, self.choices))
+            raise _value_error(value, self.expected, _suggest_choice(value, self.choices))
         if self.pattern and not re.fullmatch(self.pattern, value):
-            raise _got(value, self.expected)
+            raise _value_error(value, self.expected)
         return value
 
 
-def _nearest(name: str, names: Sequence[str]) -> str:
+def _suggest_choice(name: str, names: Sequence[str]) -> str:
     import difflib
 
     close = difflib.get_close_matches(name, names, n=1)
@@ -206,11 +206,11 @@ class Either:
                 return kind.read(value)
             except ConfigError:
                 continue
-        raise _got(value, self.expected)
+        raise _value_error(value, self.expected)
 
 
 @dataclass(frozen=True)
-class Listing:
+class ListOf:
     """A list of values of one kind, kept as a tuple; one value alone is a list of one, unless a length is asked for."""
 
     item: Kind
@@ -225,10 +225,10 @@ class Listing:
     def read(self, value: Any) -> tuple[Any, ...]:
         alone = not isinstance(value, (list, tuple))
         if alone and (self.length is not None or value is None):
-            raise _got(value, self.expected)
+            raise _value_error(value, self.expected)
         entries = [value] if alone else value
         if self.length is not None and len(entries) != self.length:
-            raise _got(value, self.expected)
+            raise _value_error(value, self.expected)
         checked_entries = []
         for i, entry in enumerate(entries):
             try:
@@ -239,7 +239,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainValue:
     """Any plain value; what it means is known to whoever it is passed on to."""
 
     expected: str = "text, a number, true, false, null, a list or a mapping"
@@ -248,16 +248,16 @@ class Plain:
         if depth > 50:
             raise ConfigError("", "got more than 50 mappings and lists in each other, expected fewer")
         if isinstance(value, Mapping):
-            return _mapping(value, lambda entry: self.read(entry, depth + 1))
+            return _read_mapping(value, lambda entry: self.read(entry, depth + 1))
         if isinstance(value, (list, tuple)):
             return [self.read(entry, depth + 1) for entry in value]
         if value is None or (isinstance(value, (str, bool, int, float)) and value == value):
             return value
-        raise _got(value, self.expected)
+        raise _value_error(value, self.expected)
 
 
 @dataclass(frozen=True)
-class Table:
+class MappingOf:
     """A mapping from names to values of one kind: `names` are those there can be, if not any."""
 
     item: Kind
@@ -266,18 +266,18 @@ class Table:
     @property
     def expected(self) -> str:
         text = f"a mapping of {', '.join(self.names)}" if self.names else "a mapping"
-        return text if isinstance(self.item, Plain) else f"{text}, each {self.item.expected}"
+        return text if isinstance(self.item, PlainValue) else f"{text}, each {self.item.expected}"
 
     def read(self, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):
-            raise _got(value, self.expected)
+            raise _value_error(value, self.expected)
         for name in value:
             if self.names and name not in self.names:
-                raise unknown(str(name), self.names)
-        return _mapping(value, self.item.read)
+                raise unknown_key_error(str(name), self.names)
+        return _read_mapping(value, self.item.read)
 
 
-def _mapping(value: Mapping[Any, Any], read: Callable[[Any], Any]) -> dict[str, Any]:
+def _read_mapping(value: Mapping[Any, Any], read: Callable[[Any], Any]) -> dict[str, Any]:
     entries = {}
     for name, entry in value.items():
         if not isinstance(name, str):
@@ -289,7 +289,7 @@ def _mapping(value: Mapping[Any, Any], read: Callable[[Any], Any]) -> dict[str, 
     return entries
 
 
-def unknown(name: str, names: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
+def unknown_key_error(name: str, names: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
     """What to say of a key that does not exist: the nearest that does, here or in another section."""
     from rollbook.core.checks import suggest
 
@@ -343,11 +343,11 @@ class Section:
             return value
         value = self.spread(value)
         if not isinstance(value, Mapping):
-            raise _got(value, self.expected)
+            raise _value_error(value, self.expected)
         values = {}
         for name, entry in value.items():
             if name not in self.keys:
-                raise unknown(str(name), list(self.keys))
+                raise unknown_key_error(str(name), list(self.keys))
             try:
                 values[name] = self.keys[name].kind.read(entry)
             except ConfigError as error:
@@ -367,39 +367,39 @@ class Section:
         return {self.short: value} if self.short and isinstance(value, str) else value
 
 
-def section_in(kind: Kind) -> Section | None:
+def find_section(kind: Kind) -> Section | None:
     """The section that a kind is, or may be, or is a list of."""
-    while isinstance(kind, (Nullable, Listing)):
+    while isinstance(kind, (Nullable, ListOf)):
         kind = kind.inner if isinstance(kind, Nullable) else kind.item
     return kind if isinstance(kind, Section) else None
 
 
-def kind_of(hint: Any, limits: Mapping[str, Any], section: Callable[[type], Section]) -> Kind:
+def parse_annotation(hint: Any, limits: Mapping[str, Any], section: Callable[[type], Section]) -> Kind:
     """The kind of an annotation, with what limits it.
 
-    >>> kind_of(float | None, {"above": 0}, section=None).expected
+    >>> parse_annotation(float | None, {"above": 0}, section=None).expected
     'a number above 0, or null'
-    >>> kind_of(tuple[str, ...], {}, section=None).read("stop")
+    >>> parse_annotation(tuple[str, ...], {}, section=None).read("stop")
     ('stop',)
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         rest = [arg for arg in args if arg is not type(None)]
-        kinds = tuple(kind_of(arg, limits, section) for arg in rest)
+        kinds = tuple(parse_annotation(arg, limits, section) for arg in rest)
         kind = kinds[0] if len(kinds) == 1 else Either(kinds)
         return kind if len(rest) == len(args) else Nullable(kind)
     if origin is Literal:
         return Text(choices=args)
     if origin is tuple and args[-1] is ...:
-        return Listing(kind_of(args[0], limits, section))
+        return ListOf(parse_annotation(args[0], limits, section))
     if origin is tuple and len(set(args)) == 1:
-        return Listing(kind_of(args[0], limits, section), len(args))
+        return ListOf(parse_annotation(args[0], limits, section), len(args))
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return Table(kind_of(args[1], {}, section), limits.get("names", ()))
+        return MappingOf(parse_annotation(args[1], {}, section), limits.get("names", ()))
     if hint is Any:
-        return Plain()
+        return PlainValue()
     if hint is bool:
-        return Switch()
+        return Boolean()
     if hint in (int, float):
         return Number(integer=hint is int, **limits)
     if hint is str:
@@ -410,11 +410,11 @@ def kind_of(hint: Any, limits: Mapping[str, Any], section: Callable[[type], Sect
 
 
 @functools.cache
-def docs_of(cls: type) -> dict[str, str]:
+def read_field_docs(cls: type) -> dict[str, str]:
     """The strings under a dataclass's fields, by field, each in one line.
 
     >>> from rollbook.train.optimizer import OptimizerConfig
-    >>> docs_of(OptimizerConfig)["eps"]
+    >>> read_field_docs(OptimizerConfig)["eps"]
     "Term added to AdamW's denominator."
     """
     try:
@@ -454,9 +454,9 @@ def key(
     return field(default=default, metadata=metadata)
 
 
-def checked(self: Any) -> None:
+def check_fields(self: Any) -> None:
     """Read every field of a section by its kind, and put what was read in its place."""
-    for name, spec in section_of(type(self)).keys.items():
+    for name, spec in get_section(type(self)).keys.items():
         try:
             value = spec.kind.read(getattr(self, name))
         except ConfigError as error:
@@ -464,19 +464,19 @@ def checked(self: Any) -> None:
         object.__setattr__(self, name, value)
 
 
-def section_of(cls: type) -> Section:
+def get_section(cls: type) -> Section:
     """A dataclass as a section: its keys by name."""
-    return _section_of(cls)
+    return _build_section(cls)
 
 
 @functools.cache
-def _section_of(cls: type) -> Section:
+def _build_section(cls: type) -> Section:
     # These load torch: when a configuration is made, not when its modules are imported.
     from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
     from rollbook.train.optimizer import OptimizerConfig
 
     names = {"AlgorithmConfig": AlgorithmConfig, "OptimizerConfig": OptimizerConfig}
-    hints, docs = typing.get_type_hints(cls, localns=names), docs_of(cls)
+    hints, docs = typing.get_type_hints(cls, localns=names), read_field_docs(cls)
     keys = {}
     if cls is AlgorithmConfig:
         doc = "The algorithm to begin from; null: one's own, of its parts."
@@ -486,60 +486,60 @@ def _section_of(cls: type) -> Section:
         default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
         keys[spec.name] = Key(
             spec.name,
-            kind_of(hints[spec.name], metadata.get("limits", {}), section_of),
+            parse_annotation(hints[spec.name], metadata.get("limits", {}), get_section),
             list(default) if isinstance(default, tuple) else default,
             docs.get(spec.name, ""),
             metadata.get("free", False),
-            metadata.get("anew", _ANEW.get(spec.name, ()) if cls is AlgorithmConfig else ()),
+            metadata.get("anew", _RESETS.get(spec.name, ()) if cls is AlgorithmConfig else ()),
             metadata.get("complete_with", ""),
             metadata.get("path", False),
         )
     if cls is AlgorithmConfig:
-        return Section(cls, keys, _algorithm, _of_algorithm, _preset, "preset")
-    usual = {name: plain(spec.default) for name, spec in keys.items()}
+        return Section(cls, keys, _build_algorithm, _algorithm_values, _preset_values, "preset")
+    usual = {name: to_plain(spec.default) for name, spec in keys.items()}
     return Section(cls, keys, lambda values: cls(**values), vars, lambda values: usual, getattr(cls, "SHORT", ""))
 
 
-_ANEW = {"loss": ("loss_options",), "estimator": ("estimator_options",)}
+_RESETS = {"loss": ("loss_options",), "estimator": ("estimator_options",)}
 
 
-def _algorithm(values: dict[str, Any]) -> AlgorithmConfig:
+def _build_algorithm(values: dict[str, Any]) -> AlgorithmConfig:
     from rollbook.train.algorithm import AlgorithmConfig
 
     preset = values.pop("preset", "grpo")
     return AlgorithmConfig(**values) if preset is None else AlgorithmConfig.preset(preset, **values)
 
 
-def _of_algorithm(algorithm: AlgorithmConfig) -> dict[str, Any]:
+def _algorithm_values(algorithm: AlgorithmConfig) -> dict[str, Any]:
     from rollbook.train.algorithm import PRESET_NAMES
 
     return {"preset": algorithm.name if algorithm.name in PRESET_NAMES else None, **algorithm.to_dict()}
 
 
-def _preset(values: Mapping[str, Any]) -> dict[str, Any]:
+def _preset_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the preset that an algorithm's values begin from."""
-    return _of_algorithm(_algorithm({"preset": values["preset"]})) | {"preset": "grpo"}
+    return _algorithm_values(_build_algorithm({"preset": values["preset"]})) | {"preset": "grpo"}
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """A section as plain values: text, numbers, lists, mappings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        section = section_of(type(value))
+        section = get_section(type(value))
         parts = section.parts(value)
-        return {name: plain(parts[name]) for name in section.keys}
+        return {name: to_plain(parts[name]) for name in section.keys}
     if isinstance(value, Mapping):
-        return {name: plain(entry) for name, entry in value.items()}
-    return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+        return {name: to_plain(entry) for name, entry in value.items()}
+    return [to_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def leaves(config: Any) -> Iterator[tuple[str, Any, bool]]:
+def flatten(config: Any) -> Iterator[tuple[str, Any, bool]]:
     """(path, plain value, whether it may change) of every key, mappings and lists of sections taken apart."""
 
     def walk(path: str, value: Any, section: Section | None, free: bool) -> Iterator[tuple[str, Any, bool]]:
         if isinstance(value, Mapping) and value:
             for name, entry in value.items():
                 spec = section.keys[name] if section is not None else None
-                inner = section_in(spec.kind) if spec is not None else None
+                inner = find_section(spec.kind) if spec is not None else None
                 mine = free or (spec is not None and spec.free)
                 yield from walk(f"{path}.{name}" if path else name, entry, inner, mine)
         elif isinstance(value, list) and section is not None:
@@ -548,11 +548,11 @@ def leaves(config: Any) -> Iterator[tuple[str, Any, bool]]:
         else:
             yield path, value, free
 
-    yield from walk("", plain(config), section_of(type(config)), False)
+    yield from walk("", to_plain(config), get_section(type(config)), False)
 
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
-Leaf = Callable[[str, str, bool], str]
+TextFunction = Callable[[str, str, bool], str]
 """(path, text, whether its name is a secret's) -> the text to have in its place."""
 
 
@@ -572,10 +572,10 @@ def check_secrets(values: Mapping[str, Any]) -> None:
     rollbook.train.config.values.ConfigError: engine.options.headers.Authorization: got a secret as text, which
     config.yaml and --show-config would show, expected an environment variable: "${NAME}"
     """
-    _mapped(values, "", _checked)
+    _map_texts(values, "", _check_text)
 
 
-def expanded(value: Any, path: str) -> Any:
+def expand_variables(value: Any, path: str) -> Any:
     """Replace `${NAME}` in the URLs, headers and secret options of a value by environment variables.
 
     Args:
@@ -586,16 +586,16 @@ def expanded(value: Any, path: str) -> Any:
         ConfigError: A variable is not set.
 
     >>> os.environ["WORD"] = "a/b"
-    >>> expanded({"url": "https://ana:${WORD}@host", "headers": {"X-Api-Key": "${WORD}"}, "text": "${WORD}"}, "options")
+    >>> expand_variables({"url": "https://ana:${WORD}@host", "headers": {"X-Api-Key": "${WORD}"}, "text": "${WORD}"}, "options")
     {'url': 'https://ana:a%2Fb@host', 'headers': {'X-Api-Key': 'a/b'}, 'text': '${WORD}'}
     """
-    return _mapped(value, path, _expanded)
+    return _map_texts(value, path, _expand_text)
 
 
-def _mapped(value: Any, path: str, leaf: Leaf, headers: bool = False, secret: bool = False) -> Any:
+def _map_texts(value: Any, path: str, leaf: TextFunction, headers: bool = False, secret: bool = False) -> Any:
     if isinstance(value, Mapping):
         return {
-            name: _mapped(
+            name: _map_texts(
                 entry,
                 f"{path}.{name}" if path else str(name),
                 leaf,
@@ -605,13 +605,13 @@ def _mapped(value: Any, path: str, leaf: Leaf, headers: bool = False, secret: bo
             for name, entry in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_mapped(item, f"{path}.{i}", leaf, headers, secret) for i, item in enumerate(value)]
+        return [_map_texts(item, f"{path}.{i}", leaf, headers, secret) for i, item in enumerate(value)]
     if isinstance(value, str) and value:
         return leaf(path, value, secret)
     return value
 
 
-def _checked(path: str, text: str, secret: bool) -> str:
+def _check_text(path: str, text: str, secret: bool) -> str:
     try:
         secrets = [text] if secret else list(url_secrets(text).values())
     except ImportError:
@@ -627,7 +627,7 @@ def _checked(path: str, text: str, secret: bool) -> str:
     )
 
 
-def _expanded(path: str, text: str, secret: bool) -> str:
+def _expand_text(path: str, text: str, secret: bool) -> str:
     is_url = "://" in text
 
     def variable(match: re.Match[str]) -> str:

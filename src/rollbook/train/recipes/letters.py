@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["chance", "model", "pairs", "reward", "rows", "taught", "tokenizer"]
+__all__ = ["random_reward", "model", "pairs", "reward", "rows", "trained_model", "tokenizer"]
 # What a configuration may name without being asked for trust: none of these writes or runs a file.
 
 LETTERS = "abcdefghij"
-_SIGNS = "0123456789>=+-*/()[]., :;!?"
-_SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+_PUNCTUATION = "0123456789>=+-*/()[]., :;!?"
+_SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 
 
 def tokenizer(signs: str = "") -> Any:
@@ -35,11 +35,11 @@ def tokenizer(signs: str = "") -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    characters = dict.fromkeys("abcdefghijklmnopqrstuvwxyz" + _SIGNS + signs)
-    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate((*_SPECIAL, *characters))}, unk_token="<unk>"))
+    characters = dict.fromkeys("abcdefghijklmnopqrstuvwxyz" + _PUNCTUATION + signs)
+    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate((*_SPECIAL_TOKENS, *characters))}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
-    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), _SPECIAL, strict=True))
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), _SPECIAL_TOKENS, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=inner, padding_side="left", **names)  # type: ignore[no-untyped-call]
 
 
@@ -92,7 +92,7 @@ def rows(count: int = 20_000, length: int = 6, seed: int = 0, skip: int = 0) -> 
     return [{"prompt": f"{word}>", "reference": answer, "response": answer} for word, answer in answers]
 
 
-def taught(
+def trained_model(
     seed: int = 0,
     steps: int = 150,
     until: float | None = None,
@@ -104,7 +104,7 @@ def taught(
     """A model that was shown answers: with 150 steps, which take about twenty seconds, a teacher, right nineteen times
     out of twenty; `until` it is right that often, a beginner. The words are those after the first `skip`.
 
-    >>> made, _ = taught(steps=2, count=256, hidden=48)
+    >>> made, _ = trained_model(steps=2, count=256, hidden=48)
     >>> made.config.hidden_size
     48
     """
@@ -141,7 +141,7 @@ def pairs(
     from rollbook.train.evaluation import evaluate
     from rollbook.train.prompts import Prompts
 
-    network, words = taught(seed, until=until, count=count, length=length, skip=skip, hidden=hidden)
+    network, words = trained_model(seed, until=until, count=count, length=length, skip=skip, hidden=hidden)
     tasks = rows(count, length, seed)
     engine, sampling = TransformersEngine(Actor(network, tokenizer=words)), {"max_tokens": length + 1}
     answers = evaluate(engine, Prompts(tasks, shuffle=False), reward, sampling=sampling, seed=seed).records
@@ -150,12 +150,12 @@ def pairs(
     return [row for row in both if row["rejected"] not in ("", row["chosen"])]
 
 
-def expert(folder: Any, count: int = 2000, length: int = 6, seed: int = 0, skip: int = 20_000) -> int:
+def write_expert_book(folder: Any, count: int = 2000, length: int = 6, seed: int = 0, skip: int = 20_000) -> int:
     """Write a book of right answers, as somebody who knows how to sort gives them; how many records it has.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as place:
-    ...     expert(f"{place}/expert", count=20)
+    ...     write_expert_book(f"{place}/write_expert_book", count=20)
     20
     """
     from rollbook.book.book import open as open_book
@@ -179,13 +179,13 @@ def reward(response: str, reference: str, finish_reason: str) -> float:
     return float(response == reference and finish_reason == "stop")
 
 
-def chance(eid: Any) -> float:
+def random_reward(eid: Any) -> float:
     """A reward that has nothing to do with the answer: the control to measure learning against.
 
     1 for about a quarter of the samples, by a hash of the sample's id.
 
     >>> from rollbook.core.ids import EID
-    >>> sum(chance(EID(batch=0, task=i, suffix="")) for i in range(1000)) / 1000
+    >>> sum(random_reward(EID(batch=0, task=i, suffix="")) for i in range(1000)) / 1000
     0.26
     """
     digest = hashlib.blake2b(eid.uid.encode(), digest_size=8).digest()
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="that of the run which is to learn from it")
     parser.add_argument("--skip", type=int, default=20_000, help="how many words that run has of its own")
     options = program.parse_args(arguments)
-    print(f"{expert(**vars(options)):,} right answers in {options.folder}")
+    print(f"{write_expert_book(**vars(options)):,} right answers in {options.folder}")
 
 
 if __name__ == "__main__":
