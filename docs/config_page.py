@@ -69,14 +69,14 @@ def _lines() -> Iterator[str]:
         key = top.keys[name]
         yield f"\n## `{name}`\n"
         yield " ".join(dict.fromkeys(filter(None, (key.doc, summarize(section)))))
-        if section.of in seen:
-            yield f"\nKeys: those of [`{seen[section.of]}`](#{seen[section.of]})."
+        if section.cls in seen:
+            yield f"\nKeys: those of [`{seen[section.cls]}`](#{seen[section.cls]})."
             continue
-        seen[section.of] = name
+        seen[section.cls] = name
         yield ""
         before = f"{name}.N." if isinstance(key.kind, ListOf) else f"{name}."
-        yield from _table(list(section.keys.values()), before, key.free)
-        if section.of is AlgorithmConfig:
+        yield from _table(list(section.keys.values()), before, key.changeable)
+        if section.cls is AlgorithmConfig:
             yield from _presets()
 
 
@@ -90,11 +90,11 @@ def _presets() -> Iterator[str]:
         yield f"| `{name}` | {', '.join(f'`{key}: {format_value(value)}`' for key, value in told.items())} |"
 
 
-def _table(keys: list[Key], before: str, free: bool = False) -> Iterator[str]:
+def _table(keys: list[Key], before: str, changeable: bool = False) -> Iterator[str]:
     yield "| key | default | what it is | expected |"
     yield "|---|---|---|---|"
     for key in keys:
-        mark = " ↻" if free or key.free else ""
+        mark = " ↻" if changeable or key.changeable else ""
         cells = (f"`{before}{key.name}`{mark}", f"`{format_value(key.default)}`", key.doc, key.kind.expected)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

@@ -217,7 +217,8 @@ def main() -> None:
         parser.error(f"--out: {given.out} is there already, expected a new folder")
     began = time.monotonic()
     before, after = train(given.steps, given.seed, given.out, reward if given.reward == "true" else noise)
-    print(f"before: {before}\nafter:  {after}\nrise:   {compare_evaluations(before, after)}, {time.monotonic() - began:.0f} s")
+    rise = compare_evaluations(before, after)
+    print(f"before: {before}\nafter:  {after}\nrise:   {rise}, {time.monotonic() - began:.0f} s")
     print(f"rollbook view {given.out}")
 
 

@@ -284,7 +284,7 @@ def test_training_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_recipe_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every recipe has a page; what the pages tell to write into files is a configuration."""
-    from rollbook.train.config import load_config, list_recipes
+    from rollbook.train.config import list_recipes, load_config
 
     pages = {path.stem: path for path in (ROOT / "docs" / "recipes").glob("*.md")}
     for name in list_recipes():

@@ -27,7 +27,7 @@ from rollbook.models import Actor
 from rollbook.rollout.environment import Reply
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import PRESET_NAMES
-from rollbook.train.config import ConfigError, load_config, dump_config
+from rollbook.train.config import ConfigError, dump_config, load_config
 from rollbook.train.evaluation import compare_evaluations
 from rollbook.train.learner import NonFiniteLossError
 from rollbook.train.recipes import letters
@@ -545,7 +545,7 @@ def test_what_algorithms_need(go: Go, house: Path) -> None:
     refused(go, "replay.expert", "algorithm=mix", out="expert")
     refused(go, "replay.expert", "algorithm=mix", "replay.expert=/no/book", out="book")
     refused(go, f"{house}/rows.jsonl", "algorithm=dpo", out="dpo")
-    with pytest.raises(ConfigError, match="rewards: got none"):
+    with pytest.raises(ConfigError, match="rewards: missing"):
         go("rewards=[]", out="rewards")
 
 

@@ -20,18 +20,18 @@ from rollbook.book.sampler import SAMPLERS
 from rollbook.cli.parser import main
 from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
 from rollbook.train.builders import build_reward
-from rollbook.train.config import Config, ConfigError, compare_configs, load_config, files, dump_config
-from rollbook.train.config.files import parse_argument, format_value, parse_scalar, parse_yaml
+from rollbook.train.config import Config, ConfigError, compare_configs, dump_config, files, load_config
+from rollbook.train.config.files import format_value, parse_argument, parse_scalar, parse_yaml
 from rollbook.train.config.values import (
+    Boolean,
     Either,
     Kind,
     ListOf,
+    MappingOf,
     Nullable,
     Number,
     PlainValue,
     Section,
-    Boolean,
-    MappingOf,
     Text,
     find_section,
     get_section,
@@ -128,12 +128,12 @@ def configs(draw: st.DrawFn) -> Config:
     for name in draw(st.lists(st.sampled_from(sorted(STRATEGIES)), max_size=4, unique=True)):
         value = draw(STRATEGIES[name])
         try:
-            Config.of({name: value})
+            Config.from_dict({name: value})
         except ConfigError:
             continue
         made[name] = value
     try:
-        return Config.of(made)
+        return Config.from_dict(made)
     except ConfigError:  # the names of two rewards
         assume(False)
         raise
@@ -143,11 +143,14 @@ def configs(draw: st.DrawFn) -> Config:
 def test_what_is_shown_reads_back_to_the_same(config: Config) -> None:
     text = dump_config(config)
     read, _ = parse_yaml(text, "shown")
-    assert Config.of(read) == config
+    assert Config.from_dict(read) == config
     assert read == config.to_dict()
     assert yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) == read, "another reader of YAML"
-    assert Config.of(json.loads(json.dumps(config.to_dict()))) == config
-    assert not compare_configs(Config.of(read), config) and Config.of(read).fingerprint() == config.fingerprint()
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert (
+        not compare_configs(Config.from_dict(read), config)
+        and Config.from_dict(read).fingerprint() == config.fingerprint()
+    )
 
 
 @given(plain)
@@ -182,7 +185,7 @@ def test_any_misspelt_key_is_refused_by_its_full_name(where: tuple[str, str], pl
     changed = changed or "''"
     path = f"{section}.0.{changed}" if section == "rewards" else f"{section}.{changed}" if section else changed
     with pytest.raises(ConfigError) as caught:
-        Config.of({section: inner} if section else inner)
+        Config.from_dict({section: inner} if section else inner)
     assert str(caught.value).startswith(f"{path}: unknown key")
     assert caught.value.path == path
 
@@ -196,11 +199,11 @@ def test_every_key_has_one_sentence_and_a_default() -> None:
         assert key.doc.endswith(".") and key.doc.count(". ") <= 1 and len(key.doc) < 240, (section, name, key.doc)
         assert key.kind.expected, name
     for name, section in SECTIONS.items():
-        assert TOP.keys[name].doc or section.of.__doc__, name
+        assert TOP.keys[name].doc or section.cls.__doc__, name
     assert (
-        Config() == Config.of({})
+        Config() == Config.from_dict({})
         and Config().to_dict()
-        == Config.of({name: {} for name in SECTIONS if name not in ("rewards", "critic_optimizer")}).to_dict()
+        == Config.from_dict({name: {} for name in SECTIONS if name not in ("rewards", "critic_optimizer")}).to_dict()
     )
 
 
@@ -220,7 +223,7 @@ def test_sections_have_the_fields_and_defaults_of_what_they_are_handed_to() -> N
 def test_an_algorithm_is_its_preset_with_changes(preset: str) -> None:
     config = Config(algorithm=preset)
     assert config.algorithm == AlgorithmConfig.preset(preset)
-    assert Config.of(config.to_dict()) == config
+    assert Config.from_dict(config.to_dict()) == config
     changed = Config(algorithm={"preset": preset, "entropy_coef": 0.5})
     assert changed.algorithm == AlgorithmConfig.preset(preset, entropy_coef=0.5)
     assert [str(one) for one in compare_configs(config, changed)] == ["algorithm.entropy_coef: 0.5, was 0.0"]
@@ -229,7 +232,7 @@ def test_an_algorithm_is_its_preset_with_changes(preset: str) -> None:
 def test_an_algorithm_of_ones_own() -> None:
     own = Config(algorithm={"preset": None, "name": "mine", "estimator": "rloo", "loss": "cispo"})
     assert own.algorithm == AlgorithmConfig(name="mine", estimator="rloo", loss="cispo")
-    assert Config.of(own.to_dict()) == own
+    assert Config.from_dict(own.to_dict()) == own
 
 
 BAD = {
@@ -255,7 +258,7 @@ BAD = {
     "model.builder: got it beside path, expected one of path, config, builder":
         {"model": {"path": "a", "builder": "b:c"}},
     "model.config.model_type: is missing": {"model": {"config": {"hidden_size": 8}}},
-    "model.options: got {'x': 1} without builder, which it is for": {"model": {"path": "a", "options": {"x": 1}}},
+    "model.options: got {'x': 1}, which requires builder": {"model": {"path": "a", "options": {"x": 1}}},
     "model: got 3, expected a mapping of its keys, or its path": {"model": 3},
     "model.options.x.y: got nan, expected text, a number":
         {"model": {"builder": "b:c", "options": {"x": {"y": float("nan")}}}},
@@ -263,7 +266,7 @@ BAD = {
         {"data": {"held_out": 1.5}},
     "data.columns.promt: unknown key; did you mean 'prompt'?": {"data": {"columns": {"promt": "q"}}},
     "data.overflow: got 'left' without max_prompt_tokens": {"data": {"overflow": "left"}},
-    "rewards.1.function: is missing, expected one of function, recipe, remote, model":
+    "rewards.1.function: missing, expected one of function, recipe, remote, model":
         {"rewards": ["gsm8k", {"weight": 2}]},
     "rewards.0.recipe.a: got 'os:system', expected [[type, key, weight], ...]":
         {"rewards": {"recipe": {"a": "os:system"}}},
@@ -289,7 +292,7 @@ BAD = {
 @pytest.mark.parametrize("said", BAD)
 def test_what_is_wrong_is_named(said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Config.of(BAD[said])
+        Config.from_dict(BAD[said])
     assert str(caught.value).startswith(said)
 
 
@@ -315,11 +318,11 @@ def test_what_cannot_be_run_is_refused_before_it_is() -> None:
     parts: dict[str, Any] = {"model": "m", "data": "d.jsonl", "rewards": "gsm8k"}
     Config(**parts).require()
     for name in parts:
-        with pytest.raises(ConfigError, match=f"^{name}: got none"):
+        with pytest.raises(ConfigError, match=f"^{name}: missing"):
             Config(**{key: value for key, value in parts.items() if key != name}).require()
     Config(model="m", data="d.jsonl", algorithm="sft").require()
     for algorithm, needs in (("on_policy_distill", "teacher"), ("mix", "replay.expert")):
-        with pytest.raises(ConfigError, match=f"^{needs}: got none, which {algorithm} needs"):
+        with pytest.raises(ConfigError, match=f"^{needs}: missing, required by {algorithm}"):
             Config(**parts, algorithm=algorithm).require()
     with pytest.raises(ConfigError, match="^data.held_out: got 0"):
         Config(**parts, evaluation={"every": 5}).require()
@@ -340,10 +343,10 @@ def test_a_resume_may_change_how_long_and_how_fast_but_not_what_is_learned() -> 
         evaluation={"every": 7},
     )
     assert longer.fingerprint() == old.fingerprint() and longer != old
-    assert all(one.free for one in compare_configs(old, longer)) and len(compare_configs(old, longer)) == 6
+    assert all(one.changeable for one in compare_configs(old, longer)) and len(compare_configs(old, longer)) == 6
     other = Config(model="m", rewards=[{"function": "gsm8k", "weight": 2, "options": {"x": 1}}], optimizer={"lr": 1e-3})
     assert other.fingerprint() != old.fingerprint()
-    assert [str(one) for one in compare_configs(old, other) if not one.free] == [
+    assert [str(one) for one in compare_configs(old, other) if not one.changeable] == [
         "rewards.0.weight: 2.0, was 1.0",
         "rewards.0.options.x: 1, was null",
         "optimizer.lr: 0.001, was 1e-06",
@@ -380,18 +383,18 @@ def test_words_are_read_as_yaml_1_2_has_them() -> None:
 
 
 REFUSED = {
-    "a: 1\nb: {c: 1, c: 2}": "b.c: is there twice, expected once (x, line 2)",
+    "a: 1\nb: {c: 1, c: 2}": "b.c: duplicate key (x, line 2)",
     "a: !!python/object/apply:os.system [ls]": "a: got the tag 'tag:yaml.org,2002:python/object/apply:os.system'",
     "a: !include other": "a: got the tag '!include', expected plain values (x, line 1)",
     "a: &a [*a]": "a.0: got a value that contains itself",
     "a: &a {b: *a}": "a.b: got a value that contains itself",
     "1: 2": "x: got '1' as a key, expected text (in quotes: '1') (x, line 1)",
     "[a]: 2": "x: got a list or a mapping as a key",
-    "a: [": "x, line 1: is no YAML",
-    "a: b: c": "x, line 1: is no YAML: mapping values are not allowed here",
-    "a: 1\n---\nb: 2": "x, line 2: is no YAML",
+    "a: [": "x, line 1: invalid YAML",
+    "a: b: c": "x, line 1: invalid YAML: mapping values are not allowed here",
+    "a: 1\n---\nb: 2": "x, line 2: invalid YAML",
     "a: " + "9" * 5000: "a: got a number of 5000 digits",
-    "a: \x07": "x: is no YAML",
+    "a: \x07": "x: invalid YAML",
     "a: " + "[" * 1200 + "]" * 1200: "x: got more than 100 mappings and lists",
     "a: " + "[" * 200 + "]" * 200: "a",
     "a: &a [1,1,1,1,1,1,1,1,1]\n"
@@ -426,12 +429,12 @@ def test_errors_name_the_file_and_the_line(tmp_path: Path) -> None:
     [
         ("a.json", "{}", "expected .yaml, .yml or .toml"),
         ("a.yaml", "- 1", "got a list, expected sections and keys"),
-        ("a.toml", "a = ", "is no TOML"),
+        ("a.toml", "a = ", "invalid TOML"),
         ("a.toml", "steps = 2026-11-16", "steps: got datetime.date(2026, 11, 16), expected a whole number"),
         ("a.yaml", "base: 3", "base: got 3, expected a file"),
         ("a.yaml", "base: no_such.yaml", "there is no such file"),
         ("a.yaml", "base: no_such", "is neither a file nor a recipe"),
-        ("a.yaml", "base: a.yaml", "base: goes round in a circle: a.yaml <- a.yaml"),
+        ("a.yaml", "base: a.yaml", "base: files form a cycle: a.yaml <- a.yaml"),
     ],
 )
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -440,14 +443,16 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, text: st
 
 def test_a_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"name: \xff")
-    assert "is no UTF-8 text" in refused(tmp_path / "a.yaml")
+    assert "invalid UTF-8" in refused(tmp_path / "a.yaml")
     assert "there is no such file" in refused(tmp_path / "b.yaml")
 
 
 def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
     ours = write(tmp_path, "a.yaml", "name: x\nsampling: {stop: [END]}\noptimizer:\n  lr: 1e-5\n")
     theirs = write(tmp_path, "a.toml", 'name = "x"\nsampling.stop = ["END"]\n[optimizer]\nlr = 1e-5\n')
-    assert load_config(ours) == load_config(theirs) == Config(name="x", sampling={"stop": "END"}, optimizer={"lr": 1e-5})
+    assert (
+        load_config(ours) == load_config(theirs) == Config(name="x", sampling={"stop": "END"}, optimizer={"lr": 1e-5})
+    )
     assert load_config(write(tmp_path, "empty.yaml", "# nothing\n")) == Config()
     assert load_config(write(tmp_path, "null.yaml", "checkpoint:\nmodel:\n")) == Config()
 
@@ -604,19 +609,19 @@ def test_arguments_change_any_key(base: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("steps", "steps: is no change, expected section.key=value"),
-        ("=3", "=3: is no change"),
-        ("base=letters", "base: got it as a change, expected it in a file"),
-        ("a..b=3", "a..b=3: is no change"),
+        ("steps", "steps: expected section.key=value"),
+        ("=3", "=3: expected section.key=value"),
+        ("base=letters", "base: cannot be changed on the command line"),
+        ("a..b=3", "a..b=3: expected section.key=value"),
         ("stepz=3", "stepz: unknown key; did you mean 'steps'?"),
         ("lr=3", "lr: unknown key; did you mean 'warmup.lr' or 'optimizer.lr'"),
         ("steps=soon", "steps: got 'soon', expected a whole number from 0 to 1,000,000,000"),
         ("optimizer.lr.x=3", "optimizer.lr: got {'x': 3}, expected a number"),
         ("optimizer=3", "optimizer: got 3, expected a mapping of its keys"),
         ("rewards.7.weight=3", "rewards.7: got item 7 of a list of 2, expected at most 2"),
-        ("model.options={a: 1, a: 2}", "model.options: is there twice, expected once"),
-        ('model.options={"a": 1, "a": 2}', "model.options: is there twice in a mapping, expected once"),
-        ("model.options={a", "model.options: is no YAML"),
+        ("model.options={a: 1, a: 2}", "model.options: duplicate key"),
+        ('model.options={"a": 1, "a": 2}', "model.options: duplicate key"),
+        ("model.options={a", "model.options: invalid YAML"),
         ("model.options=!!python/name:os.system", "model.options: got '!!python/name:os.system', expected a mapping"),
         ("model.options=[!!python/name:os.system ]", "model.options: got the tag"),
     ],

@@ -20,7 +20,7 @@ import rollbook
 from rollbook.book import trained_steps
 from rollbook.cli import main
 from rollbook.train import checkpoint
-from rollbook.train.config import load_config, list_recipes
+from rollbook.train.config import list_recipes, load_config
 from rollbook.train.recipes import letters
 from rollbook.train.run import Outcome, run
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import rollbook
 from rollbook.cli.parser import main
 from rollbook.train import checkpoint, step_replay
-from rollbook.train.config import Config, load_config, dump_config
+from rollbook.train.config import Config, dump_config, load_config
 from rollbook.train.run import run
 from rollbook.train.step_replay import ReplayResult, split_changes, trace_step
 from rollbook.train.step_replay import replay as replay_untrusted
@@ -332,7 +332,10 @@ def test_choices_that_cannot_be_replayed_are_refused(make: Make) -> None:
         with pytest.raises(ValueError, match=said):
             replay(folder, 4, [change])
     config = load_config(folder / "config.yaml")
-    assert split_changes(config, load_config(folder / "config.yaml", ["batch.epochs=2"])) == (["batch.epochs: 2, was 1"], [])
+    assert split_changes(config, load_config(folder / "config.yaml", ["batch.epochs=2"])) == (
+        ["batch.epochs: 2, was 1"],
+        [],
+    )
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -362,10 +365,12 @@ def test_what_is_missing_is_said(copy: Path, tmp_path: Path) -> None:
 
 
 def test_records_of_another_trainer_have_no_places() -> None:
-    assert [one.verdict for one in step_replay.compare_plans([{}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])] == [
-        step_replay.NOT_COMPARED
-    ]
-    moved = step_replay.compare_plans([{"left_out": "zero advantage"}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])
+    assert [
+        one.verdict for one in step_replay.compare_plans([{}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])
+    ] == [step_replay.NOT_COMPARED]
+    moved = step_replay.compare_plans(
+        [{"left_out": "zero advantage"}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}]
+    )
     assert moved[0].verdict == step_replay.DIFFERS
 
 
@@ -420,7 +425,7 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
     given["tracking"] |= {"trackers": [named["tracking.trackers.0"]]}
     given["model"] |= {"attention": named["model.attention"]}
     given["replay"] |= {"expert": named["replay.expert"], "expert_share": 0.5}
-    (copy / "config.yaml").write_text(dump_config(Config.of(given)))
+    (copy / "config.yaml").write_text(dump_config(Config.from_dict(given)))
     return named
 
 

@@ -16,12 +16,12 @@ from rollbook.train.statistics import (
     Interval,
     _student_probability,
     avg_at_k,
+    avg_at_k_interval,
     maj_at_k,
     mean_interval,
     paired_difference,
     pass_at_k,
     powers_of_two,
-    avg_at_k_interval,
     student_quantile,
 )
 

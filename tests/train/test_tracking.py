@@ -24,8 +24,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbook
-from rollbook.train.tracker import Display, format_duration, format_evaluation
-from rollbook.train.tracker import METRICS_FILE, BookTracker, JsonlTracker, TensorBoardTracker, Tracker, WandbTracker, read_metrics, build_trackers
+from rollbook.train.tracker import (
+    METRICS_FILE,
+    BookTracker,
+    Display,
+    JsonlTracker,
+    TensorBoardTracker,
+    Tracker,
+    WandbTracker,
+    build_trackers,
+    format_duration,
+    format_evaluation,
+    read_metrics,
+)
 
 ODD = {"loss": math.nan, "grad_norm": math.inf, "low": -math.inf, "eval/avg@8": 0.5, "tokens": 7}
 

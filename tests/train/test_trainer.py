@@ -237,5 +237,5 @@ def test_a_record_without_a_reward_is_as_if_it_were_not_there(missing: float | N
     assert equal(weights(actor), weights(other.actor))
     assert report["left_out/no_reward"] == 1 and report["reward"] == 0.5
     traced = trace_step(book, 1)
-    places = dict(zip(traced.uids, traced.places, strict=True))
+    places = dict(zip(traced.uids, traced.placements, strict=True))
     assert places["0/0/2/0/"] == {"left_out": "no reward"} and places["0/0/0/0/"]["weight"] == 0.5

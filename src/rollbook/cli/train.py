@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def train(options: argparse.Namespace) -> int:
     """Train a configuration: a file or a recipe, with overrides."""
-    from rollbook.train.config import load_config, list_recipes, dump_config
+    from rollbook.train.config import dump_config, list_recipes, load_config
 
     if options.recipes:
         paths = list_recipes()
@@ -63,8 +63,8 @@ def evaluate(options: argparse.Namespace) -> int:
     from rollbook.models.loading import transformers_module
     from rollbook.train import checkpoint
     from rollbook.train.config import load_config
-    from rollbook.train.tracker import format_evaluation
     from rollbook.train.run import CONFIG, evaluate_model
+    from rollbook.train.tracker import format_evaluation
     from rollbook.train.user_code import check_trusted
 
     config, model, step = Path(options.config), options.model, 0

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan, nan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rollbook.core.checks import check_float, suggest
 from rollbook.core.vocabulary import join_fingerprints, source_fingerprint
@@ -42,6 +42,22 @@ from rollbook.rewards.types import (
     is_reward,
     locate,
 )
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+    RewardLike: TypeAlias = (
+        Reward
+        | Callable[..., Any]
+        | str
+        | Path
+        | torch.nn.Module
+        | PretrainedConfig
+        | Sequence[Any]
+        | Mapping[Any, Any]
+    )
+    """What `as_reward` takes."""
 
 
 @dataclass(frozen=True)
@@ -569,7 +585,7 @@ READY: Mapping[str, Callable[..., Any]] = _Ready()
 """The ready functions by name."""
 
 
-def as_reward(spec: Any, **options: Any) -> Reward:
+def as_reward(spec: RewardLike, **options: Any) -> Reward:
     """Make a reward.
 
     Args:
@@ -616,7 +632,7 @@ def as_reward(spec: Any, **options: Any) -> Reward:
     return _build(kind, source, options)
 
 
-def _reward_class(spec: Any) -> tuple[Callable[..., Reward], Any]:
+def _reward_class(spec: RewardLike) -> tuple[Callable[..., Reward], Any]:
     """The class that a single thing is a reward of, and what to make it from."""
     if isinstance(spec, (str, Path)):
         return _reward_class_of_text(str(spec))
@@ -748,7 +764,7 @@ def _combine(specs: list[Any], options: Mapping[str, Any]) -> Reward:
     return CombinedReward(dict(zip(names, parts, strict=True)), **bound)
 
 
-def _build_part(spec: Any, options: Mapping[str, Any], used: set[str]) -> Reward:
+def _build_part(spec: RewardLike, options: Mapping[str, Any], used: set[str]) -> Reward:
     """One reward of a list, with those of the options that it takes."""
     if is_reward(spec) or isinstance(spec, (list, tuple)):
         return as_reward(spec)
@@ -765,7 +781,7 @@ def _part_names(specs: Sequence[Any]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}{names[:i].count(name)}" for i, name in enumerate(names)]
 
 
-def _part_name(spec: Any) -> str:
+def _part_name(spec: RewardLike) -> str:
     if _is_url(spec):
         return "remote"
     if isinstance(spec, (str, Path)):

@@ -63,7 +63,9 @@ def build_actor(config: Config, device: torch.device) -> Actor:
     return actor
 
 
-def _build_model(name: str, source: ModelSection | TeacherSection, config: Config, device: torch.device, *, trainable: bool) -> Actor:
+def _build_model(
+    name: str, source: ModelSection | TeacherSection, config: Config, device: torch.device, *, trainable: bool
+) -> Actor:
     policy = config.model
     dtype = torch.bfloat16 if policy.precision == "bfloat16" else torch.float32
     options: dict[str, Any] = {
@@ -375,7 +377,9 @@ def check_rewards(config: Config) -> None:
                 _build_component(f"{key}.{i}", source, None).close()
 
 
-def build_reward(rewards: tuple[RewardSection, ...], actor: Actor | None = None, key: str = "rewards") -> RewardSource | None:
+def build_reward(
+    rewards: tuple[RewardSection, ...], actor: Actor | None = None, key: str = "rewards"
+) -> RewardSource | None:
     """Build the reward of a run: one source, or the weighted sum of several.
 
     Args:
@@ -389,7 +393,8 @@ def build_reward(rewards: tuple[RewardSection, ...], actor: Actor | None = None,
     Raises:
         ConfigError: A source cannot be built.
 
-    >>> build_reward((RewardSection(function="exact_match"), RewardSection(function="length", weight=0.1))).rewards.keys()
+    >>> sections = (RewardSection(function="exact_match"), RewardSection(function="length", weight=0.1))
+    >>> build_reward(sections).rewards.keys()
     dict_keys(['exact_match', 'length'])
     """
     if not rewards:

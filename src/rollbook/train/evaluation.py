@@ -439,4 +439,4 @@ def _prompt_text(rows: Sequence[Experience]) -> str:
     return hashlib.blake2b(repr(ids).encode(), digest_size=8).hexdigest()
 
 
-__all__ = ["AnswerFunction", "PromptResult", "Evaluation", "compare_evaluations", "evaluate", "evaluate_records"]
+__all__ = ["AnswerFunction", "Evaluation", "PromptResult", "compare_evaluations", "evaluate", "evaluate_records"]

@@ -29,14 +29,13 @@ from rollbook.core.metrics import advise
 from rollbook.models.loading import transformers_module
 from rollbook.train import builders, checkpoint
 from rollbook.train.builders import check_rewards
-from rollbook.train.config.files import load_config, dump_config
+from rollbook.train.config.files import dump_config, load_config
 from rollbook.train.config.schema import Config, TrackingSection, compare_configs
 from rollbook.train.config.values import ConfigError
-from rollbook.train.tracker import Display, format_duration, shell_command
 from rollbook.train.evaluation import Evaluation, compare_evaluations, evaluate, evaluate_records
 from rollbook.train.prompts import Prompts
 from rollbook.train.sft_warmup import Warmed, warm_up
-from rollbook.train.tracker import METRICS_FILE, WandbTracker, build_trackers
+from rollbook.train.tracker import METRICS_FILE, Display, WandbTracker, build_trackers, format_duration, shell_command
 from rollbook.train.trainer import StepReport, Trainer
 from rollbook.train.user_code import find_foreign_code, resolve
 
@@ -209,7 +208,7 @@ class Run:
             before = load_config(config_path)
             checkpoint.mend(folder)
             begun = bool(checkpoint.saved(folder))
-            changed = any(not changeh.free for changeh in compare_configs(before, self.config))
+            changed = any(not change.changeable for change in compare_configs(before, self.config))
             if changed and not begun and self._never_trained():
                 # The first attempt ended in an error, and what was wrong is mended: none of it had an effect yet.
                 shutil.rmtree(folder / BOOK, ignore_errors=True)
@@ -254,7 +253,7 @@ class Run:
         os.replace(new, self.folder / CONFIG)
 
     def _same(self, before: Config) -> None:
-        fixed = [change for change in compare_configs(before, self.config) if not change.free]
+        fixed = [change for change in compare_configs(before, self.config) if not change.changeable]
         if fixed:
             listed = "; ".join(map(str, fixed[:6])) + (f"; and {len(fixed) - 6} more" if len(fixed) > 6 else "")
             raise ConfigError(
@@ -396,7 +395,9 @@ class Run:
     def _tracked(self, trainer: Trainer, going_on: bool) -> Iterator[None]:
         tracking = self.config.tracking
         if not going_on:
-            (self.folder / METRICS_FILE).unlink(missing_ok=True)  # of a process that was killed before the first checkpoint
+            (self.folder / METRICS_FILE).unlink(
+                missing_ok=True
+            )  # of a process that was killed before the first checkpoint
         names = [*(name for name in ("jsonl", "tensorboard") if getattr(tracking, name)), *tracking.trackers]
         after, settings = trainer.done if going_on else None, self.config.to_dict()
         trackers: list[Any] = list(

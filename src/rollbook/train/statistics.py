@@ -247,9 +247,7 @@ def maj_at_k(answers: Sequence[Sequence[Hashable | None]], outcomes: Outcomes, k
         if len(row) != len(successes):
             raise ValueError(f"answers[{i}]: got {len(row)} answers, expected {len(successes)}, one for each sample")
         votes = Counter(answer for answer in row if answer is not None)
-        wins = _win_probabilities(
-            tuple(sorted(votes.values())), len(row) - votes.total(), len(row) if k is None else k
-        )
+        wins = _win_probabilities(tuple(sorted(votes.values())), len(row) - votes.total(), len(row) if k is None else k)
         correct = Counter(answer for answer, ok in zip(row, successes, strict=True) if ok and answer is not None)
         probabilities.append(math.fsum(wins[count] * correct[answer] / count for answer, count in votes.items()))
     return _mean(probabilities)
@@ -355,11 +353,11 @@ __all__ = [
     "Interval",
     "Outcomes",
     "avg_at_k",
+    "avg_at_k_interval",
     "maj_at_k",
     "mean_interval",
     "paired_difference",
     "pass_at_k",
     "powers_of_two",
-    "avg_at_k_interval",
     "student_quantile",
 ]

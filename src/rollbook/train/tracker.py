@@ -580,7 +580,9 @@ def build_trackers(
             elif name == "display":
                 trackers.append(Display(steps))
             elif ":" in name:
-                trackers.append(_build_custom(name, {"folder": folder, "steps": steps, "after": after, "config": config}))
+                trackers.append(
+                    _build_custom(name, {"folder": folder, "steps": steps, "after": after, "config": config})
+                )
             elif folder is not None:
                 if name == "jsonl":
                     trackers.append(JsonlTracker(Path(folder) / METRICS_FILE, after=after))

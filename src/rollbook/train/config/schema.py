@@ -18,21 +18,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from rollbook.book.sampler import SAMPLERS
 from rollbook.train.config.values import (
     ConfigError,
-    check_secrets,
     check_fields,
-    key,
-    flatten,
-    to_plain,
+    check_secrets,
     find_section,
+    flatten,
     get_section,
+    key,
+    to_plain,
     unknown_key_error,
 )
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from rollbook.train.algorithm import AlgorithmConfig
     from rollbook.train.learner import MinibatchConfig
     from rollbook.train.optimizer import OptimizerConfig
-    from rollbook.train.replay_config import ReplayConfig as Taken
+    from rollbook.train.replay_config import ReplayConfig
     from rollbook.train.sft_warmup import WarmupConfig
 
 
@@ -49,24 +51,24 @@ DATA_COLUMNS = (
 """Columns of the data."""
 
 
-def check_at_most_one(self: Any, *names: str) -> None:
+def check_at_most_one(section: DataclassInstance, *names: str) -> None:
     """Raise `ConfigError` if more than one of the keys is set."""
-    present = [name for name in names if getattr(self, name) is not None]
+    present = [name for name in names if getattr(section, name) is not None]
     if len(present) > 1:
         raise ConfigError(present[1], f"got it beside {present[0]}, expected one of {', '.join(names)}")
 
 
-def check_required(self: Any, name: str, other: str) -> None:
+def check_required(section: DataclassInstance, name: str, other: str) -> None:
     """Raise `ConfigError` if a key is set without another one that it requires."""
-    if getattr(self, name) and getattr(self, other) is None:
-        raise ConfigError(name, f"got {getattr(self, name)!r} without {other}, which it is for")
+    if getattr(section, name) and getattr(section, other) is None:
+        raise ConfigError(name, f"got {getattr(section, name)!r}, which requires {other}")
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
 class _ModelSource:
-    """What the sections of models have in common."""
+    """Base class of the sections of models."""
 
     SHORT: ClassVar[str] = "path"
 
@@ -83,7 +85,7 @@ class _ModelSource:
             raise ConfigError("config.model_type", "missing, expected a model type of transformers, such as llama")
 
     @property
-    def given(self) -> bool:
+    def is_set(self) -> bool:
         """Whether the section names a model."""
         return any(getattr(self, name, None) is not None for name in ("path", "config", "builder"))
 
@@ -92,11 +94,11 @@ class _ModelSource:
 class ModelSection(_ModelSource):
     """The policy: weights from `path`, random weights from `config`, or the result of `builder`."""
 
-    path: str | None = key(None, path=True, anew=("config", "builder", "options", "tokenizer", "processor"))
+    path: str | None = key(None, path=True, resets=("config", "builder", "options", "tokenizer", "processor"))
     """Folder that transformers can load, or a model name on the Hugging Face Hub."""
-    config: Mapping[str, Any] | None = key(None, complete_with="model_type", anew=("path", "builder", "options"))
+    config: Mapping[str, Any] | None = key(None, complete_with="model_type", resets=("path", "builder", "options"))
     """Transformers configuration with its `model_type`, for random weights; without it, changes to that of the base."""
-    builder: str | None = key(None, anew=("path", "config", "options", "tokenizer", "processor"), **FUNCTION)
+    builder: str | None = key(None, resets=("path", "config", "options", "tokenizer", "processor"), **FUNCTION)
     """Function that returns an `Actor`, or a model and its tokenizer; called with `options`."""
     options: Mapping[str, Any] = key({})
     """Keyword arguments of `builder`."""
@@ -107,10 +109,10 @@ class ModelSection(_ModelSource):
     precision: Literal["float32", "bfloat16", "autocast"] = key("float32")
     """`float32`, `bfloat16` (bfloat16 weights, float32 copies in the optimizer) or `autocast` (float32 weights, model
     passes in bfloat16)."""
-    attention: str | None = key(None, free=True)
+    attention: str | None = key(None, changeable=True)
     """Attention implementation of transformers (eager, sdpa, flash_attention_2, flex_attention, varlen, ...); null: the
     default of transformers."""
-    gradient_checkpointing: bool = key(False, free=True)
+    gradient_checkpointing: bool = key(False, changeable=True)
     """Recompute activations in the backward pass to save memory."""
     lora: Mapping[str, Any] | None = key(None)
     """Options of `peft.LoraConfig` (`r`, `lora_alpha`, `target_modules`, ...) to train adapters; null: train all
@@ -123,9 +125,9 @@ class ModelSection(_ModelSource):
 class CriticSection(_ModelSource):
     """The critic of algorithms that have one; by default it begins with the weights of the policy."""
 
-    path: str | None = key(None, path=True, anew=("config",))
+    path: str | None = key(None, path=True, resets=("config",))
     """Folder or hub name of the initial model; null: the weights of the policy."""
-    config: Mapping[str, Any] | None = key(None, complete_with="model_type", anew=("path",))
+    config: Mapping[str, Any] | None = key(None, complete_with="model_type", resets=("path",))
     """Transformers configuration with its `model_type`, for random weights."""
     value_head: Literal["zeros", "normal"] = key("zeros")
     """Initialization of the value head: zeros, or random."""
@@ -135,11 +137,11 @@ class CriticSection(_ModelSource):
 class TeacherSection(_ModelSource):
     """The teacher of algorithms that have one."""
 
-    path: str | None = key(None, path=True, anew=("config", "builder", "options"))
+    path: str | None = key(None, path=True, resets=("config", "builder", "options"))
     """Folder that transformers can load, or a model name on the Hugging Face Hub."""
-    config: Mapping[str, Any] | None = key(None, complete_with="model_type", anew=("path", "builder", "options"))
+    config: Mapping[str, Any] | None = key(None, complete_with="model_type", resets=("path", "builder", "options"))
     """Transformers configuration with its `model_type`, for random weights."""
-    builder: str | None = key(None, anew=("path", "config", "options"), **FUNCTION)
+    builder: str | None = key(None, resets=("path", "config", "options"), **FUNCTION)
     """Function that returns the teacher; called with `options`."""
     options: Mapping[str, Any] = key({})
     """Keyword arguments of `builder`."""
@@ -154,9 +156,9 @@ class DataSection:
 
     SHORT: ClassVar[str] = "path"
 
-    path: str | None = key(None, path=True, anew=("function", "options", "split", "subset", "columns", "keep"))
+    path: str | None = key(None, path=True, resets=("function", "options", "split", "subset", "columns", "keep"))
     """JSONL, JSON or Parquet file, folder of such files, or folder or name of a Hugging Face dataset."""
-    function: str | None = key(None, anew=("path", "options", "split", "subset", "columns", "keep"), **FUNCTION)
+    function: str | None = key(None, resets=("path", "options", "split", "subset", "columns", "keep"), **FUNCTION)
     """Function that returns the rows, instead of a file; called with `options`."""
     options: Mapping[str, Any] = key({})
     """Keyword arguments of `function`."""
@@ -190,11 +192,11 @@ class DataSection:
         for name in ("split", "subset"):
             check_required(self, name, "path")
         if self.overflow != "error" and self.max_prompt_tokens is None:
-            raise ConfigError("overflow", f"got {self.overflow!r} without max_prompt_tokens, which it is for")
+            raise ConfigError("overflow", f"got {self.overflow!r}, which requires max_prompt_tokens")
 
     @property
-    def given(self) -> bool:
-        """Whether there is any."""
+    def is_set(self) -> bool:
+        """Whether the section names data."""
         return (self.path, self.function) != (None, None)
 
 
@@ -243,15 +245,15 @@ class RewardSection:
 
     SHORT: ClassVar[str] = "function"
 
-    function: str | None = key(None, path=True, anew=_SOURCE_KEYS)
+    function: str | None = key(None, path=True, resets=_SOURCE_KEYS)
     """Built-in function (`exact_match`, `numeric_match`, `gsm8k`, ...), `module:function` or `file.py:function`."""
-    recipe: Mapping[str, Any] | None = key(None, anew=_SOURCE_KEYS)
+    recipe: Mapping[str, Any] | None = key(None, resets=_SOURCE_KEYS)
     """Reward components by the label of a row: {label: [[type, key, weight], ...]}."""
     remote: tuple[str, ...] | None = key(
-        None, anew=_SOURCE_KEYS, pattern=r"https?://\S+", description="an http:// or https:// URL"
+        None, resets=_SOURCE_KEYS, pattern=r"https?://\S+", description="an http:// or https:// URL"
     )
     """URL of a reward server, or URLs of its replicas."""
-    model: str | None = key(None, path=True, anew=_SOURCE_KEYS)
+    model: str | None = key(None, path=True, resets=_SOURCE_KEYS)
     """Folder or hub name of a sequence classifier."""
     weight: float = key(1.0)
     """Factor of this source in the sum of rewards."""
@@ -264,13 +266,14 @@ class RewardSection:
         check_fields(self)
         check_at_most_one(self, "function", "recipe", "remote", "model")
         if (self.function, self.recipe, self.remote, self.model) == (None, None, None, None):
-            raise ConfigError("function", "is missing, expected one of function, recipe, remote, model")
+            raise ConfigError("function", "missing, expected one of function, recipe, remote, model")
         for label, lines in (self.recipe or {}).items():
             if not isinstance(lines, (list, tuple)) or not all(isinstance(line, (list, tuple)) for line in lines):
                 raise ConfigError(f"recipe.{label}", f"got {lines!r}, expected [[type, key, weight], ...]")
         if self.function is not None and not re.fullmatch(rf"{FUNCTION['pattern']}|[\w.-]+\.py|\w+", self.function):
             raise ConfigError(
-                "function", f"got {self.function!r}, expected a ready function's name, {FUNCTION['description']}"
+                "function",
+                f"got {self.function!r}, expected the name of a built-in function, {FUNCTION['description']}",
             )
 
 
@@ -280,7 +283,7 @@ class EnvironmentSection:
 
     SHORT: ClassVar[str] = "function"
 
-    function: str | None = key(None, anew=("options",), **FUNCTION)
+    function: str | None = key(None, resets=("options",), **FUNCTION)
     """Function that returns the environment of an episode, called with the prompt and `options`; null: single-turn."""
     options: Mapping[str, Any] = key({})
     """Keyword arguments of `function`."""
@@ -306,22 +309,22 @@ class EnvironmentSection:
 class EngineSection:
     """The engine that samples responses: transformers in this process, or a server."""
 
-    kind: Literal["transformers", "openai"] = key("transformers", anew=("url", "model", "api_key_env", "options"))
+    kind: Literal["transformers", "openai"] = key("transformers", resets=("url", "model", "api_key_env", "options"))
     """`transformers`: sample in this process from the weights that are trained; `openai`: a server at `url`, such as
     vLLM. The server keeps its own weights; `algorithm.correction` corrects for the difference."""
-    url: str | None = key(None, free=True, pattern=r"https?://\S+", description="an http:// or https:// URL")
+    url: str | None = key(None, changeable=True, pattern=r"https?://\S+", description="an http:// or https:// URL")
     """URL of the server."""
     model: str | None = key(None)
     """Model name on the server; null: its only model."""
-    api_key_env: str | None = key(None, free=True, pattern=r"[A-Za-z_]\w*", description="the name of a variable")
+    api_key_env: str | None = key(None, changeable=True, pattern=r"[A-Za-z_]\w*", description="the name of a variable")
     """Environment variable with the API key of the server."""
-    timeout: float = key(1800.0, free=True, above=0, high=1e6)
+    timeout: float = key(1800.0, changeable=True, above=0, high=1e6)
     """Timeout of a request to the server in seconds."""
-    concurrency: int = key(64, free=True, low=1, high=10**5)
+    concurrency: int = key(64, changeable=True, low=1, high=10**5)
     """Maximum number of concurrent requests to the server."""
-    max_batch_rows: int = key(256, free=True, low=1, high=10**6)
+    max_batch_rows: int = key(256, changeable=True, low=1, high=10**6)
     """Maximum number of responses that transformers samples in a batch."""
-    max_batch_tokens: int = key(262_144, free=True, low=1, high=10**9)
+    max_batch_tokens: int = key(262_144, changeable=True, low=1, high=10**9)
     """Maximum number of tokens in such a batch."""
     options: Mapping[str, Any] = key({})
     """Further keyword arguments of the engine class (`dialect`, `logprobs_kind`, `add_special_tokens`, ...)."""
@@ -329,7 +332,7 @@ class EngineSection:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.kind == "openai" and self.url is None:
-            raise ConfigError("url", "is missing, expected the server's URL for kind openai")
+            raise ConfigError("url", "missing, expected the URL of the server for kind openai")
         for name in ("url", "model", "api_key_env"):
             if self.kind == "transformers" and getattr(self, name) is not None:
                 raise ConfigError(name, f"got {getattr(self, name)!r} for kind transformers, expected it for openai")
@@ -367,7 +370,7 @@ class SamplingSection:
         if self.min_tokens > self.max_tokens:
             raise ConfigError("min_tokens", f"got {self.min_tokens}, expected at most max_tokens ({self.max_tokens})")
         if "" in self.stop:
-            raise ConfigError("stop", "got an empty text, expected texts that are not")
+            raise ConfigError("stop", "got an empty text, expected texts with at least one character")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,10 +378,10 @@ class ReplaySection:
     """Which records a training step takes from the book."""
 
     kind: Literal["on_policy", "replay"] = key(
-        "on_policy", anew=("sampler", "sampler_options", "reuse", "rollout_interval")
+        "on_policy", resets=("sampler", "sampler_options", "reuse", "rollout_interval")
     )
     """`on_policy`: the groups that the step generated; `replay`: groups that the sampler selects from the book."""
-    sampler: str | None = key(None, anew=("sampler_options",), choices=tuple(SAMPLERS))
+    sampler: str | None = key(None, resets=("sampler_options",), choices=tuple(SAMPLERS))
     """Sampler of the book for `replay`; null: `uniform`."""
     sampler_options: Mapping[str, Any] = key({})
     """Keyword arguments of the sampler."""
@@ -388,9 +391,9 @@ class ReplaySection:
     """Maximum age of a record in policy versions; null: no limit."""
     rollout_interval: int = key(1, low=1, high=10**4)
     """Generate new rollouts every N steps; the steps in between replay existing records."""
-    timeout: float = key(0.0, free=True, low=0)
+    timeout: float = key(0.0, changeable=True, low=0)
     """Seconds to wait for records that other processes append."""
-    lease_seconds: float = key(3600.0, free=True, low=1, high=1e9)
+    lease_seconds: float = key(3600.0, changeable=True, low=1, high=1e9)
     """Lease duration in seconds. Must exceed the longest training step."""
     expert: str | None = key(None, path=True)
     """Book of expert records to mix in; null: none."""
@@ -400,23 +403,23 @@ class ReplaySection:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.expert_share > 0 and self.expert is None:
-            raise ConfigError("expert_share", f"got {self.expert_share:g} without expert, which it is for")
+            raise ConfigError("expert_share", f"got {self.expert_share:g}, which requires expert")
         if self.kind == "on_policy":
             for name, least in {"reuse": 1, "rollout_interval": 1, "sampler": None}.items():
                 if getattr(self, name) != least:
                     raise ConfigError(name, f"got {getattr(self, name)!r} for kind on_policy, expected it for replay")
         check_required(self, "sampler_options", "sampler")
 
-    def replay_config(self) -> Taken:
+    def replay_config(self) -> ReplayConfig:
         """Return the settings for a `Trainer`, without `expert`."""
-        from rollbook.train.replay_config import ReplayConfig as Taken
+        from rollbook.train.replay_config import ReplayConfig
 
-        return Taken(**{name: value for name, value in vars(self).items() if name != "expert"})
+        return ReplayConfig(**{name: value for name, value in vars(self).items() if name != "expert"})
 
 
-_CHANGEABLE = {"free": True}
+_CHANGEABLE = {"changeable": True}
 
-# --- how it learns ----------------------------------------------------------------------------------------------------
+# --- training ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,10 +432,10 @@ class BatchSection:
     """Number of updates in each pass over the records of a step."""
     epochs: int = key(1, low=1, high=10**4)
     """Number of passes over the records of a step."""
-    token_budget: int = key(16384, free=True, low=1, high=10**9)
+    token_budget: int = key(16384, changeable=True, low=1, high=10**9)
     """Maximum number of tokens in one forward and backward pass. A smaller budget needs less memory and changes results
     by rounding only."""
-    packed: bool | None = key(None, free=True)
+    packed: bool | None = key(None, changeable=True)
     """Pack sequences instead of padding them; null: if the attention implementation makes packing cheap."""
     shuffle: bool = key(True)
     """Assign records to minibatches in a random order, by the seed."""
@@ -452,7 +455,7 @@ class BatchSection:
         return MinibatchConfig(**{name: getattr(self, name) for name in names})
 
 
-# --- what is kept and shown -------------------------------------------------------------------------------------------
+# --- checkpoints, evaluation, tracking --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,11 +477,11 @@ class CheckpointSection:
 class EvaluationSection:
     """Evaluation on prompts that are never trained on."""
 
-    data: str | None = key(None, path=True, anew=("function", "options"))
+    data: str | None = key(None, path=True, resets=("function", "options"))
     """File or dataset of prompts, with the columns of `data`; null: the rows of `data.held_out`."""
     split: str | None = key(None)
     """Split of that dataset or, without one, of `data.path`; null: its only split."""
-    function: str | None = key(None, anew=("data", "options"), **FUNCTION)
+    function: str | None = key(None, resets=("data", "options"), **FUNCTION)
     """Function that returns the rows, instead of a file; called with `options`."""
     options: Mapping[str, Any] = key({})
     """Keyword arguments of `function`."""
@@ -513,7 +516,7 @@ class EvaluationSection:
         check_at_most_one(self, "split", "function")
         check_required(self, "options", "function")
         if self.greedy and self.k > 1:
-            raise ConfigError("k", f"got {self.k} with greedy, which gives the same each time, expected 1")
+            raise ConfigError("k", f"got {self.k} with greedy, expected 1: greedy samples are all equal")
         if self.greedy and self.temperature is not None:
             raise ConfigError("temperature", f"got {self.temperature:g} with greedy, expected one of the two")
 
@@ -539,7 +542,7 @@ class TrackingSection:
         check_fields(self)
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- the configuration ------------------------------------------------------------------------------------------------
 
 
 def _default_algorithm() -> AlgorithmConfig:
@@ -558,7 +561,10 @@ def _default_optimizer() -> OptimizerConfig:
 class Config:
     """The configuration of a training run.
 
-    Sections are given as mappings or as the dataclasses of this module.
+    Sections may be mappings. The string below a key is its description, also on the reference page.
+
+    Attributes:
+        folder: The folder of the run.
 
     >>> config = Config(model="some/folder", data={"path": "train.jsonl"}, algorithm="dapo", optimizer={"lr": 1e-5})
     >>> config.algorithm.loss_options, config.optimizer.lr, str(config.folder)
@@ -570,29 +576,31 @@ class Config:
     weight_decay, max_grad_norm, warmup_steps, schedule, min_lr_ratio, steps)
     """
 
-    name: str = key("run", free=True, pattern=r"[\w.+-]*\w[\w.+-]*", description="letters, digits and any of . _ + -")
+    name: str = key(
+        "run", changeable=True, pattern=r"[\w.+-]*\w[\w.+-]*", description="letters, digits and any of . _ + -"
+    )
     """Name of the run."""
-    out: str | None = key(None, free=True)
+    out: str | None = key(None, changeable=True)
     """Folder of the run; null: runs/NAME."""
     seed: int = key(0, low=0, high=2**32 - 1)
     """Seed of every random choice of the run."""
-    steps: int = key(100, free=True, low=0, high=10**9, anew=("epochs",))
+    steps: int = key(100, changeable=True, low=0, high=10**9, resets=("epochs",))
     """Number of training steps, those before a resume included. Setting it replaces the `epochs` of a base."""
-    epochs: float | None = key(None, free=True, above=0, high=10**6)
+    epochs: float | None = key(None, changeable=True, above=0, high=10**6)
     """Passes over the training data. Sets `steps` from the number of rows and `batch.prompts_per_step`."""
     device: str = key(
-        "auto", free=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", description="auto, cpu, cuda, cuda:1 or mps"
+        "auto", changeable=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", description="auto, cpu, cuda, cuda:1 or mps"
     )
     """Device of the models; `auto`: a GPU if there is one."""
-    threads: int | None = key(None, free=True, low=1, high=1024)
+    threads: int | None = key(None, changeable=True, low=1, high=1024)
     """Number of CPU threads of torch; 1 is fastest for models of a few million weights. null: the default of torch."""
-    deterministic: bool = key(False, free=True)
+    deterministic: bool = key(False, changeable=True)
     """Use only deterministic operations of torch, also on a GPU."""
-    resume: bool = key(True, free=True)
+    resume: bool = key(True, changeable=True)
     """Continue a run in the folder from its last checkpoint; if false, such a folder is an error."""
-    overwrite: bool = key(False, free=True)
+    overwrite: bool = key(False, changeable=True)
     """Delete a run in the folder first, regardless of `resume`. Folders without a run are never deleted."""
-    nonfinite_limit: int = key(3, free=True, low=1)
+    nonfinite_limit: int = key(3, changeable=True, low=1)
     """Number of consecutive updates with a non-finite loss or gradient after which the run stops."""
     model: ModelSection = field(default_factory=ModelSection)
     critic: CriticSection = field(default_factory=CriticSection)
@@ -624,13 +632,20 @@ class Config:
             raise _suggest_section(error) from None
         check_secrets(to_plain(self))
         names = [source.name for source in self.rewards if source.name is not None]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError("rewards", f"got the name {twice!r} twice, expected names that differ")
+        duplicate = next((name for name in names if names.count(name) > 1), None)
+        if duplicate is not None:
+            raise ConfigError("rewards", f"got the name {duplicate!r} twice, expected distinct names")
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Config:
-        """Build a configuration from a mapping such as `to_dict` returns."""
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """Build a configuration from a mapping, such as `to_dict` returns.
+
+        Args:
+            values: Keys and sections.
+
+        Raises:
+            ConfigError: A key or a value is not valid.
+        """
         try:
             config: Config = get_section(cls).read(values)
         except ConfigError as error:
@@ -649,21 +664,21 @@ class Config:
 
     def require(self) -> None:
         """Raise `ConfigError` if a model, data, or something that the algorithm needs is missing."""
-        if not self.model.given:
-            raise ConfigError("model", "got none, expected one of path, config, builder")
-        if not self.data.given:
-            raise ConfigError("data", "got none, expected one of path, function")
+        if not self.model.is_set:
+            raise ConfigError("model", "missing, expected one of path, config, builder")
+        if not self.data.is_set:
+            raise ConfigError("data", "missing, expected one of path, function")
         algorithm = self.algorithm
         if algorithm.needs_rollouts and not (
             algorithm.needs_teacher or self.rewards or self.environment.function is not None
         ):
-            raise ConfigError("rewards", f"got none, which {algorithm.name} needs; an environment can give them too")
-        if algorithm.needs_teacher and not self.teacher.given:
+            raise ConfigError("rewards", f"missing, required by {algorithm.name} unless an environment gives them")
+        if algorithm.needs_teacher and not self.teacher.is_set:
             raise ConfigError(
-                "teacher", f"got none, which {algorithm.name} needs; expected one of path, config, builder"
+                "teacher", f"missing, required by {algorithm.name}, expected one of path, config, builder"
             )
         if algorithm.mixed and self.replay.expert is None:
-            raise ConfigError("replay.expert", f"got none, which {algorithm.name} needs; expected the path of a book")
+            raise ConfigError("replay.expert", f"missing, required by {algorithm.name}, expected the path of a book")
         entry = algorithm.estimator_entry
         lone = algorithm.estimator_options.get("singleton", "zero")
         if algorithm.group_size == 1 and entry is not None and entry.compares_runs and lone == "zero":
@@ -679,7 +694,7 @@ class Config:
             ):
                 if value is not None:
                     instead = "environment.context_limit" if place.startswith("data") else "rewards"
-                    raise ConfigError(place, f"got it with an environment, for which {instead} says it")
+                    raise ConfigError(place, f"cannot be set with an environment, expected {instead}")
         sources = (
             *(self.data.held_out or None, self.evaluation.data, self.evaluation.split, self.evaluation.function),
         )
@@ -688,55 +703,67 @@ class Config:
 
     def fingerprint(self) -> str:
         """Return a hash of all keys that must not change when a run is resumed."""
-        fixed = {path: value for path, value, free in flatten(self) if not free}
+        fixed = {path: value for path, value, changeable in flatten(self) if not changeable}
         text = json.dumps(fixed, sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Difference(NamedTuple):
-    """A key whose value differs between two configurations."""
+    """A key whose value differs between two configurations.
+
+    Args:
+        path: Path of the key.
+        before: Plain value in the first configuration.
+        after: Plain value in the second one.
+        changeable: Whether a run may be resumed with the new value.
+
+    >>> str(Difference("optimizer.lr", 0.1, 0.2, False))
+    'optimizer.lr: 0.2, was 0.1'
+    """
 
     path: str
     before: Any
     after: Any
-    free: bool
-    """Whether a run may be resumed with the new value."""
+    changeable: bool
 
     def __str__(self) -> str:
         return f"{self.path}: {json.dumps(self.after)}, was {json.dumps(self.before)}"
 
 
 def compare_configs(before: Config, after: Config) -> list[Difference]:
-    """Return the keys whose values differ, in order.
+    """Return the keys whose values differ, in the order of the sections.
 
     Args:
         before: A configuration.
         after: Another one.
 
-    >>> [str(one) for one in compare_configs(Config(), Config(optimizer={"lr": 1e-3}, steps=7))]
+    >>> [str(difference) for difference in compare_configs(Config(), Config(optimizer={"lr": 1e-3}, steps=7))]
     ['steps: 7, was 100', 'optimizer.lr: 0.001, was 1e-06']
-    >>> [one.path for one in compare_configs(Config(), Config(optimizer={"lr": 1e-3}, steps=7)) if not one.free]
+    >>> both = (Config(), Config(optimizer={"lr": 1e-3}, steps=7))
+    >>> [difference.path for difference in compare_configs(*both) if not difference.changeable]
     ['optimizer.lr']
     """
-    old, new = ({path: (value, free) for path, value, free in flatten(config)} for config in (before, after))
+    old, new = (
+        {path: (value, changeable) for path, value, changeable in flatten(config)} for config in (before, after)
+    )
     order = list(get_section(Config).keys)
     changes = []
     for path in sorted({**old, **new}, key=lambda key_path: order.index(key_path.partition(".")[0])):
-        # A mapping that is empty here and has names there differs in those names.
+        # If a mapping is empty on one side only, its entries on the other side are the differences.
         if any(path not in values and any(other.startswith(f"{path}.") for other in values) for values in (old, new)):
             continue
-        (was, free), (now, also) = old.get(path, (None, False)), new.get(path, (None, False))
+        (was, changeable), (now, also_changeable) = old.get(path, (None, False)), new.get(path, (None, False))
         if was != now:
-            changes.append(Difference(path, was, now, free or also))
+            changes.append(Difference(path, was, now, changeable or also_changeable))
     return changes
 
 
 _SYNONYMS = {"n": "group_size"}
-"""Names of other projects for keys of another section."""
+"""Keys by their names in other projects."""
 
 
 def _suggest_section(error: ConfigError) -> ConfigError:
-    """Suggest the section of a key that is in another one: `lr` at the top is `optimizer.lr`."""
+    """Suggest the section of an unknown key: `optimizer.lr` for `lr`."""
     name = error.path.rpartition(".")[2]
     if not error.message.startswith("unknown key"):
         return error
@@ -751,24 +778,4 @@ def _suggest_section(error: ConfigError) -> ConfigError:
     return ConfigError(error.path, unknown_key_error(name, (), places).message) if places else error
 
 
-__all__ = [
-    "BatchSection",
-    "CheckpointSection",
-    "Config",
-    "ConfigError",
-    "CriticSection",
-    "DataSection",
-    "Difference",
-    "EngineSection",
-    "EnvironmentSection",
-    "EvaluationSection",
-    "ModelSection",
-    "ReplaySection",
-    "RewardSection",
-    "SamplingSection",
-    "TeacherSection",
-    "TrackingSection",
-    "WarmupSection",
-    "compare_configs",
-    "section_of",
-]
+__all__ = ["Config", "ConfigError", "Difference", "compare_configs"]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["random_reward", "model", "pairs", "reward", "rows", "trained_model", "tokenizer"]
+__all__ = ["model", "pairs", "random_reward", "reward", "rows", "tokenizer", "trained_model"]
 # What a configuration may name without being asked for trust: none of these writes or runs a file.
 
 LETTERS = "abcdefghij"
@@ -36,7 +36,9 @@ def tokenizer(signs: str = "") -> Any:
     from transformers import PreTrainedTokenizerFast
 
     characters = dict.fromkeys("abcdefghijklmnopqrstuvwxyz" + _PUNCTUATION + signs)
-    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate((*_SPECIAL_TOKENS, *characters))}, unk_token="<unk>"))
+    inner = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate((*_SPECIAL_TOKENS, *characters))}, unk_token="<unk>")
+    )
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), _SPECIAL_TOKENS, strict=True))
