@@ -11,7 +11,7 @@ import torch
 import rollbook
 from rollbook import Actor, AlgorithmConfig, Learner, Prompts, TransformersEngine
 from rollbook.train import MinibatchConfig, Models, OptimizerConfig, evaluate, pipeline
-from rollbook.train.checkpoint import name_of, save
+from rollbook.train.checkpoint import checkpoint_name, save
 from rollbook.train.recipes import letters
 
 
@@ -46,7 +46,7 @@ def main(out: Path, steps: int = 60, prompts_per_step: int = 64, held: int = 500
             if step % 20 == 0 or step == steps:
                 print(f"step {step}: reward {reward:.3f}, {learned.updates} updates")
                 # Weights and the book's checkpoint go together: `book.rewind` to it undoes what came later.
-                state = {"seed": seed, "book": book.checkpoint(name_of(step)), "prompts": prompts.state_dict()}
+                state = {"seed": seed, "book": book.checkpoint(checkpoint_name(step)), "prompts": prompts.state_dict()}
                 save(out, step, actor=actor, state={"learner": learner.state_dict()}, trainer_state=state)
         after = evaluate(engine, held_out, letters.reward, sampling=sampling, seed=seed, step=steps, book=book)
     print(f"before: {before}\nafter:  {after}")

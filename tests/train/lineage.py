@@ -43,7 +43,7 @@ def ledger(book: Book) -> dict[str, Any]:
     }
 
 
-def weights(saved: checkpoint.Saved) -> dict[str, torch.Tensor]:
+def weights(saved: checkpoint.Checkpoint) -> dict[str, torch.Tensor]:
     """All tensors that a checkpoint has in its models' folders."""
     files = sorted(saved.path.rglob("*.safetensors"))
     return {f"{file.relative_to(saved.path)}:{name}": one for file in files for name, one in load_file(file).items()}
@@ -82,7 +82,7 @@ class Lineage:
             told = ledger(book)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         kept = {}
-        for one in checkpoint.saved(folder):
+        for one in checkpoint.list_checkpoints(folder):
             cursor = {name: value for name, value in one.trainer_state().items() if name != "book"}
             kept[one.step] = {"weights": weights(one), "state": checkpoint.load_state(one), "told": cursor}
         found = examine(folder / "book").findings

@@ -31,7 +31,7 @@ from rollbook.train.config import ConfigError, dump_config, load_config
 from rollbook.train.evaluation import compare_evaluations
 from rollbook.train.learner import NonFiniteLossError
 from rollbook.train.recipes import letters
-from rollbook.train.run import Outcome, run
+from rollbook.train.run import RunResult, run
 from rollbook.train.trainer import AllSamplesFailedError
 from tests import tiny
 from tests.rewards.server import serve as serve_rewards
@@ -138,7 +138,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Ran:
     """A run that is over, with what its book has."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: RunResult) -> None:
         self.outcome, self.folder, self.reports = outcome, outcome.folder, outcome.reports
         self.last = outcome.reports[-1] if outcome.reports else None
         with rollbook.open(outcome.book) as book:
@@ -155,7 +155,7 @@ class Ran:
 def load_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {
         name: one
-        for file in sorted((folder / "checkpoints" / checkpoint.name_of(step) / "model").glob("*.safetensors"))
+        for file in sorted((folder / "checkpoints" / checkpoint.checkpoint_name(step) / "model").glob("*.safetensors"))
         for name, one in load_file(file).items()
     }
 
@@ -403,7 +403,7 @@ def test_an_edited_reward_is_said_and_not_compared(go: Go, house: Path, tmp_path
     text = "def score(response_ids):\n    return {} + sum(t < 20 for t in response_ids) / 10\n"
     said = io.StringIO()
 
-    def trained(steps: int, text: str) -> Outcome:
+    def trained(steps: int, text: str) -> RunResult:
         file.write_text(text)
         for name in [name for name in sys.modules if name.startswith("_rollbook_file_")]:
             del sys.modules[name]  # as in another process
@@ -436,7 +436,7 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
     said = refused(go, "engine.url", "engine.kind=openai", f"engine.url={url}", out="b")
-    assert "which does not answer: " in said
+    assert "cannot connect to " in said
     refused(go, "tracking.trackers.0", f"tracking.trackers=[{ME}:Nobody]", out="c")
     with monkeypatch.context() as missing:
         for name in ("math_verify", "wandb", "torch.utils.tensorboard"):
@@ -453,7 +453,7 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
         )
     small = f"model={{config: {LLAMA}vocab_size: 8, eos_token_id: 5}}, tokenizer: {house}/words}}"
     assert "expected at most the model's 8" in refused(go, "model.tokenizer", small, out="j")
-    with pytest.warns(UserWarning, match="model.tokenizer: it ends a text with token"), pytest.raises(AssertionError):
+    with pytest.warns(UserWarning, match="model.tokenizer: its end token is"), pytest.raises(AssertionError):
         go(small.replace("vocab_size: 8", "vocab_size: 99"), out="k")
 
 
@@ -608,7 +608,7 @@ def test_updates_that_are_not_finite_change_nothing_and_stop_the_run(go: Go) -> 
 
 
 def checkpoints(ran: Ran) -> list[int]:
-    return [one.step for one in checkpoint.saved(ran.folder)]
+    return [one.step for one in checkpoint.list_checkpoints(ran.folder)]
 
 
 def test_saving_every_so_many_steps_and_keeping_so_many(go: Go) -> None:
@@ -778,7 +778,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["FILE", "algorithm.group_size=1"],
         "algorithm.group_size: got 1, and grpo (grpo) compares the responses",
     ),
-    "a folder with other things": (["FILE", "--out=FOLDER"], "which has files and is no run's folder, expected anothe"),
+    "a folder with other things": (["FILE", "--out=FOLDER"], "which has files but no config.yaml, expected another"),
 }
 
 

@@ -216,7 +216,7 @@ def test_sections_have_the_fields_and_defaults_of_what_they_are_handed_to() -> N
     assert {*SECTIONS["batch"].keys} == {one.name for one in dataclasses.fields(MinibatchConfig)} | {"prompts_per_step"}
     assert [*SECTIONS["algorithm"].keys] == ["preset", *(one.name for one in dataclasses.fields(AlgorithmConfig))]
     assert [*SECTIONS["optimizer"].keys] == [one.name for one in dataclasses.fields(OptimizerConfig)]
-    assert all(Config(intake={"kind": "replay", "sampler": name}).intake.sampler == name for name in SAMPLERS)
+    assert all(Config(replay={"kind": "replay", "sampler": name}).replay.sampler == name for name in SAMPLERS)
 
 
 @pytest.mark.parametrize("preset", PRESET_NAMES)
@@ -257,7 +257,7 @@ BAD = {
     "model.precision: got 'bf16', expected one of float32, bfloat16, autocast": {"model": {"precision": "bf16"}},
     "model.builder: got it beside path, expected one of path, config, builder":
         {"model": {"path": "a", "builder": "b:c"}},
-    "model.config.model_type: is missing": {"model": {"config": {"hidden_size": 8}}},
+    "model.config.model_type: missing": {"model": {"config": {"hidden_size": 8}}},
     "model.options: got {'x': 1}, which requires builder": {"model": {"path": "a", "options": {"x": 1}}},
     "model: got 3, expected a mapping of its keys, or its path": {"model": 3},
     "model.options.x.y: got nan, expected text, a number":
@@ -265,7 +265,7 @@ BAD = {
     "data.held_out: got 1.5, expected a number from 0 on (a share below 1, a whole number from there)":
         {"data": {"held_out": 1.5}},
     "data.columns.promt: unknown key; did you mean 'prompt'?": {"data": {"columns": {"promt": "q"}}},
-    "data.overflow: got 'left' without max_prompt_tokens": {"data": {"overflow": "left"}},
+    "data.overflow: got 'left', which requires max_prompt_tokens": {"data": {"overflow": "left"}},
     "rewards.1.function: missing, expected one of function, recipe, remote, model":
         {"rewards": ["gsm8k", {"weight": 2}]},
     "rewards.0.recipe.a: got 'os:system', expected [[type, key, weight], ...]":
@@ -275,13 +275,13 @@ BAD = {
     "rewards.0.remote.0: got 'ftp://x', expected an http:// or https:// URL": {"rewards": {"remote": "ftp://x"}},
     "rewards: got the name 'a' twice": {"rewards": [{"function": "gsm8k", "name": "a"}, {"model": "m", "name": "a"}]},
     "algorithm.preset: got 'gprpo', expected one of ppo, grpo": {"algorithm": "gprpo"},
-    "algorithm.loss_options: 'clip_hihg' is no option of ppo; did you mean 'clip_high'?":
+    "algorithm.loss_options: unknown option 'clip_hihg' of ppo; did you mean 'clip_high'?":
         {"algorithm": {"loss_options": {"clip_hihg": 1}}},
     "algorithm.gamma: got 2.0, expected a number from 0 to 1": {"algorithm": {"gamma": 2}},
     "replay.reuse: got 2 for kind on_policy, expected it for replay": {"replay": {"reuse": 2}},
-    "replay.expert_share: got 0.5 without expert": {"replay": {"expert_share": 0.5}},
+    "replay.expert_share: got 0.5, which requires expert": {"replay": {"expert_share": 0.5}},
     "replay.sampler: got 'unifrom', expected one of first": {"replay": {"kind": "replay", "sampler": "unifrom"}},
-    "engine.url: is missing": {"engine": {"kind": "openai"}},
+    "engine.url: missing": {"engine": {"kind": "openai"}},
     "engine.url: got 'http://x' for kind transformers": {"engine": {"url": "http://x"}},
     "evaluation.k: got 2 with greedy": {"evaluation": {"greedy": True, "k": 2}},
     "evaluation.success: got true, expected a number or text": {"evaluation": {"success": True}},
@@ -395,7 +395,7 @@ REFUSED = {
     "a: 1\n---\nb: 2": "x, line 2: invalid YAML",
     "a: " + "9" * 5000: "a: got a number of 5000 digits",
     "a: \x07": "x: invalid YAML",
-    "a: " + "[" * 1200 + "]" * 1200: "x: got more than 100 mappings and lists",
+    "a: " + "[" * 1200 + "]" * 1200: "x: got more than 100 levels of nesting",
     "a: " + "[" * 200 + "]" * 200: "a",
     "a: &a [1,1,1,1,1,1,1,1,1]\n"
     + "\n".join(f"{y}: &{y} [{','.join(['*' + x] * 9)}]" for x, y in zip("abcdefgh", "bcdefghi", strict=True)): "",
@@ -494,7 +494,7 @@ def test_a_file_changes_its_base_key_by_key(base: Path) -> None:
     grandchild = load_config(write(base.parent, "deep.yaml", "base: sub.toml\nname: deep\n"))
     assert (grandchild.name, grandchild.seed, grandchild.optimizer.warmup_steps) == ("deep", 3, 5)
     assert over(base, "rewards: numeric_match").rewards == Config(rewards="numeric_match").rewards, "lists are whole"
-    assert not over(base, "model: null").model.given, "null is as by default"
+    assert not over(base, "model: null").model.is_set, "null is as by default"
 
 
 def test_another_source_drops_what_was_said_of_the_old_one(base: Path) -> None:
@@ -561,7 +561,7 @@ def test_steps_of_a_later_layer_drop_epochs(tmp_path: Path) -> None:
 
 
 def test_recipes_are_bases_and_files_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "RECIPES", tmp_path / "recipes")
+    monkeypatch.setattr(files, "RECIPE_FOLDER", tmp_path / "recipes")
     (tmp_path / "recipes").mkdir()
     write(tmp_path / "recipes", "letters.yaml", "name: letters\nsteps: 7\n")
     write(tmp_path / "recipes", "letters_ppo.yaml", "base: letters\nalgorithm: ppo\n")
@@ -647,7 +647,7 @@ def test_toml_and_arguments_need_no_pyyaml(tmp_path: Path, monkeypatch: pytest.M
 def test_importing_the_configuration_loads_no_torch() -> None:
     code = (
         "import sys, rollbook.train.config.files, rollbook.train.config.files, rollbook.train.config as c;"
-        "c.ConfigError, c.effective, c.recipes();"
+        "c.ConfigError, c.load_config, c.list_recipes();"
         "print(*(m for m in ('torch', 'yaml', 'transformers') if m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

@@ -20,7 +20,7 @@ from rollbook.compat.trinity import split_dpo_experience_to_single_turn
 from rollbook.core.metrics import StepMetrics
 from rollbook.rollout import Prompt, ScriptedEngine, TransformersEngine
 from rollbook.rollout.transformers import PromptPreparer
-from rollbook.train.prompts import Prompts, Reader, digest, permutation
+from rollbook.train.prompts import Prompts, Reader, hash_value, permutation
 from rollbook.train.supervised import records_from_answers
 from rollbook.train.user_code import resolve
 from tests.tiny import bytes_, llama, llava, picture, words
@@ -467,9 +467,9 @@ json_values = st.recursive(
 
 @given(one=json_values, other=json_values)
 def test_digest(one: Any, other: Any) -> None:
-    assert digest(one) == digest(json.loads(json.dumps(one)))
+    assert hash_value(one) == hash_value(json.loads(json.dumps(one)))
     if json.dumps(one, sort_keys=True) != json.dumps(other, sort_keys=True):
-        assert digest(one) != digest(other)
+        assert hash_value(one) != hash_value(other)
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -610,7 +610,7 @@ def test_a_tool_call_is_written_by_the_template() -> None:
         assert tokenizer.decode(ids[record.prompt_length :]) == "[f]<|end|>"
         assert tokenizer.decode(ids[: record.prompt_length]) == "<|user|>hi<|end|>\n<|assistant|>"
         tokenizer.chat_template = "{{ messages | length }}" + template
-        with pytest.raises(ValueError, match="response: the chat template writes the prompt otherwise"):
+        with pytest.raises(ValueError, match="response: the chat template renders the prompt differently"):
             records_from_answers([row], tokenizer)
     finally:
         tokenizer.chat_template = template
@@ -641,7 +641,7 @@ def test_answers_that_are_wrong() -> None:
     with pytest.raises(ValueError, match="prompts: got none"):
         records_from_answers([], words())
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
-    with pytest.raises(ValueError, match="expected text: the prompt is no chat"):
+    with pytest.raises(ValueError, match="expected text: the prompt is not a chat"):
         records_from_answers([{"prompt": "a", "response": call}], words())
 
 

@@ -268,7 +268,7 @@ def test_records_that_others_made_are_evaluated_by_run() -> None:
     found = evaluate_records(rows, step=1)
     assert found.outcomes == [(True, False), (True, False)] and (found.k, found.unscored) == (2, 1)
     assert found.metrics()["eval/length"] == 1.0  # what the model wrote
-    with pytest.raises(ValueError, match="records: got 1 to 2 runs of a task"):
+    with pytest.raises(ValueError, match="records: got 1 to 2 runs per task"):
         evaluate_records(rows[:4])
     with pytest.raises(ValueError, match="records: got none"):
         evaluate_records([])

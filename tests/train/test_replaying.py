@@ -206,7 +206,7 @@ def test_a_run_in_bfloat16_differs_by_rounding(make: Make) -> None:
 
 
 def test_what_a_rewind_voided_is_not_of_the_step(copy: Path) -> None:
-    shutil.rmtree(copy / "checkpoints" / checkpoint.name_of(4))
+    shutil.rmtree(copy / "checkpoints" / checkpoint.checkpoint_name(4))
     run(load_config(copy / "config.yaml", [f"out={copy}"]), stream=io.StringIO())
     with rollbook.open(copy / "book", mode="r") as book:
         events = book.sql(
@@ -245,7 +245,7 @@ def test_revised_advantages_change_the_loss(copy: Path) -> None:
 
 
 def test_tampered_weights_are_found(copy: Path) -> None:
-    path = copy / "checkpoints" / checkpoint.name_of(3) / "model" / "model.safetensors"
+    path = copy / "checkpoints" / checkpoint.checkpoint_name(3) / "model" / "model.safetensors"
     weights = load_file(path)
     name = next(name for name in weights if "q_proj" in name or "embed" in name)
     weights[name] = weights[name] + 0.05 * torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(0))
@@ -354,7 +354,7 @@ def test_what_is_missing_is_said(copy: Path, tmp_path: Path) -> None:
         replay(copy, 2)
     with pytest.raises(ValueError, match="step 2: a record of it cannot be read"):
         replay(copy, 3)  # by way of step 2
-    for one in checkpoint.saved(copy)[:2]:
+    for one in checkpoint.list_checkpoints(copy)[:2]:
         shutil.rmtree(one.path)
     with pytest.raises(ValueError, match="got no checkpoint before step 4"):
         replay(copy, 4)
@@ -465,7 +465,7 @@ def test_a_strangers_checkpoint_runs_nothing(
 ) -> None:
     folder = Path(shutil.copytree(make("rewards=rollbook.train.recipes.letters:random_reward"), tmp_path / "run"))
     canary = tmp_path / "canary"
-    for saved in checkpoint.saved(folder):
+    for saved in checkpoint.list_checkpoints(folder):
         if part == "state":
             torch.save({"learner": Leave(canary), "random": {}}, saved.path / "state.pt")
         elif part == "weights":

@@ -63,18 +63,18 @@ def evaluate(options: argparse.Namespace) -> int:
     from rollbook.models.loading import transformers_module
     from rollbook.train import checkpoint
     from rollbook.train.config import load_config
-    from rollbook.train.run import CONFIG, evaluate_model
+    from rollbook.train.run import CONFIG_FILE, evaluate_model
     from rollbook.train.tracker import format_evaluation
     from rollbook.train.user_code import check_trusted
 
     config, model, step = Path(options.config), options.model, 0
-    if (config / CONFIG).is_file():
-        checkpoints = checkpoint.saved(config)
+    if (config / CONFIG_FILE).is_file():
+        checkpoints = checkpoint.list_checkpoints(config)
         if model is None and checkpoints:
             model, step = str(checkpoints[-1].model), checkpoints[-1].step
         if not options.trust:
-            check_trusted(config, load_config(config / CONFIG), remote=True)
-        config = config / CONFIG
+            check_trusted(config, load_config(config / CONFIG_FILE), remote=True)
+        config = config / CONFIG_FILE
     changes = [*options.changes, *([] if model is None else [f"model.path={model}"])]
     transformers_module().utils.logging.disable_progress_bar()
     evaluation = evaluate_model(load_config(config, changes), step)

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rollbook.core.checks import check_float, check_int, suggest
 from rollbook.core.ids import EID
@@ -28,12 +28,19 @@ if TYPE_CHECKING:
     from rollbook.rewards.recipes import RewardLike
     from rollbook.rollout.engine import BaseEngine, PromptLike
     from rollbook.rollout.environment import EnvironmentConfig
-    from rollbook.train.prompts import Prompts
 
 AnswerFunction = Callable[["Experience"], str | None]
 """Returns the answer of a sample, for maj@k; `None`: the sample does not vote."""
 _TOLERANCE = 1e-6
 """Rounding error of a weighted sum of rewards."""
+
+
+@runtime_checkable
+class PromptSource(Protocol):
+    """Prompts with ids, such as `rollbook.train.Prompts`."""
+
+    def every(self, batch: int | str) -> Sequence[Prompt]:
+        """Return all prompts, with ids of this batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +167,7 @@ class Evaluation:
 
 def evaluate(
     engine: BaseEngine,
-    prompts: Prompts | Sequence[PromptLike],
+    prompts: PromptSource | Sequence[PromptLike],
     reward: RewardLike | None = None,
     *,
     k: int = 1,
@@ -348,12 +355,11 @@ def compare_evaluations(before: Evaluation, after: Evaluation, confidence: float
     )
 
 
-def _assign_ids(prompts: Prompts | Sequence[PromptLike], batch: str) -> list[Prompt]:
+def _assign_ids(prompts: PromptSource | Sequence[PromptLike], batch: str) -> list[Prompt]:
     """Return the prompts with ids of this evaluation."""
     from rollbook.core.sampling import Prompt
-    from rollbook.train.prompts import Prompts
 
-    rows = prompts.every(batch=batch) if isinstance(prompts, Prompts) else prompts
+    rows = prompts.every(batch=batch) if isinstance(prompts, PromptSource) else prompts
     if isinstance(rows, (str, Mapping)) or not isinstance(rows, Sequence):
         raise ValueError(f"prompts: got {type(rows).__name__}, expected a list of prompts")
     if not rows:

@@ -34,13 +34,15 @@ from rollbook.core.sampling import Prompt, as_media
 from rollbook.io.tables import MAX_ROW_BYTES
 from rollbook.train.user_code import resolve
 
-NAMES = ("prompt", "messages", "reference", "label", "images", "videos", "tools", "response", "chosen", "rejected",
-         "info")  # fmt: skip
+COLUMN_NAMES = (
+    *("prompt", "messages", "reference", "label", "images", "videos", "tools"),
+    *("response", "chosen", "rejected", "info"),
+)
 ANSWERS = ("response", "chosen", "rejected")
-_RESERVED = ("error", "errors", "reward_error", "reward_source", "segments", "drift", "branch", "truncated",
+_RESERVED_NAMES = ("error", "errors", "reward_error", "reward_source", "segments", "drift", "branch", "truncated",
              "prompt_truncated_from")  # fmt: skip
 """What records say of themselves in `info`: an `error` there means that the sample failed."""
-_ADDRESS = re.compile(r"(data:|https?://)")
+_URL = re.compile(r"(data:|https?://)")
 
 
 class Row(NamedTuple):
@@ -81,10 +83,10 @@ class Reader:
         self.name = name
         self.folder = folder
         self.confined = confined
-        self.columns: dict[str, str | None] = {name: name for name in NAMES}
+        self.columns: dict[str, str | None] = {name: name for name in COLUMN_NAMES}
         for ours, theirs in (columns or {}).items():
-            if ours not in NAMES:
-                raise ValueError(f"columns: {ours!r} is none of a row's names{suggest(ours, list(NAMES))}")
+            if ours not in COLUMN_NAMES:
+                raise ValueError(f"columns: {ours!r} is none of a row's names{suggest(ours, list(COLUMN_NAMES))}")
             if theirs is not None and (not isinstance(theirs, str) or not theirs):
                 raise ValueError(f"columns[{ours!r}]: got {theirs!r}, expected a column's name, or None")
             self.columns[ours] = theirs
@@ -113,7 +115,7 @@ class Reader:
         where = f"{self.name}, {place}"
         if isinstance(source, Prompt):
             question = [source.text, source.messages, source.token_ids, source.images, source.videos, source.tools]
-            return _row(where, number, source.replace(eid=None), question)
+            return _build_row(where, number, source.replace(eid=None), question)
         if not isinstance(source, Mapping):
             raise ValueError(f"{where}: got {type(source).__name__}, expected a mapping with a prompt, or a Prompt")
         fields = {ours: self._found(source, theirs) for ours, theirs in self.columns.items() if theirs is not None}
@@ -163,9 +165,9 @@ class Reader:
             if value is None:
                 continue
             try:
-                if column in _RESERVED:
+                if column in _RESERVED_NAMES:
                     raise TypeError("a name under which records say something of themselves")
-                info[_key(column)] = plain(value)
+                info[_check_key(column)] = to_json(value)
             except TypeError as error:
                 self.dropped.setdefault(str(column), f"{error} (first in {place})")
         return info
@@ -204,7 +206,7 @@ class Reader:
         parts: dict[str, Any] = {"tools": self._tools(where, fields["tools"]) if "tools" in fields else None}
         for name in ("reference", "label"):
             try:
-                parts[name] = plain(fields.get(name))
+                parts[name] = to_json(fields.get(name))
             except TypeError as error:
                 raise ValueError(f"{where}: {self._called(name)}: got {error}") from None
         media = {name: self._media(where, name, fields[name]) for name in ("images", "videos") if name in fields}
@@ -223,12 +225,12 @@ class Reader:
             prompt = Prompt(info={**fields["info"], **answers}, **parts, **{form: question})
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        return _row(where, number, prompt, contents)
+        return _build_row(where, number, prompt, contents)
 
     def _asked(self, where: str, fields: Mapping[str, Any]) -> Any:
         """The prompt's text, messages or token ids, as lists and dicts of its own."""
         names = [name for name in ("prompt", "messages") if name in fields]
-        shared = _shared(fields.get("chosen"), fields.get("rejected"))
+        shared = _common_messages(fields.get("chosen"), fields.get("rejected"))
         if len(names) == 2:
             raise ValueError(
                 f"{where}: got {self._called('prompt')} and {self._called('messages')}, expected one of them; "
@@ -251,7 +253,7 @@ class Reader:
             # A pair's chats may repeat the prompt that stands beside them.
             return shared if any(message.get("content") == value for message in shared) else value
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
-            return [_message(f"{where}: {called}[{i}]", message) for i, message in enumerate(value)]
+            return [_check_message(f"{where}: {called}[{i}]", message) for i, message in enumerate(value)]
         if isinstance(value, (list, tuple)) and value and name == "prompt" and isinstance(value[0], int):
             return list(value)
         kind = "an empty list" if isinstance(value, (list, tuple)) and not value else type(value).__name__
@@ -262,14 +264,14 @@ class Reader:
         """An answer's text, or the assistant's message where that has more than text."""
         called = f"{where}: {self._called(name)}"
         if isinstance(value, (list, tuple)):
-            chat = [_message(f"{called}[{i}]", message) for i, message in enumerate(value)]
+            chat = [_check_message(f"{called}[{i}]", message) for i, message in enumerate(value)]
             if isinstance(question, list) and chat[: len(question)] == question:
                 chat = chat[len(question) :]
             if len(chat) != 1:
                 raise ValueError(f"{called}: got {len(chat)} messages after the prompt, expected the assistant's alone")
             value = chat[0]
         if isinstance(value, Mapping):
-            message = _message(called, value)
+            message = _check_message(called, value)
             if message["role"] != "assistant":
                 raise ValueError(f"{called}: got a message of {message['role']!r}, expected the assistant's")
             value = message.get("content") if message.keys() <= {"role", "content"} else message
@@ -282,7 +284,7 @@ class Reader:
         """Tools as a list, or as its JSON: columns of one type cannot hold schemas that differ."""
         called = self._called("tools")
         try:
-            tools = json.loads(value) if isinstance(value, str) else plain(value)
+            tools = json.loads(value) if isinstance(value, str) else to_json(value)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}: {called}: {error}") from None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -306,7 +308,7 @@ class Reader:
         if isinstance(entry, Mapping):
             key = source_key(entry)
             return entry if key is None else {**entry, key: self._located(where, name, entry[key])}
-        if not isinstance(entry, (str, os.PathLike)) or _ADDRESS.match(os.fspath(entry)):
+        if not isinstance(entry, (str, os.PathLike)) or _URL.match(os.fspath(entry)):
             return entry
         address = os.fspath(entry).startswith("file:")
         path = Path(entry) if self.folder is None else self.folder / entry
@@ -326,24 +328,24 @@ class Reader:
         return {**message, "content": [self._located(where, "messages", part) for part in message["content"]]}
 
 
-def plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """A copy of a value in JSON's types; `TypeError` for what has none.
 
-    >>> plain({"a": (1, np.float32(0.5)), "b": np.arange(2)})
+    >>> to_json({"a": (1, np.float32(0.5)), "b": np.arange(2)})
     {'a': [1, 0.5], 'b': [0, 1]}
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
-        return {_key(key): plain(item) for key, item in value.items()}
+        return {_check_key(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "biufU":
-        return plain(value.tolist())
+        return to_json(value.tolist())
     raise TypeError(f"{type(value).__name__}, which is no JSON")
 
 
-def _key(key: Any) -> str:
+def _check_key(key: Any) -> str:
     if not isinstance(key, str):
         raise TypeError(f"a key of {type(key).__name__}, which is no JSON")
     return key
@@ -356,7 +358,7 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _message(called: str, source: Any) -> dict[str, Any]:
+def _check_message(called: str, source: Any) -> dict[str, Any]:
     if not isinstance(source, Mapping) or not isinstance(source.get("role"), str) or not source["role"]:
         shown = f"keys {sorted(map(str, source))}" if isinstance(source, Mapping) else type(source).__name__
         raise ValueError(f"{called}: got {shown}, expected a message with 'role' and 'content'")
@@ -368,7 +370,7 @@ def _message(called: str, source: Any) -> dict[str, Any]:
     return message
 
 
-def _shared(first: Any, other: Any) -> list[dict[str, Any]]:
+def _common_messages(first: Any, other: Any) -> list[dict[str, Any]]:
     """The messages that two chats begin with alike."""
     if not isinstance(first, (list, tuple)) or not isinstance(other, (list, tuple)):
         return []
@@ -383,29 +385,29 @@ def _shared(first: Any, other: Any) -> list[dict[str, Any]]:
 # --- digests ----------------------------------------------------------------------------------------------------------
 
 
-def _row(where: str, number: int, prompt: Prompt, question: Any) -> Row:
+def _build_row(where: str, number: int, prompt: Prompt, question: Any) -> Row:
     try:
-        content = digest(question)
-        row_digest = digest([content, prompt.reference, prompt.label, prompt.info])
+        content = hash_value(question)
+        row_digest = hash_value([content, prompt.reference, prompt.label, prompt.info])
     except TypeError as error:
         raise ValueError(f"{where}: got {error}, expected text, numbers, lists, mappings or pictures") from None
     return Row(number, prompt, content, row_digest)
 
 
-def digest(value: Any) -> bytes:
+def hash_value(value: Any) -> bytes:
     """16 bytes that go by what a value holds: JSON's types, bytes, arrays, tensors and pictures.
 
-    >>> digest({"a": 1, "b": [2]}) == digest({"b": (2,), "a": 1}) != digest({"a": 1, "b": [3]})
+    >>> hash_value({"a": 1, "b": [2]}) == hash_value({"b": (2,), "a": 1}) != hash_value({"a": 1, "b": [3]})
     True
     """
     try:
-        data = orjson.dumps(value, default=_mark, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+        data = orjson.dumps(value, default=_hashable, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     except TypeError:  # whole numbers of more than 64 bits, halves of surrogate pairs
-        data = json.dumps(value, default=_mark, sort_keys=True).encode()
+        data = json.dumps(value, default=_hashable, sort_keys=True).encode()
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def _mark(value: Any) -> Any:
+def _hashable(value: Any) -> Any:
     """What stands for a value that JSON does not have."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"bytes": hashlib.blake2b(value, digest_size=16).hexdigest()}
@@ -414,27 +416,27 @@ def _mark(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "convert") and hasattr(value, "tobytes"):  # a PIL image
-        return [value.mode, list(value.size), _mark(value.tobytes())]
+        return [value.mode, list(value.size), _hashable(value.tobytes())]
     if hasattr(value, "detach"):  # a tensor, of a type that numpy may not have
         value = value.detach().cpu()
         value = value.float() if value.is_floating_point() else value
     if hasattr(value, "__array__"):
         array = np.asarray(value)
         if array.dtype.kind != "O":
-            return [array.dtype.str, list(array.shape), _mark(array.tobytes())]
+            return [array.dtype.str, list(array.shape), _hashable(array.tobytes())]
     raise TypeError(type(value).__name__)
 
 
-_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-_KINDS = (*_LINES, ".json", ".parquet")
-_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_SUFFIXES = (*_JSONL_SUFFIXES, ".json", ".parquet")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-Placed = Iterator[tuple[str, Any]]
+LocatedRows = Iterator[tuple[str, Any]]
 
 
 def read(
     path: str | Path, *, split: str | None = None, subset: str | None = None, columns: set[str] | None = None
-) -> Placed:
+) -> LocatedRows:
     """(place, row) of each row; `split` and `subset` are of Hugging Face datasets, `columns` those that are read of a
     table, if not all.
 
@@ -447,10 +449,10 @@ def read(
     """
     where = Path(path)
     if where.is_dir() and ((where / "dataset_dict.json").is_file() or (where / "state.json").is_file()):
-        return _of_dataset(_datasets(path).load_from_disk(str(where)), path, split, columns)
-    kind = next((suffix for suffix in _KINDS if str(path).endswith(suffix)), None)
-    if not where.exists() and kind is None and _HUB.fullmatch(str(path)):
-        return _of_dataset(_from_hub(str(path), subset, split), path, split, columns)
+        return _read_dataset(_import_datasets(path).load_from_disk(str(where)), path, split, columns)
+    kind = next((suffix for suffix in _SUFFIXES if str(path).endswith(suffix)), None)
+    if not where.exists() and kind is None and _HUB_NAME.fullmatch(str(path)):
+        return _read_dataset(_load_from_hub(str(path), subset, split), path, split, columns)
     if not where.exists():
         raise ValueError(f"data: got {str(path)!r}, but there is no such file, folder or dataset")
     for name, value in (("split", split), ("subset", subset)):
@@ -458,28 +460,28 @@ def read(
             raise ValueError(f"{name}: got {value!r}, expected None: {str(path)!r} is no Hugging Face dataset")
     files = [where]
     if where.is_dir():
-        files = sorted(file for file in where.iterdir() if file.name.endswith(_KINDS))
+        files = sorted(file for file in where.iterdir() if file.name.endswith(_SUFFIXES))
         if len({file.suffix for file in files}) != 1:
             names = ", ".join(file.name for file in files) or "none"
             raise ValueError(
                 f"data: got the folder {str(path)!r}, expected files of one kind in it; there are: {names}"
             )
     elif kind is None:
-        raise ValueError(f"data: got {str(path)!r}, expected a file that ends in {', '.join(_KINDS)}, or a dataset")
-    return _of_files(files, columns)
+        raise ValueError(f"data: got {str(path)!r}, expected a file that ends in {', '.join(_SUFFIXES)}, or a dataset")
+    return _read_files(files, columns)
 
 
-def _of_files(files: list[Path], columns: set[str] | None) -> Placed:
+def _read_files(files: list[Path], columns: set[str] | None) -> LocatedRows:
     for file in files:
         check_regular(file)
         part = f"{file.name}, " if len(files) > 1 else ""
-        rows = _parquet(file, columns) if file.suffix == ".parquet" else _json(file)
+        rows = _read_parquet(file, columns) if file.suffix == ".parquet" else _read_json(file)
         for place, row in rows:
             yield part + place, row
 
 
-def _json(file: Path) -> Placed:
-    if file.suffix == ".json" and (entries := _json_list(file)) is not None:
+def _read_json(file: Path) -> LocatedRows:
+    if file.suffix == ".json" and (entries := _read_json_list(file)) is not None:
         for i, row in enumerate(entries):
             yield f"row {i}", row
         return
@@ -497,7 +499,7 @@ def _json(file: Path) -> Placed:
             raise ValueError(f"{file}: {error}") from None
 
 
-def _json_list(file: Path) -> list[Any] | None:
+def _read_json_list(file: Path) -> list[Any] | None:
     """The list that a file holds; `None` if it has lines of JSON, as many of this ending do."""
     with file.open("rb") as opened:
         start = opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -510,13 +512,13 @@ def _json_list(file: Path) -> list[Any] | None:
     return entries
 
 
-def _parquet(file: Path, columns: set[str] | None) -> Placed:
+def _read_parquet(file: Path, columns: set[str] | None) -> LocatedRows:
     from rollbook.io import parquet
 
-    yield from _of_batches(parquet.batches(file, 1024, max_row_bytes=MAX_ROW_BYTES, columns=columns))
+    yield from _read_batches(parquet.batches(file, 1024, max_row_bytes=MAX_ROW_BYTES, columns=columns))
 
 
-def _of_batches(batches: Iterable[Any]) -> Placed:
+def _read_batches(batches: Iterable[Any]) -> LocatedRows:
     count = 0
     for batch in batches:
         for row in batch.to_pylist():
@@ -527,7 +529,7 @@ def _of_batches(batches: Iterable[Any]) -> Placed:
 # --- Hugging Face datasets --------------------------------------------------------------------------------------------
 
 
-def _datasets(path: str | Path) -> Any:
+def _import_datasets(path: str | Path) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -537,8 +539,8 @@ def _datasets(path: str | Path) -> Any:
     return datasets
 
 
-def _from_hub(name: str, subset: str | None, split: str | None) -> Any:
-    datasets = _datasets(name)
+def _load_from_hub(name: str, subset: str | None, split: str | None) -> Any:
+    datasets = _import_datasets(name)
     try:
         return datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # of the network, of the hub, of its libraries
@@ -548,7 +550,7 @@ def _from_hub(name: str, subset: str | None, split: str | None) -> Any:
         ) from error
 
 
-def _of_dataset(dataset: Any, path: str | Path, split: str | None, columns: set[str] | None) -> Placed:
+def _read_dataset(dataset: Any, path: str | Path, split: str | None, columns: set[str] | None) -> LocatedRows:
     if hasattr(dataset, "keys"):  # several, by split
         if split is None and len(dataset) == 1:
             split = next(iter(dataset))
@@ -560,7 +562,7 @@ def _of_dataset(dataset: Any, path: str | Path, split: str | None, columns: set[
     if columns is not None:
         dataset = dataset.select_columns([name for name in dataset.column_names if name in columns])
     # As the table lies: pictures stay the bytes of their files until they are looked at.
-    return _of_batches(dataset.with_format("arrow").iter(1024))
+    return _read_batches(dataset.with_format("arrow").iter(1024))
 
 
 log = logging.getLogger("rollbook.train")
@@ -601,7 +603,7 @@ class Prompts:
     ) -> None:
         reader = Reader(name or "rows", columns, keep)
 
-        def placed() -> Placed:
+        def placed() -> LocatedRows:
             source = rows() if callable(rows) else rows
             if isinstance(source, (str, bytes, Mapping)) or not hasattr(source, "__iter__"):
                 raise ValueError(f"{reader.name}: got {type(source).__name__}, expected a list of rows")
@@ -882,7 +884,7 @@ def _prompt(row: Row, batch: int | str, task: int | str) -> Prompt:
     return row.prompt.replace(eid=EID(batch=batch, task=task, suffix=""), info=dict(row.prompt.info))
 
 
-def _read(reader: Reader, placed: Placed, limit: int | None = None) -> list[Row]:
+def _read(reader: Reader, placed: LocatedRows, limit: int | None = None) -> list[Row]:
     rows = []
     for place, source in placed:
         rows.append(reader.row(place, source))

@@ -37,7 +37,7 @@ from rollbook.train.config.files import load_config
 from rollbook.train.config.schema import Config, compare_configs
 from rollbook.train.learner import Learner, UpdateResult
 from rollbook.train.pipeline import Models, annotate, estimate, with_reward
-from rollbook.train.run import BOOK, CONFIG
+from rollbook.train.run import BOOK_FOLDER, CONFIG_FILE
 from rollbook.train.user_code import check_trusted
 
 __all__ = ["Comparison", "CounterfactualResult", "RecordChange", "ReplayResult", "StepRecords", "Tolerance", "replay"]
@@ -385,11 +385,11 @@ def to_cpu(config: Config) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def load_actor(config: Config, checkpoint: saving.Saved) -> Actor:
+def load_actor(config: Config, checkpoint: saving.Checkpoint) -> Actor:
     """Load the policy of a checkpoint without calling `model.builder`; `config` is what `to_cpu` returned."""
     state = checkpoint.trainer_state()
     attention = state.get("attention", config.model.attention)
-    with saving.loading(checkpoint.model):
+    with saving.loading_errors(checkpoint.model):
         return Actor(
             checkpoint.model,
             dtype=torch.float32,
@@ -427,10 +427,12 @@ class RestoredStep:
             raise ValueError(f"step {step}: nothing was trained on: every group was dropped, or there were no records")
         self.leased = self.records(self.traced)
         """The records of the step, without those of an expert."""
-        checkpoints = saving.saved(folder)
+        checkpoints = saving.list_checkpoints(folder)
         before = [entry for entry in checkpoints if entry.step < step]
         if not before:
-            raise ValueError(f"{folder}: got no checkpoint before step {step}, expected one in {saving.FOLDER}")
+            raise ValueError(
+                f"{folder}: got no checkpoint before step {step}, expected one in {saving.CHECKPOINT_FOLDER}"
+            )
         self.start = before[-1]
         """The checkpoint from which the step is replayed."""
         self.first = checkpoints[0] if checkpoints[0].step == 0 else None
@@ -912,10 +914,10 @@ def replay(run: str | os.PathLike[str], step: int, changes: Sequence[str] = (), 
     """
     step = check_int("step", step, 1)
     folder = Path(run).expanduser()
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder}: got no {CONFIG}, expected the folder of a run of `rollbook train`")
-    config = load_config(folder / CONFIG)
-    other = to_cpu(load_config(folder / CONFIG, list(changes))) if changes else None
+    if not (folder / CONFIG_FILE).is_file():
+        raise ValueError(f"{folder}: got no {CONFIG_FILE}, expected the folder of a run of `rollbook train`")
+    config = load_config(folder / CONFIG_FILE)
+    other = to_cpu(load_config(folder / CONFIG_FILE, list(changes))) if changes else None
     if other is not None:
         split_changes(config, other)
     if not trust:
@@ -923,7 +925,7 @@ def replay(run: str | os.PathLike[str], step: int, changes: Sequence[str] = (), 
         check_trusted(folder, config, remote=other is not None and other.rewards != config.rewards)
     with ExitStack() as stack:
         stack.enter_context(_torch_threads(config))
-        book = stack.enter_context(open_book(folder / BOOK, mode="r"))
+        book = stack.enter_context(open_book(folder / BOOK_FOLDER, mode="r"))
         return _Replay(RestoredStep(folder, config, book, step, stack), config).run(other)
 
 
@@ -936,7 +938,7 @@ def _torch_threads(config: Config) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        saving.put_random_state(state)
+        saving.set_random_state(state)
 
 
 class _Replay:
@@ -945,7 +947,9 @@ class _Replay:
     def __init__(self, restored: RestoredStep, config: Config) -> None:
         self.step = run = restored
         tolerance = CPU_TOLERANCE if run.exact else GPU_TOLERANCE
-        self.result = ReplayResult(run.folder, run.step, len(run.leased), saving.name_of(run.start.step), tolerance)
+        self.result = ReplayResult(
+            run.folder, run.step, len(run.leased), saving.checkpoint_name(run.start.step), tolerance
+        )
         self.checks, self.notes = self.result.checks, self.result.notes
         if not run.exact:
             where = "on a GPU" if run.on_gpu else f"in {config.model.precision}"
@@ -1144,7 +1148,7 @@ class _Replay:
             bound += 2**-8 * math.sqrt(sum(float(weight.double().square().sum()) for weight in saved.values()))
         largest = float(gap.abs().max())
         verdict = SAME if not largest else ROUNDING if float(gap.norm()) <= bound else DIFFERS
-        note = f"norm of the update, compared with {saving.name_of(self.step.step)}"
+        note = f"norm of the update, compared with {saving.checkpoint_name(self.step.step)}"
         return Comparison(quantity, norms[0], norms[1], largest, verdict, note)
 
 

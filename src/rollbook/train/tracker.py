@@ -556,7 +556,7 @@ def build_trackers(
 
     >>> import rollbook
     >>> [type(tracker).__name__ for tracker in build_trackers("book", book=rollbook.open("memory:"))]
-    ['Book']
+    ['BookTracker']
     >>> build_trackers(["tensorbord"])
     Traceback (most recent call last):
         ...

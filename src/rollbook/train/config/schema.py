@@ -67,13 +67,14 @@ def check_required(section: DataclassInstance, name: str, other: str) -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
 class _ModelSource:
     """Base class of the sections of models."""
 
     SHORT: ClassVar[str] = "path"
 
-    path: str | None
-    config: Mapping[str, Any] | None
+    path: str | None = None
+    config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -647,7 +648,7 @@ class Config:
             ConfigError: A key or a value is not valid.
         """
         try:
-            config: Config = get_section(cls).read(values)
+            config: Config = get_section(Config).read(values)
         except ConfigError as error:
             raise _suggest_section(error) from None
         return config

@@ -134,17 +134,17 @@ class Number:
         )
 
     def read(self, value: RawValue) -> float | int:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if fits:
-            is_whole = isinstance(value, int) or value.is_integer()
-            fits = (
-                (not self.integer or is_whole)
-                and (self.low is None or value >= self.low)
-                and (self.high is None or value <= self.high)
-                and (self.above is None or value > self.above)
-                and (self.below is None or value < self.below)
-                and (self.whole_from is None or value < self.whole_from or is_whole)
-            )
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise _value_error(value, self.expected)
+        is_whole = isinstance(value, int) or value.is_integer()
+        fits = (
+            (not self.integer or is_whole)
+            and (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and (self.whole_from is None or value < self.whole_from or is_whole)
+        )
         if not fits:
             raise _value_error(value, self.expected)
         if self.integer or (self.whole_from is not None and value >= self.whole_from):
