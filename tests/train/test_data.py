@@ -634,7 +634,7 @@ def test_records_with_pictures() -> None:
 def test_answers_that_are_wrong() -> None:
     with pytest.raises(ValueError, match="data: got 'rl'"):
         records_from_answers(SFT, words(), "rl")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="tokenizer: got None"):
+    with pytest.raises(ValueError, match="tokenizer: missing"):
         records_from_answers(SFT, None)
     with pytest.raises(ValueError, match="1/0: chosen: got nothing, .* the row has response"):
         records_from_answers(Prompts(SFT[:1]).take(1, 1), words(), "pairs")

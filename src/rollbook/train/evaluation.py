@@ -187,8 +187,8 @@ def evaluate(
     Failures of single samples are counted in `failed` and `unscored`.
 
     Args:
-        engine: Samples the responses.
-        prompts: The prompts. Samples have the ids `{name}-{step}/{task}/{run}`, where a prompt without an id has its
+        engine: The engine.
+        prompts: The prompts. Their samples have the ids `{name}-{step}/{task}/{run}`, where a prompt without an id has its
             position as task.
         reward: Whatever `rollbook.rewards.as_reward` takes; may be missing with an environment.
         k: Number of samples per prompt.
@@ -428,11 +428,11 @@ def _succeeds(row: Experience, reward: float, success: float | str | None) -> bo
 
 def _final_answer(row: Experience) -> str | None:
     """Return the answer that a response marks as final, else the whole text, or the token ids if there is no text."""
-    from rollbook.rewards.answers import final_answer
+    from rollbook.rewards.answers import extract_final_answer
 
     if row.response_text is None:
         return " ".join(map(str, row.tokens[row.prompt_length :].tolist()))
-    marked = final_answer(row.response_text)
+    marked = extract_final_answer(row.response_text)
     return (row.response_text if marked is None else marked).strip() or None
 
 

@@ -97,8 +97,8 @@ def check_vocabulary(
         ends = ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
         if end is not None and ends and end not in ends:
             advise(
-                f"model.tokenizer: its end token is {end}, that of the {name} {', '.join(map(str, ends))}. Responses end "
-                "at any of them"
+                f"model.tokenizer: its end token is {end}, that of the {name} {', '.join(map(str, ends))}. "
+                "Responses end at any of them"
             )
 
 
@@ -375,7 +375,7 @@ class Run:
                     if first.step:
                         raise ConfigError(
                             "reference",
-                            f"missing, and the initial policy {first.path.with_name(checkpoint.checkpoint_name(0))} is gone",
+                            f"missing, and there is no {first.path.with_name(checkpoint.checkpoint_name(0))}",
                         )
                     checkpoint.load_weights(models.reference, first.model)
                 self.say(
@@ -395,8 +395,8 @@ class Run:
         changed = [key for key, source in sources.items() if before.get(key) != source]
         if changed:
             advise(
-                f"{changed[0]}: the code of the reward was edited since the run began. Rewards before and after are not "
-                "comparable; use another out for a new run"
+                f"{changed[0]}: the code of the reward was edited since the run began. Rewards before and after are "
+                "not comparable; use another out for a new run"
             )
         new_path = path.with_name(f".{SOURCES_FILE}.new")
         with open(new_path, "w", opener=private_opener) as file:

@@ -707,15 +707,15 @@ class Trainer:
             raise ValueError(f"seed: got {self.seed}, and the run at {folder} has {trainer_state['seed']}")
         if trainer_state["book"] not in [point.name for point in self.book.checkpoints()]:
             raise ValueError(
-                f"book: {self.book.url} has no checkpoint {trainer_state['book']!r} of {last.path}, expected the book of "
-                "that run"
+                f"book: {self.book.url} has no checkpoint {trainer_state['book']!r} of {last.path}, expected the book "
+                "of that run"
             )
         if self.prompts is not None:
             self.prompts.load_state_dict(trainer_state["prompts"])
         checkpoint.load_weights(self.actor, last.model)
         if self.models.critic is not None and last.critic is not None:
             checkpoint.load_weights(self.models.critic, last.critic)
-        if self._own_reference and isinstance(self.models.reference, torch.nn.Module) and saved[0].step == 0:
+        if self._own_reference and isinstance(self.models.reference, Actor) and saved[0].step == 0:
             checkpoint.load_weights(self.models.reference, saved[0].model)
         self.learner.load_state_dict(state["learner"])
         if self.reward_norm is not None and "reward_norm" in state:

@@ -169,7 +169,7 @@ def is_builtin(target: str) -> bool:
     >>> [is_builtin(name) for name in names]
     [True, True, False]
     """
-    from rollbook.rewards.recipes import READY
+    from rollbook.rewards.recipes import BUILTIN_REWARDS
 
     module, _, name = target.rpartition(":")
     if module.startswith(_RECIPES) and module.removeprefix(_RECIPES).isidentifier():
@@ -177,5 +177,5 @@ def is_builtin(target: str) -> bool:
             return name in importlib.import_module(module).__all__
         except ImportError:
             return False
-    ready = name in READY and name != "code_match"
-    return ready and (not module or module in ("rollbook.rewards", READY[name].__module__))
+    ready = name in BUILTIN_REWARDS and name != "code_match"
+    return ready and (not module or module in ("rollbook.rewards", BUILTIN_REWARDS[name].__module__))
