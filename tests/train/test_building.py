@@ -772,7 +772,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["FILE", "rewards=my_rewards:right"],
         "rewards.0.function: got 'my_rewards:right', but there",
     ),
-    "a column": (["FILE", "data.columns={prompt: question}"], "question (prompt): got nothing, expected text in a col"),
+    "a column": (["FILE", "data.columns={prompt: question}"], "question (prompt): missing, expected text in a col"),
     "prompts that are too long": (["FILE", "data.max_prompt_tokens=3"], "got 7 tokens, expected at most 3 (max_promp"),
     "one response for grpo": (
         ["FILE", "algorithm.group_size=1"],

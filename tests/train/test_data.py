@@ -299,7 +299,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content: got NoneType"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, r"got an answer alone"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": "a"}], "response": "b"}, r"beside response"),
-        ({"prompt": "a", "reference": object()}, r"row 1: reference: got object, which is no JSON"),
+        ({"prompt": "a", "reference": object()}, r"row 1: reference: got object, which is not JSON"),
         ({"prompt": "a", "response": ""}, r"row 1: response: got ''"),
         ({"prompt": "a", "response": 3}, r"row 1: response: got int"),
         ({"prompt": "a", "response": {"role": "user", "content": "x"}}, r"response: got a message of 'user'"),
@@ -321,7 +321,7 @@ def test_rows_that_are_wrong(row: Any, says: str) -> None:
 
 def test_columns_that_are_wrong() -> None:
     rows = [{"question": "a", "answer": 1}]
-    with pytest.raises(ValueError, match=r"columns: 'promt' is none of a row's names; did you mean 'prompt'"):
+    with pytest.raises(ValueError, match=r"columns: unknown column 'promt'; did you mean 'prompt'"):
         Prompts(rows, columns={"promt": "question"})
     with pytest.raises(ValueError, match=r"columns\['reference'\]: no row has a column 'anser'; did you mean 'answer'"):
         Prompts(rows, columns={"prompt": "question", "reference": "anser"})
@@ -339,7 +339,7 @@ def test_what_goes_to_info(caplog: pytest.LogCaptureFixture) -> None:
         info = Prompts([row, row]).every()[0].info
     assert info.keys() == {"n", "f", "k"} and info["n"] == 10**30 and info["k"] == [1]
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "'raw' is not kept: bytes, which is no JSON (first in row 0)" in said[0]
+    assert len(said) == 2 and "'raw' is not kept: bytes, which is not JSON (first in row 0)" in said[0]
     assert "'error' is not kept" in said[1]
 
 
@@ -488,7 +488,7 @@ def test_from_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(prompts) == 3 and calls == [5] and prompts.seed == 1
     with pytest.raises(ValueError, match=r"unknown option 'cuont'; did you mean 'count'"):
         Prompts.from_function("task.py:rows", cuont=3)
-    with pytest.raises(ValueError, match="got no option 'count', which it needs"):
+    with pytest.raises(ValueError, match="missing option 'count'"):
         Prompts.from_function("task.py:rows")
     with pytest.raises(ValueError, match="expected one that returns rows"):
         Prompts.from_function("task.py:not_rows")

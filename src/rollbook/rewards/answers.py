@@ -40,8 +40,8 @@ def extract_boxed(text: str) -> str | None:
     Returns:
         The contents, which may have balanced braces, or `None`.
 
-    >>> extract_boxed(r"First \extract_boxed{1}, then \extract_boxed{\frac{1}{2}}."), extract_boxed(r"\extract_boxed{\{1, 2\}}"), extract_boxed(r"\extract_boxed{2")
-    ('\\frac{1}{2}', '\\{1, 2\\}', None)
+    >>> [extract_boxed(text) for text in (r"First \boxed{1}, then \boxed{\frac{1}{2}}.", r"\boxed{\{1\}}", r"\boxed{2")]
+    ['\\frac{1}{2}', '\\{1\\}', None]
     """
     boxes = _find_boxes(text)
     return text[slice(*boxes[-1][1:])].strip() if boxes else None
@@ -65,7 +65,7 @@ def _find_boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def extract_final_answer(text: str) -> str | None:
-    r"""Extract the marked answer: the last box, else the last `<answer>`, else the rest of the line after the last `####`.
+    r"""Extract the marked answer: the last box, else the last `<answer>`, else the line after the last `####`.
 
     Args:
         text: The text.
@@ -73,8 +73,9 @@ def extract_final_answer(text: str) -> str | None:
     Returns:
         The answer, or `None` if the text marks none.
 
-    >>> extract_final_answer("<think>\\extract_boxed{1}</think> so \\extract_boxed{2}"), extract_final_answer("<answer> 5 </answer>"), extract_final_answer("5")
-    ('2', '5', None)
+    >>> texts = ("<think>\\boxed{1}</think> so \\boxed{2}", "<answer> 5 </answer>", "5")
+    >>> [extract_final_answer(text) for text in texts]
+    ['2', '5', None]
     >>> extract_final_answer("48 / 2 = 24, 48 + 24 = 72\n#### 72")
     '72'
     """
@@ -124,8 +125,8 @@ def parse_number(text: str) -> Fraction | None:
     Returns:
         The exact number, or `None`.
 
-    >>> parse_number("1,234.50"), parse_number("-3/4"), parse_number("50%"), parse_number(r"\frac{1}{2}"), parse_number("1,2")
-    (Fraction(2469, 2), Fraction(-3, 4), Fraction(1, 2), Fraction(1, 2), None)
+    >>> [str(parse_number(text)) for text in ("1,234.50", "-3/4", "50%", r"\frac{1}{2}", "1,2")]
+    ['2469/2', '-3/4', '1/2', '1/2', 'None']
     """
     read = _parse_number(_WHOLE_TEXT.fullmatch(_strip_latex(text)))
     return None if read is None else read[0] / (100 if read[1] else 1)
@@ -215,7 +216,7 @@ def exact_match(response: str, reference: Reference, *, strict: bool = False) ->
     Raises:
         ValueError: The reference is missing.
 
-    >>> exact_match("The capital is \\extract_boxed{Paris}.", "paris"), exact_match("Paris, I think", "Paris")
+    >>> exact_match("The capital is \\boxed{Paris}.", "paris"), exact_match("Paris, I think", "Paris")
     (1.0, 0.0)
     >>> exact_match("B", ["A", "B"]), exact_match("Paris ", "Paris", strict=True)
     (1.0, 0.0)
@@ -248,7 +249,7 @@ def numeric_match(
     Raises:
         ValueError: The reference is not a number.
 
-    >>> numeric_match("It costs $1,250.00 in all.", "1250"), numeric_match(r"\extract_boxed{\frac{1}{3}}", "0.3333333")
+    >>> numeric_match("It costs $1,250.00 in all.", "1250"), numeric_match(r"\boxed{\frac{1}{3}}", "0.3333333")
     (1.0, 1.0)
     >>> numeric_match("12 or 13", 12), numeric_match("50%", "0.5"), numeric_match("50%", 50), numeric_match("?", 1)
     (0.0, 1.0, 1.0, 0.0)
@@ -290,7 +291,7 @@ def boxed_match(response: str, reference: Reference, *, tolerance: float = 1e-6)
         reference: The accepted answer, or a list of them.
         tolerance: Tolerance of numbers, relative to references above 1.
 
-    >>> boxed_match(r"so \extract_boxed{x + 1}", "x+1"), boxed_match(r"\extract_boxed{72}", "#### 72"), boxed_match("72", "72")
+    >>> boxed_match(r"so \boxed{x + 1}", "x+1"), boxed_match(r"\boxed{72}", "#### 72"), boxed_match("72", "72")
     (1.0, 1.0, 0.0)
     """
     right = as_references(reference)
@@ -317,9 +318,9 @@ def think_boxed_format(response: str, *, opened: bool = False) -> float:
         response: The response.
         opened: Whether the prompt ends with `<think>`, as in some chat templates.
 
-    >>> think_boxed_format(r"<think>x</think> \extract_boxed{2}"), think_boxed_format(r"\extract_boxed{2} <think>x</think>")
+    >>> think_boxed_format(r"<think>x</think> \boxed{2}"), think_boxed_format(r"\boxed{2} <think>x</think>")
     (1.0, 0.0)
-    >>> think_boxed_format(r"x</think> \extract_boxed{2}"), think_boxed_format(r"x</think> \extract_boxed{2}", opened=True)
+    >>> think_boxed_format(r"x</think> \boxed{2}"), think_boxed_format(r"x</think> \boxed{2}", opened=True)
     (0.0, 1.0)
     """
     text = "<think>" + response if opened else response
@@ -363,7 +364,7 @@ def gsm8k(response: str, reference: Reference, *, format_weight: float = 0.1) ->
     Returns:
         `reward`, and the metrics `accuracy` and `format`.
 
-    >>> gsm8k(r"<think>6 * 12</think> \extract_boxed{72}", "#### 72"), gsm8k(r"\extract_boxed{72}", "72")["reward"]
+    >>> gsm8k(r"<think>6 * 12</think> \boxed{72}", "#### 72"), gsm8k(r"\boxed{72}", "72")["reward"]
     ({'reward': 1.0, 'accuracy': 1.0, 'format': 1.0}, 0.9)
     >>> gsm8k("6 * 12 = 72\n#### 72", "#### 72")["reward"], gsm8k("72", "#### 72")["reward"]
     (0.9, 0.0)
@@ -397,9 +398,9 @@ def math_match(response: str, reference: Reference, *, time_limit: float = 10.0,
     Raises:
         ValueError: The reference cannot be read.
 
-    >>> math_match(r"so it is \extract_boxed{\frac{2}{4}}", "1/2"), math_match(r"$x^2 + 2x + 1$", "(x + 1)^2")
+    >>> math_match(r"so it is \boxed{\frac{2}{4}}", "1/2"), math_match(r"$x^2 + 2x + 1$", "(x + 1)^2")
     (1.0, 1.0)
-    >>> math_match(r"\extract_boxed{(1, 2]}", "[1, 2]"), math_match("I do not know", "7")
+    >>> math_match(r"\boxed{(1, 2]}", "[1, 2]"), math_match("I do not know", "7")
     (0.0, 0.0)
     """
     check_float("time_limit", time_limit, 0.01, 1e6)
@@ -545,7 +546,7 @@ def _validator(schema: str) -> Any:
     try:
         validator.check_schema(document)
     except jsonschema.SchemaError as error:
-        raise ValueError(f"schema: invalid JSON schema: {error.message[:200]}") from None
+        raise ValueError(f"schema: got an invalid JSON schema: {error.message[:200]}") from None
     if isinstance(document, dict) and document and not document.keys() & validator.VALIDATORS.keys():
         names = ", ".join(map(repr, list(document)[:8]))
         raise ValueError(f"schema: got the keys {names}, expected a JSON schema: none of them checks anything")

@@ -32,13 +32,13 @@ from rollbook.rewards.types import (
 )
 
 if TYPE_CHECKING:
-    import transformers
+    import transformers.modeling_outputs
 
     from rollbook.models.loading import ModelSource
 
 ScoreFunction = Callable[[Any], torch.Tensor]
 """Maps the output of a model to scores (B,)."""
-ModelOutput: TypeAlias = "torch.Tensor | Mapping[str, Any] | transformers.utils.ModelOutput"
+ModelOutput: TypeAlias = "torch.Tensor | Mapping[str, Any] | transformers.modeling_outputs.ModelOutput"
 
 
 class ModelReward(Reward):
@@ -154,7 +154,7 @@ class ModelReward(Reward):
             return list(tokenizer(scored.query).input_ids)
         before = scored.messages if scored.messages is not None else [{"role": "user", "content": scored.prompt}]
         messages = [*(dict(message) for message in before), {"role": "assistant", "content": scored.response}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, tokenize=False)  # type: ignore[attr-defined]
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
     def _scored(self, rows: Sequence[Sequence[int]], inputs: Sequence[RewardInput]) -> list[float]:

@@ -248,8 +248,8 @@ class Recipe(Reward):
 
     Args:
         recipe: Components by label.
-        functions: Functions by name, anything that `as_reward` takes; the built-in functions (`rollbook.rewards.BUILTIN_REWARDS`)
-            are known by name.
+        functions: Functions by name, anything that `as_reward` takes, in addition to the built-in ones
+            (`rollbook.rewards.BUILTIN_REWARDS`).
         models: Models by name, or a list with `label_map`.
         label_map: LightRFT's `reward_fn_label_map`: index in `models` by key.
         model_options: Options of every model.
@@ -699,7 +699,8 @@ def _parameters(source: RewardLike) -> list[str]:
     if not callable(source) or _is_module(source):
         return []
     try:
-        arguments = inspect.signature(source.bare() if isinstance(source, FileFunction) else source).parameters.values()
+        function = source.bare() if isinstance(source, FileFunction) else source
+        arguments = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return []
     named = [p.name for p in arguments if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -805,5 +806,5 @@ def _part_name(spec: RewardLike) -> str:
         return "remote"
     if isinstance(spec, (str, Path)):
         return Path(str(spec).rpartition(":")[2]).stem
-    name = function_name(spec) if callable(spec) else type(spec).__name__
+    name = function_name(spec)  # type: ignore[arg-type]
     return "reward" if name == "<lambda>" else name

@@ -188,8 +188,8 @@ def evaluate(
 
     Args:
         engine: The engine.
-        prompts: The prompts. Their samples have the ids `{name}-{step}/{task}/{run}`, where a prompt without an id has its
-            position as task.
+        prompts: The prompts. Their samples have the ids `{name}-{step}/{task}/{run}`; the task of a prompt without an
+            id is its position.
         reward: Whatever `rollbook.rewards.as_reward` takes; may be missing with an environment.
         k: Number of samples per prompt.
         sampling: Sampling options.

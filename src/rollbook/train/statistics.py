@@ -64,8 +64,8 @@ def avg_at_k(outcomes: Outcomes) -> float:
 def avg_at_k_interval(outcomes: Outcomes, confidence: float = 0.95) -> Interval:
     """Compute avg@k with a Wilson interval for the effective number of independent samples.
 
-    The samples of a prompt are correlated, so m prompts of k samples are fewer than m k independent samples. The success
-    rates of the m prompts are independent, and the variance v = s^2 / m of their mean p gives the effective number
+    The k samples of a prompt are correlated, so m prompts have fewer than m k independent samples. The success rates of
+    the m prompts are independent, and the variance v = s^2 / m of their mean p gives the effective number
     n = p (1 - p) / v, between m and m k. With n, and Student's quantile for m - 1 degrees of freedom instead of the
     normal one, the Wilson interval equals that of a t test over prompts for p near 0.5. Near 0 and 1, where a t test
     gives a point or leaves [0, 1], it remains valid.
@@ -219,9 +219,9 @@ def powers_of_two(k: int) -> list[int]:
 def maj_at_k(answers: Sequence[Sequence[Hashable | None]], outcomes: Outcomes, k: int | None = None) -> float:
     """Compute maj@k: the probability that the majority answer of k samples is correct.
 
-    The result is exact: the mean over all subsets of k of the n samples, with ties broken at random. The samples without an
-    answer do not vote. If samples with the same answer have different outcomes, the answer counts as correct to the
-    share of them that succeeded.
+    The result is exact: the mean over all subsets of k of the n samples, with ties broken at random. A sample
+    without an answer does not vote. If equal answers have different outcomes, the answer counts as correct to the share
+    of them that succeeded.
 
     Args:
         answers: [prompts][samples] The answers, or `None`.
