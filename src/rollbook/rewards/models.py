@@ -32,13 +32,12 @@ from rollbook.rewards.types import (
 )
 
 if TYPE_CHECKING:
-    import transformers.modeling_outputs
-
     from rollbook.models.loading import ModelSource
 
 ScoreFunction = Callable[[Any], torch.Tensor]
 """Maps the output of a model to scores (B,)."""
-ModelOutput: TypeAlias = "torch.Tensor | Mapping[str, Any] | transformers.modeling_outputs.ModelOutput"
+ModelOutput: TypeAlias = "torch.Tensor | Mapping[str, Any]"
+"""Output of a model; those of transformers are mappings."""
 
 
 class ModelReward(Reward):

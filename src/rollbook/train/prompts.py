@@ -247,7 +247,7 @@ class Reader:
             )
         try:
             form = "text" if isinstance(question, str) else "messages" if isinstance(question[0], dict) else "token_ids"
-            prompt = Prompt(info={**fields["info"], **answers}, **parts, **{form: question})
+            prompt = Prompt(**{"info": {**fields["info"], **answers}, **parts, form: question})
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         return _build_row(where, number, prompt, contents)
