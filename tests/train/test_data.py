@@ -289,9 +289,9 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"prompt": 7}, r"row 1: prompt: got int, expected text, chat messages or token ids"),
         ({"prompt": ""}, r"row 1: prompt: got ''"),
         ({"prompt": []}, r"row 1: prompt: got an empty list"),
-        ({"prompt": None}, r"row 1: prompt: got nothing, .* the row has prompt"),
+        ({"prompt": None}, r"row 1: prompt: missing, .* the row has prompt"),
         ({"prompt": [1, -1]}, r"row 1: prompt.token_ids\[1\]: got -1"),
-        ({"text": "a"}, r"row 1: prompt: got nothing.*the row has .*text"),
+        ({"text": "a"}, r"row 1: prompt: missing.*the row has .*text"),
         ({"prompt": "a", "messages": MESSAGES}, r"row 1: got prompt and messages, expected one"),
         ({"messages": "hi"}, r"row 1: messages: got str, expected a list"),
         ({"messages": [{"from": "human", "value": "hi"}]}, r"messages\[0\]: got keys \['from', 'value'\].*'role'"),
@@ -303,7 +303,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"prompt": "a", "response": ""}, r"row 1: response: got ''"),
         ({"prompt": "a", "response": 3}, r"row 1: response: got int"),
         ({"prompt": "a", "response": {"role": "user", "content": "x"}}, r"response: got a message of 'user'"),
-        ({"prompt": "a", "chosen": "b"}, r"row 1: rejected: got nothing"),
+        ({"prompt": "a", "chosen": "b"}, r"row 1: rejected: missing"),
         ({"messages": MESSAGES, "response": [*MESSAGES, *MESSAGES]}, r"row 1: response: got a message of 'user'"),
         ({"prompt": "a", "info": [1]}, r"row 1: info: got list"),
         ({"prompt": "a", "info": {"b": 1}, "b": 2}, r"row 1: b: got a column and an entry"),
@@ -636,7 +636,7 @@ def test_answers_that_are_wrong() -> None:
         records_from_answers(SFT, words(), "rl")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokenizer: missing"):
         records_from_answers(SFT, None)
-    with pytest.raises(ValueError, match="1/0: chosen: got nothing, .* the row has response"):
+    with pytest.raises(ValueError, match="1/0: chosen: missing, .* the row has response"):
         records_from_answers(Prompts(SFT[:1]).take(1, 1), words(), "pairs")
     with pytest.raises(ValueError, match="prompts: got none"):
         records_from_answers([], words())
