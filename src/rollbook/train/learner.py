@@ -391,7 +391,7 @@ class Learner:
         self.optimizer.load_state_dict(state["optimizer"])
         self.failures = int(state["failures"])
         if ("critic_optimizer" in state) != (self.critic_optimizer is not None):
-            raise ValueError("critic: got the state of a run with a critic, and there is none, or the other way round")
+            raise ValueError("critic: the state and this learner must both have a critic, or neither")
         if self.critic_optimizer is not None:
             self.critic_optimizer.load_state_dict(state["critic_optimizer"])
 

@@ -407,7 +407,7 @@ class Section:
 
 
 def find_section(kind: Kind) -> Section | None:
-    """Return the section that a kind is, optionally or in a list; `None` if there is none.
+    """Return the section of a kind that is a section, an optional one, or a list of them; else `None`.
 
     Args:
         kind: The kind.
