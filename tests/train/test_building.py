@@ -452,7 +452,7 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
             go, "rewards.0.remote", "rewards=[{remote: [http://localhost:1]}]", out="i"
         )
     small = f"model={{config: {LLAMA}vocab_size: 8, eos_token_id: 5}}, tokenizer: {house}/words}}"
-    assert "expected at most the model's 8" in refused(go, "model.tokenizer", small, out="j")
+    assert "expected at most the 8 of the model" in refused(go, "model.tokenizer", small, out="j")
     with pytest.warns(UserWarning, match="model.tokenizer: its end token is"), pytest.raises(AssertionError):
         go(small.replace("vocab_size: 8", "vocab_size: 99"), out="k")
 
