@@ -229,7 +229,7 @@ def test_arrays_of_any_kind_are_read() -> None:
     frozen = np.ones((1, 2))
     frozen.flags.writeable = False
     assert aggregate(frozen).item() == 1
-    assert Layout.of([[1, 1], []]).whole("ids", [[5, 6], []]).dtype == torch.int64
+    assert Layout.of([[1, 1], []]).tensor("ids", [[5, 6], []]).dtype == torch.int64
     assert check_float("gamma", np.float32(0.5), 0, 1) == 0.5
 
 

@@ -668,7 +668,7 @@ X = torch.zeros(2, 3)
             lambda: ppo([[0.0, 0.0], []], torch.zeros(2), torch.ones(2)),
             r"advantages: got 2 numbers for as many rows and as many tokens, expected Rows\(values, lengths\)",
         ),
-        (lambda: ppo(X, X, None), r"advantages: got None, expected one number for each row or token: \(B,\), \(B, A\)"),
+        (lambda: ppo(X, X, None), r"advantages: got None, expected one number for each row or token: \(B,\), \(B, R\)"),
         (lambda: ppo(X, X, 5), r"advantages: got 5, expected one number for each row or token"),
         (lambda: ppo(X, X, "up"), r"advantages: got str, expected one number for each row or token"),
         (lambda: losses.opmd([[0.0]], None), r"advantages: got None"),

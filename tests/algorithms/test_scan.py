@@ -383,7 +383,7 @@ def test_kernels_of_a_device_get_what_takes_part_and_their_results_are_masked(mo
             expected = (*scan.gae_scan(*data, lengths, 0.9, 0.8, observations),)
             expected = (*expected, scan.return_scan(data[0], data[2], lengths, 0.9, observations))
             with monkeypatch.context() as patch:
-                patch.setattr(scan, "_triton", lambda _: SimpleNamespace(gae=gae, discounted=discounted))
+                patch.setattr(scan, "_triton_module", lambda _: SimpleNamespace(gae=gae, discounted=discounted))
                 found = (*scan.gae_scan(*data, lengths, 0.9, 0.8, observations),)
                 found = (*found, scan.return_scan(data[0], data[2], lengths, 0.9, observations))
             for one, other in zip(found, expected, strict=True):
@@ -406,7 +406,7 @@ def test_kernels_of_a_device_get_what_takes_part_and_their_results_are_masked(mo
         ({"response": torch.ones(1, 3)}, r"response: got shape \[1, 3\], expected \[2, 3\], as the mask has"),
         ({"mask": torch.ones(2, 3)}, "mask: got torch.float32, expected torch.bool"),
         ({"lengths": [3, 3]}, r"mask: got 2 dimensions, expected 1 \(total,\) beside `lengths`"),
-        ({"mask": torch.ones(6, dtype=torch.bool)}, r"mask: got 1 dimensions, expected 2 \(B, A\)"),
+        ({"mask": torch.ones(6, dtype=torch.bool)}, r"mask: got 1 dimensions, expected 2 \(B, R\)"),
         (
             {"mask": torch.ones(6, dtype=torch.bool), "lengths": [3, 4]},
             "lengths: got a sum of 7, expected 6, the number of tokens",

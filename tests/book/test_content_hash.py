@@ -314,7 +314,7 @@ def test_unknown_columns() -> None:
         pa.array([0] * 3, pa.int8()), pa.array([0, 1, 2], pa.int32()), [pa.array([1, 2, 3])]
     )
     many = Experiences(rows)
-    many._columns["odd"] = union
+    many.columns["odd"] = union
     with pytest.raises(ValueError, match="column 'odd': an unknown column of type .*union"):
         content_hashes(many)
 
@@ -346,7 +346,7 @@ def test_hostile_free_form_text_is_refused() -> None:
         '{"$int":"z"}',
         "{",
     ):
-        many._columns["tools"] = pa.array([text], pa.large_string())
+        many.columns["tools"] = pa.array([text], pa.large_string())
         with pytest.raises(ValueError, match="record 0: tools: "):
             content_hashes(many)
 

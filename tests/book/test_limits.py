@@ -370,16 +370,16 @@ REFUSED = [
         lambda: ConsumerConfig(removers=(MaxSize(5),), limiters=(SamplesToInserts(1.0, 9, 6),)),
         "MaxSize keeps at most 5",
     ),
-    (lambda: ConsumerConfig(limiters=(SamplesToInserts(2.0, 9),)), "handed out at most 1 time"),
+    (lambda: ConsumerConfig(limiters=(SamplesToInserts(2.0, 9),)), "leased at most 1 time"),
     (
         lambda: ConsumerConfig(removers=(MaxUses(3),), limiters=(SamplesToInserts(4.0, 9),)),
-        "handed out at most 3 time",
+        "leased at most 3 time",
     ),
     (
         lambda: ConsumerConfig(
             sampler=Priority("decay_limit_randomization", limit=2), limiters=(SamplesToInserts(3.0, 9),)
         ),
-        "handed out at most 2 time",
+        "leased at most 2 time",
     ),
     (lambda: ConsumerConfig(removers=(MaxSize(3),), group_size=4), "none ever would be"),
     (lambda: ConsumerConfig(limiters=(SamplesToInserts(1.0, 9, lease_size=2),), group_size=4), "at least one group"),

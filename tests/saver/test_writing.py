@@ -22,10 +22,9 @@ from tests.saver.making import TOKENIZER, read, rollout
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from rollbook.io import trajectory_files as module
-from rollbook.io.trajectories import EncodedImage
+from rollbook.io.trajectories import EncodedImage, TrajectoryFiles
 
-files = module.TrajectoryFiles(Path(sys.argv[1]), True)
+files = TrajectoryFiles(Path(sys.argv[1]), True)
 
 def write(turn):
     text = b'"%d' % turn + b"x" * 500_000 + b'"'

@@ -257,7 +257,7 @@ BAD = {
     "model.precision: got 'bf16', expected one of float32, bfloat16, autocast": {"model": {"precision": "bf16"}},
     "model.builder: got it beside path, expected one of path, config, builder":
         {"model": {"path": "a", "builder": "b:c"}},
-    "model.config.model_type: missing": {"model": {"config": {"hidden_size": 8}}},
+    "model.config.model_type: missing, expected a model type": {"model": {"config": {"hidden_size": 8}}},
     "model.options: got {'x': 1}, which requires builder": {"model": {"path": "a", "options": {"x": 1}}},
     "model: got 3, expected a mapping of its keys, or its path": {"model": 3},
     "model.options.x.y: got nan, expected text, a number":

@@ -502,6 +502,9 @@ def test_the_command_says_it_and_ends_with_its_status(copy: Path, capsys: pytest
     assert "the run has steps 1 to 4" in capsys.readouterr().err
     with rollbook.open(copy / "book") as book:
         book.revise(trace_step(book, 4).uids[0], reward=5.0, author="ana")
+    assert main(["replay", "--trust", str(copy), "--step", "4", "--color", "always"]) == 1
+    assert "\x1b[1;31mdiffers\x1b[0m" in capsys.readouterr().out
+    # Without colors again, also for later tests: the mode is global.
     assert main(["replay", "--trust", str(copy), "--step", "4", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["agrees"], told["changed"]) == (4, False, None)
@@ -510,5 +513,3 @@ def test_the_command_says_it_and_ends_with_its_status(copy: Path, capsys: pytest
         "advantages",
         "returns",
     }
-    assert main(["replay", "--trust", str(copy), "--step", "4", "--color", "always"]) == 1
-    assert "\x1b[1;31mdiffers\x1b[0m" in capsys.readouterr().out

@@ -189,7 +189,7 @@ def packed_json(got: Got) -> Any:
         ("/api/compare?a=1-2&b=later", 400, "b: got 'later', expected steps"),
         ("/api/search?q=x&mode=guess", 400, "mode"),
         ("/api/search?q=(&mode=regex", 400, ""),
-        ("/api/media/" + "0" * 64, 404, "no such image"),
+        ("/api/media/" + "0" * 64, 404, "unknown image"),
         ("/api/run?%ff=1", 400, "not UTF-8"),
         ("/api/run?" + "&".join("a=1" for _ in range(300)), 400, "too many"),
     ],

@@ -62,7 +62,7 @@ def gae_scan(
     """
     check_float("lam", lam, 0, 1)
     rewards, values, mask, part = _ready(gamma, observations, mask, response, lengths, rewards=rewards, values=values)
-    kernels = _triton_module() if rewards.is_cuda else None
+    kernels = _triton_module(rewards.device.type)
     if kernels is not None:
         results = kernels.gae(rewards, values, part, _offsets_on(rewards, lengths), gamma, lam)
     else:
@@ -95,7 +95,7 @@ def return_scan(
     tensor([1., 4., 4.])
     """
     rewards, _, mask, part = _ready(gamma, observations, mask, response, lengths, rewards=rewards)
-    kernels = _triton_module() if rewards.is_cuda else None
+    kernels = _triton_module(rewards.device.type)
     if kernels is not None:
         returns = kernels.discounted(rewards, part, _offsets_on(rewards, lengths), gamma)
     else:
@@ -219,7 +219,7 @@ def backend(tokens: int = LARGE, device: torch.device | str = "cpu") -> str:
     >>> backend(10) in ("numba", "numpy")  # numba only if a large call has loaded it
     True
     """
-    if torch.device(device).type == "cuda" and _triton_module() is not None:
+    if _triton_module(torch.device(device).type) is not None:
         return "triton"
     return "numpy" if _compiled(tokens) is None else "numba"
 
@@ -301,7 +301,10 @@ def _compiled(tokens: int) -> Any:
 
 
 @cache
-def _triton_module() -> Any:
+def _triton_module(device: str) -> Any:
+    """Return the Triton kernels for a type of device, `None` if it has none."""
+    if device != "cuda":
+        return None
     from rollbook.algorithms.kernels import scan_triton
 
     return scan_triton if scan_triton.READY else None

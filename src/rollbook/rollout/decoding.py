@@ -106,6 +106,8 @@ def find_stop_start(text: str, ids: Sequence[int], decode: Decode) -> int:
     return text_now.find(text, max(0, before - len(text) + 1))
 
 
+COLD_TEMPERATURE = 0.5
+"""Below it, the largest logit is subtracted before logits are divided by the temperature."""
 MIN_TEMPERATURE = 1e-30
 """Lower temperatures count as 0: logits divided by them would overflow."""
 NUCLEUS_SIZE = 1024
@@ -205,7 +207,7 @@ class Rules:
         self.greedy = torch.tensor(greedy, device=device) if any(greedy) else None
         self.temperature = torch.tensor(temperatures, device=device)
         self.tempers = set(temperatures) != {1.0}
-        self.cold = min(temperatures) < 0.5
+        self.cold = min(temperatures) < COLD_TEMPERATURE
         """Whether logits divided by a temperature would lose precision."""
 
         row_kinds = np.array(kinds)
@@ -229,6 +231,20 @@ class Rules:
         self.top_k = torch.tensor(top_ks, device=device) if self.most_k else None
         self.top_p = torch.tensor(top_ps, device=device).double() if min(top_ps, default=1.0) < 1 else None
         self.min_p = torch.tensor(min_ps, device=device) if max(min_ps, default=0.0) > 0 else None
+
+    def forbid(self, scores: torch.Tensor) -> torch.Tensor:
+        """Exclude the tokens that are not sampled now from float32 scores [rows, V], in place."""
+        return scores if self.forbidden is None else scores.index_put_(self.forbidden, self.never)
+
+    def suppress(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, V] without the tokens that are never sampled."""
+        if self.suppressed is None:
+            return logits
+        return logits.to(torch.float32, copy=True).index_put_(self.suppressed, self.never)
+
+    def truncate(self, shares: torch.Tensor) -> torch.Tensor:
+        """Set the shares [rows, V] of tokens outside top-k, top-p and min-p to 0, in place."""
+        return shares.masked_fill_(shares < _truncation_floors(shares, self), 0.0)
 
 
 class TokenChoice(NamedTuple):
@@ -276,8 +292,7 @@ def choose_tokens(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | No
             scores.sub_(scores.amax(-1, keepdim=True))
         if rules.tempers:
             scores.div_(rules.temperature[:, None])
-        if rules.forbidden is not None:
-            scores.index_put_(rules.forbidden, rules.never)
+        rules.forbid(scores)
     best = scores.argmax(-1, keepdim=True) if rules.greedy is not None else None
     if best is not None and rules.all_greedy:
         ids, processed = best, torch.zeros_like(rules.temperature)
@@ -287,7 +302,7 @@ def choose_tokens(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | No
             raise ValueError("numbers: got None, expected a random number for each row that is not greedy")
         shares = scores.softmax(-1, dtype=torch.float32)
         if rules.truncates:
-            shares.masked_fill_(shares < _truncation_floors(shares, rules), 0.0)
+            rules.truncate(shares)
         ids, total = sample_by_inverse_cdf(shares, numbers[:, None], rules.blocks)
         share = shares.gather(1, ids)
         if rules.truncates:
@@ -307,8 +322,8 @@ def choose_tokens(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | No
 
 def _model_logprobs(kind: str, logits: torch.Tensor, ids: torch.Tensor, rules: Rules) -> torch.Tensor:
     """Compute log-probs [rows] before truncation; `tempered` ones without the suppressed tokens, as in training."""
-    if kind == "tempered" and rules.suppressed is not None:
-        logits = logits.to(torch.float32, copy=True).index_put_(rules.suppressed, rules.never)
+    if kind == "tempered":
+        logits = rules.suppress(logits)
     if kind == "raw" or not rules.tempers:
         logprobs = from_logits(logits, ids).logprobs
     else:

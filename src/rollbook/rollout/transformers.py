@@ -5,8 +5,10 @@ weights at that time. The samples of a prompt depend on the prompt, its options 
 batch (up to the rounding of logits). A row that fails fails alone. Model and weights are left unchanged. A prompt with
 media is never truncated.
 
-A prompt runs through the model once for all of its samples; then its cache is repeated. Finished rows leave the batch
-once there are enough of them. A sample that is continued later runs through the model again.
+A prompt runs through the model once for all of its samples. A sample that is continued later runs through the model
+again. On CUDA, rows are decoded over a paged key-value cache with CUDA graphs (`rollbook.rollout.paged`). Elsewhere,
+and for models that do not allow it, a batch is decoded token by token, and finished rows leave it once there are enough
+of them.
 
 Images are PIL images, paths, `file://` and `data:` addresses, encoded bytes, arrays or tensors (height, width,
 channels, or channels first), or a mapping with one of them under `image`, `path`, `url` or `bytes`. Processed media go
@@ -18,8 +20,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
+import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,6 +33,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from rollbook.algorithms.kernels import decode_triton
 from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, placeholders, token_types
 from rollbook.core.checks import check_int
 from rollbook.core.media import SHARED, load_image, source_key
@@ -47,6 +52,7 @@ from rollbook.rollout.decoding import (
     find_stop_start,
 )
 from rollbook.rollout.engine import BaseEngine, Cancel, Request
+from rollbook.rollout.paged import PagedBatch, PagedDecoder, UnsupportedModelError, why_not
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -306,6 +312,9 @@ def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[
     return messages, inside["image"], inside["video"]
 
 
+_IDLE_SECONDS = 0.01
+_MEMORY_SHARE = 8
+"""A cache of less than an eighth of the device's memory stays: capturing again takes longer than it is worth."""
 _TURN = 32
 """Number of tokens after which another call can use the model."""
 _WINDOW = 4
@@ -389,6 +398,9 @@ class TransformersEngine(BaseEngine):
         self.ends = _end_ids(self.runner.base, self.tokenizer)
         """Token ids that end a response."""
         self._turns = threading.Lock()
+        self._paged: PagedDecoder | None = None
+        self._not_paged: str | None = None
+        """Why the model is not decoded over a paged cache, once that is known."""
 
     @property
     def stats(self) -> DecodingStats:
@@ -430,9 +442,103 @@ class TransformersEngine(BaseEngine):
                 for k in range(len(request.eids)):
                     yield request.position + k, request.failed(k, error, run_id)
             if i == len(requests) or len(rows) >= _WINDOW * self.max_batch_rows:
+                decoder = self._paged_decoder()
+                if decoder is not None and rows:
+                    rows = yield from self._decode_paged(rows, decoder, cancel)
                 waiting, rows = deque(self._planned(rows)), []
                 while waiting:
                     yield from self._decode_batch(waiting.popleft(), waiting, cancel)
+
+    def _paged_decoder(self) -> PagedDecoder | None:
+        """Return the decoder with CUDA graphs; `None` on other devices and for models that it cannot run."""
+        if self.runner.device.type != "cuda" or self._not_paged is not None:
+            return None
+        with self._turns:
+            if self._paged is None:
+                reason = why_not(self.runner) if decode_triton.READY else "Triton is not installed"
+                if reason is not None:
+                    self._decode_token_by_token(reason)
+                    return None
+                self._paged = PagedDecoder(self.runner, self.max_batch_rows, capture=True)
+            if self._paged.max_rows != self.max_batch_rows and not self._paged.calls:
+                self._paged.release()
+                self._paged = PagedDecoder(self.runner, self.max_batch_rows, capture=True)
+            return self._paged
+
+    def _decode_token_by_token(self, reason: str) -> None:
+        """Give up the paged cache for this engine, with a warning."""
+        self._not_paged, self._paged = reason, None
+        warnings.warn(f"decoding token by token, without CUDA graphs: {reason}", stacklevel=3)
+
+    def _decode_paged(
+        self, rows: list[DecodingRow], decoder: PagedDecoder, cancel: Cancel
+    ) -> Generator[tuple[int, Sample], None, list[DecodingRow]]:
+        """Decode rows over a paged cache. Return the rows that are left, for which it turned out not to be possible."""
+        longest = max(row.longest for row in rows)
+        with self._turns:
+            if not decoder.reserve(longest, min(self.max_batch_tokens, sum(row.longest for row in rows))):
+                return rows
+            decoder.calls += 1
+        batch, waiting = PagedBatch(decoder), deque(rows)
+        try:
+            while waiting or batch.live:
+                if cancel.requested:
+                    for row in (*batch.leave(), *waiting):
+                        yield row.place, self._sample(row, "abort")
+                    return []
+                finished: list[Finished] = []
+                try:
+                    # Until the window ends, nobody else uses the model.
+                    with self._turns, scoring(self.model):
+                        finished += self._admit_rows(batch, batch.next_rows(waiting))
+                        if batch.live:
+                            ended, left = batch.run_window(self.version)
+                            finished += ended
+                            waiting.extendleft(left)
+                            idle = False
+                        else:
+                            idle = not finished
+                except Exception as error:
+                    self._decode_token_by_token(f"{type(error).__name__}: {error}")
+                    return [*batch.leave(), *waiting]
+                for row, reason, stop in finished:
+                    yield row.place, self._sample(row, reason, stop)
+                if idle:
+                    time.sleep(_IDLE_SECONDS)  # another call has all pages
+            return []
+        finally:
+            batch.leave()
+            decoder.calls -= 1
+
+    def _admit_rows(self, batch: PagedBatch, rows: list[DecodingRow]) -> list[Finished]:
+        """Run the prompts of rows. If that fails, the halves are tried; a single prompt that fails is an error."""
+        if not rows:
+            return []
+        try:
+            return batch.admit(rows, self.version)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            failure = error.with_traceback(None)  # its frames hold memory
+        prompts = {id(row.prepared) for row in rows}
+        if len(prompts) == 1:
+            return [(row, "error", failure) for row in rows]
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.runner.stats.splits += 1
+        half = len(rows) // 2
+        return self._admit_rows(batch, rows[:half]) + self._admit_rows(batch, rows[half:])
+
+    def release_memory(self) -> None:
+        """Free the key-value cache and the captured graphs, unless they take little of the device's memory.
+
+        The trainer calls it before an update on the same device. The next call makes them again.
+        """
+        if self._paged is None or self._paged.calls:
+            return
+        with self._turns:
+            if self._paged.nbytes * _MEMORY_SHARE > torch.cuda.get_device_properties(self.runner.device).total_memory:
+                self._paged.release()
 
     def _planned(self, rows: list[DecodingRow]) -> Iterator[list[DecodingRow]]:
         """Split rows into batches. Rows of a prompt stay together; of several batches the longest come first."""

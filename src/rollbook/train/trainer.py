@@ -350,6 +350,8 @@ class Trainer:
                 self._warn_nothing_leased(step, metrics.values(), appended)
                 return StepReport(step, metrics.values(records=0.0, waited_for=1.0), [])
             with metrics.time("learn"):
+                if isinstance(self.engine, TransformersEngine):
+                    self.engine.release_memory()
                 records, expert, weights = self._with_experts(leased, lease.weights, step)
                 records = self.completed(records, expert)
                 result = self.learner.update(records, step=step, expert=expert, weights=weights)

@@ -527,7 +527,8 @@ def dump_config(config: Config) -> str:
     Args:
         config: The configuration.
 
-    >>> print(dump_config(Config(name="mine", optimizer={"lr": 1e-5}))[:93])
+    >>> for line in dump_config(Config(name="mine", optimizer={"lr": 1e-5})).splitlines()[:4]:
+    ...     print(line)
     # Name of the run.
     name: mine  # default: run
     # Folder of the run; null: runs/NAME.

@@ -1,0 +1,1030 @@
+"""Decoding with continuous batching over a paged key-value cache; on CUDA the decode step is a captured graph.
+
+A `PagedDecoder` belongs to an engine: it owns the cache, the device buffers and the graphs. A `PagedBatch` belongs to a
+call: its rows join when there is room, are decoded in windows of a few tokens, and leave when they are finished. The
+host looks at the tokens once per window, not once per token.
+
+Invariant: between two windows the device holds nothing but keys and values that the host does not know, too. Every
+window begins by copying the state of the rows to the device, so that rows, calls and weights can change in between.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from rollbook.algorithms.kernels import decode_triton
+from rollbook.core.errors import RollbookError
+from rollbook.core.sampling import KINDS
+from rollbook.models.head import text_config
+from rollbook.rollout.decoding import (
+    COLD_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Blocks,
+    DecodingRow,
+    Finished,
+    ModelRunner,
+    Rules,
+    choose_tokens,
+    uniform_numbers,
+)
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+ATTENTION = "rollbook_paged"
+"""Name of the attention implementation in transformers while a decoder runs a model."""
+PAGE_SIZE = 64
+"""Tokens per page of the cache."""
+WINDOW = 16
+"""Tokens that are sampled for each row before the host looks at them. A row that ends wastes half of it on average."""
+PREFILL_TOKENS = 16_384
+"""Largest number of tokens of prompts in one forward pass, unless a prompt is longer."""
+GRAPH_ROWS = (8, 32, 128, 512, 2048)
+"""Sizes of batches that graphs are captured for, up to the engine's `max_batch_rows`."""
+REFILL_SHARE = 8
+"""Prompts join when one in 8 rows is free: a forward pass of prompts delays all other rows."""
+_NEVER = 1 << 62
+"""Number of tokens before which a token is not sampled, if it is never sampled."""
+
+
+class UnsupportedModelError(RollbookError):
+    """A model cannot be decoded over a paged cache."""
+
+
+def why_not(runner: ModelRunner) -> str | None:
+    """Return why a model cannot be decoded over a paged cache, or `None` if nothing is known to prevent it."""
+    model = runner.base
+    name = type(model).__name__
+    text = text_config(model)
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{name} does not let its attention be replaced"
+    if not {"position_ids", "logits_to_keep"} <= runner.takes:
+        return f"the forward method of {name} takes no position_ids or no logits_to_keep"
+    if kinds:
+        return f"{name} has layers of {', '.join(sorted(kinds))}"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return f"{name} has layers that share keys and values"
+    if any(
+        getattr(config, "is_prompt_learning", False) for config in getattr(runner.model, "peft_config", {}).values()
+    ):
+        return "the adapter is a learned prompt"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return f"{name} is on several devices"
+    return None
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+class PagePool:
+    """Counts the users of each page of a cache. Page 0 is scratch: finished and empty rows write to it.
+
+    Args:
+        pages: Number of pages, the scratch page included.
+
+    >>> pool = PagePool(4)
+    >>> first = pool.take(2)
+    >>> pool.share(first[:1])
+    >>> pool.release(first)
+    >>> pool.available
+    2
+    """
+
+    def __init__(self, pages: int) -> None:
+        self._free = list(range(pages - 1, 0, -1))
+        self._users = [0] * pages
+
+    @property
+    def available(self) -> int:
+        """Number of free pages."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Take free pages; the caller has checked that there are enough."""
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._users[page] = 1
+        return taken
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Add a user to pages."""
+        for page in pages:
+            self._users[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Remove a user from pages."""
+        for page in pages:
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free.append(page)
+
+
+def pages_for(tokens: int) -> int:
+    """Return the number of pages that hold some tokens."""
+    return -(-tokens // PAGE_SIZE)
+
+
+@functools.cache
+def _cache_class() -> Any:
+    """Return the class of caches, defined when transformers is first needed."""
+    from transformers import Cache
+
+    class PagedCache(Cache):
+        """Keys and values of all layers in one tensor [layers, 2, tokens, heads, size]; tokens are grouped in pages.
+
+        A forward pass writes to the places `write_index` [tokens of the pass]. Attention is that of `attention`.
+        """
+
+        def __init__(self, layers: int, pages: int) -> None:
+            super().__init__(layers=[])
+            self.layer_count, self.pages = layers, pages
+            self.storage: torch.Tensor | None = None
+            self.write_index = torch.zeros(0, dtype=torch.int64)
+            self.layer = 0
+            """The layer that was written last, which attends next."""
+
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
+            storage = self.storage_for(keys, values)
+            storage[layer_idx, 0].index_copy_(0, self.write_index, keys)
+            storage[layer_idx, 1].index_copy_(0, self.write_index, values)
+            self.layer = layer_idx
+            return key_states, value_states
+
+        def storage_for(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            """Return the storage, allocated for keys and values [tokens, heads, size] of this shape."""
+            if self.storage is None:
+                shape = (self.layer_count, 2, self.pages * PAGE_SIZE, *keys.shape[1:])
+                self.storage = keys.new_zeros(shape)
+            if not keys.shape[1:] == values.shape[1:] == self.storage.shape[3:] or keys.dtype != self.storage.dtype:
+                raise UnsupportedModelError("keys and values of the layers differ in shape or type")
+            return self.storage
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return 0  # positions are passed explicitly, and there is no mask
+
+    return PagedCache
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+class PackedAttention:
+    """Attention within each of several sequences that lie end to end in one row."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.ends = np.cumsum([0, *lengths]).tolist()
+        self.longest = max(lengths)
+        self.boundaries = torch.tensor(self.ends, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attend from query [1, heads, tokens, size] to key and value [1, key heads, tokens, size].
+
+        Returns:
+            [1, tokens, heads, size]
+        """
+        size = query.shape[-1]
+        half = query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda"
+        if half and softcap is None and size % 8 == 0 and size <= 256:
+            return self._kernel(query, key, value, scale, window)
+        outputs = []
+        for start, stop in zip(self.ends, self.ends[1:], strict=False):
+            q, k, v = (part[:, :, start:stop] for part in (query, key, value))
+            mask = None
+            if window is not None and window < stop - start:
+                every = torch.ones(stop - start, stop - start, dtype=torch.bool, device=query.device)
+                mask = every.tril().triu(1 - window)
+            outputs.append(_dense_attention(q, k, v, mask, scale, softcap))
+        return torch.cat(outputs, 2).transpose(1, 2)
+
+    def _kernel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        groups = query.shape[1] // key.shape[1]
+        q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+        if groups > 1:  # one copy for all samples of a prompt
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        seen = (-1 if window is None else window - 1, 0)
+        output: Any = varlen_attn(
+            q, k, v, self.boundaries, self.boundaries, self.longest, self.longest, scale=scale, window_size=seen
+        )
+        return output.unsqueeze(0)  # type: ignore[no-any-return]
+
+
+class DecodeAttention:
+    """Attention from the last token of each row to the row's pages.
+
+    Args:
+        cache: The cache.
+        table: [rows, pages] Pages of each row.
+        lengths: [rows] Number of tokens of each row before the last one.
+    """
+
+    def __init__(self, cache: Any, table: torch.Tensor, lengths: torch.Tensor) -> None:
+        self.cache, self.table, self.lengths = cache, table, lengths
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attend from query [rows, heads, 1, size]; key and value are in the cache.
+
+        Returns:
+            [rows, 1, heads, size]
+        """
+        keys, values = self.cache.storage[self.cache.layer]
+        if query.device.type == "cuda":
+            output = decode_triton.paged_attention(
+                query[:, :, 0],
+                keys,
+                values,
+                self.table,
+                self.lengths,
+                page_size=PAGE_SIZE,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+            )
+            return output.unsqueeze(1)
+        slots = torch.arange(PAGE_SIZE, device=query.device)
+        places = (self.table[:, :, None] * PAGE_SIZE + slots).flatten(1).long()  # [rows, tokens]
+        position = torch.arange(places.shape[1], device=query.device)
+        seen = position <= self.lengths[:, None]
+        if window is not None:
+            seen &= position > self.lengths[:, None] - window
+        k, v = (states[places].transpose(1, 2) for states in (keys, values))
+        return _dense_attention(query, k, v, seen[:, None, None], scale, softcap).transpose(1, 2)
+
+
+def _dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attend [rows, heads, queries, size], causally without a mask."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = softcap * torch.tanh((query @ key.transpose(2, 3)).float() * (scale / softcap))
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype) @ value
+
+
+_attention: PackedAttention | DecodeAttention | None = None
+"""Attention of the forward pass that is running. One pass runs at a time, under the engine's lock."""
+_windows: set[int] = set()
+"""Sliding windows that models passed on since `_attending` was entered."""
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend, as transformers calls an attention implementation. The mask is `None` for implementations without one."""
+    unsupported = [name for name in ("s_aux", "position_bias") if options.get(name) is not None]
+    if _attention is None or unsupported or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"its attention has {', '.join(unsupported) or 'no causal order'}")
+    if sliding_window is not None:
+        _windows.add(sliding_window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _attention(query, key, value, scale, sliding_window, softcap), None
+
+
+@contextmanager
+def _attending(runner: ModelRunner, attention: PackedAttention | DecodeAttention) -> Iterator[None]:
+    """Run a model with this attention; afterwards it has its own again."""
+    global _attention
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attend)
+    config = text_config(runner.base)
+    own, _attention = config._attn_implementation, attention
+    config._attn_implementation_internal = ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = own
+        _attention = None
+
+
+# --- the decode step ------------------------------------------------------------------------------------------------
+
+(_ID, _POSITION, _LENGTH, _COUNT, _ALIVE, _LIMIT, _STOP_SET, _GREEDY, _KIND, _TOP_K, _STEP) = range(11)
+"""Rows of the integer state [fields, rows]. `_STEP` has the number of the step in its first entry."""
+_TEMPERATURE, _TOP_P, _MIN_P, _NUMBERS = range(4)
+"""Rows of the float state [3 + WINDOW, rows]; the random numbers of the window's steps come last."""
+
+
+class Variant(NamedTuple):
+    """What a captured step is specialized for."""
+
+    rows: int
+    greedy: str
+    """`none`, `some` or `all`."""
+    tempers: bool
+    """Whether a temperature is not 1."""
+    cold: bool
+    """Whether logits divided by a temperature would lose precision."""
+    top_k: bool
+    top_p: bool
+    min_p: bool
+    kinds: tuple[str, ...]
+    forbidden: int
+    """Columns of the table of forbidden tokens."""
+    stop_sets: int
+    """Rows of the table of stop tokens."""
+
+
+class StepRules(Rules):
+    """The rules of a captured step: views of the state on the device, which the host rewrites for each window."""
+
+    def __init__(self, variant: Variant, state: StepState, blocks: Blocks) -> None:
+        rows = variant.rows
+        self.state, self.variant, self.blocks = state, variant, blocks
+        self.all_greedy = variant.greedy == "all"
+        self.greedy = None if variant.greedy == "none" else state.integers[_GREEDY, :rows] > 0
+        self.temperature = state.floats[_TEMPERATURE, :rows].float()
+        self.tempers, self.cold = variant.tempers, variant.cold
+        self.only = variant.kinds[0] if len(variant.kinds) == 1 else None  # type: ignore[assignment]
+        kind = state.integers[_KIND, :rows]
+        self.kinds = {name: kind == KINDS.index(name) for name in variant.kinds}  # type: ignore[misc]
+        self.forbidden = state.forbidden if variant.forbidden else None  # type: ignore[assignment]
+        self.truncates = variant.top_k or variant.top_p or variant.min_p
+
+    def forbid(self, scores: torch.Tensor) -> torch.Tensor:
+        if not self.variant.forbidden:
+            return scores
+        return self._exclude(scores, self.state.integers[_COUNT, : self.variant.rows])
+
+    def suppress(self, logits: torch.Tensor) -> torch.Tensor:
+        if not self.variant.forbidden:
+            return logits
+        # All tokens but those that are never sampled are allowed at this count.
+        count = torch.full_like(self.state.integers[_COUNT, : self.variant.rows], _NEVER - 1)
+        return self._exclude(logits.to(torch.float32, copy=True), count)
+
+    def _exclude(self, scores: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        tokens, until = self.state.forbidden[:, : self.variant.rows, : self.variant.forbidden]
+        penalty = torch.where(count[:, None] < until, -torch.inf, 0.0).to(scores.dtype)
+        return scores.scatter_add_(1, tokens, penalty)
+
+    def truncate(self, shares: torch.Tensor) -> torch.Tensor:
+        rows, floats = self.variant.rows, self.state.floats
+        floor = shares.new_zeros((rows, 1))
+        if self.variant.min_p:
+            floor = shares.amax(-1, keepdim=True) * floats[_MIN_P, :rows, None].float()
+        mass: torch.Tensor | float = 1.0
+        if self.variant.top_k:
+            top_k = self.state.integers[_TOP_K, :rows].float()
+            last = _find_floors(shares, top_k, mass=False)
+            floor = torch.maximum(floor, last)
+            mass = shares.masked_fill(shares < last, 0.0).sum(-1)
+        if self.variant.top_p:
+            top_p = floats[_TOP_P, :rows].float()
+            nucleus = _find_floors(shares, top_p * mass, mass=True)
+            floor = torch.maximum(floor, nucleus.masked_fill(top_p[:, None] >= 1, 0.0))
+        return shares.masked_fill_(shares < floor, 0.0)
+
+
+def _find_floors(shares: torch.Tensor, targets: torch.Tensor, *, mass: bool) -> torch.Tensor:
+    """Find the largest share such that the tokens not below it reach a target [rows, 1]; 0 if none does."""
+    if shares.device.type == "cuda":
+        return decode_triton.find_floors(shares, targets, mass=mass)
+    ordered = shares.sort(-1, descending=True).values
+    reached = ordered.double().cumsum(-1) if mass else torch.arange(1, shares.shape[1] + 1).expand_as(shares)
+    below = (reached < targets[:, None]).sum(-1, keepdim=True)
+    floors = ordered.gather(1, below.clamp(max=shares.shape[1] - 1))
+    return floors.masked_fill(below >= shares.shape[1], 0.0)
+
+
+class StepState:
+    """The state of the rows on the device: fixed addresses, which captured graphs read and write.
+
+    Args:
+        rows: Largest number of rows.
+        pages: Largest number of pages of a row.
+        vocabulary: Number of logits.
+        device: The device.
+    """
+
+    def __init__(self, rows: int, pages: int, vocabulary: int, device: torch.device) -> None:
+        self.rows, self.vocabulary, self.device = rows, vocabulary, device
+        self.integers = torch.zeros((_STEP + 1, rows), dtype=torch.int64, device=device)
+        self.floats = torch.zeros((_NUMBERS + WINDOW, rows), dtype=torch.float64, device=device)
+        self.table = torch.zeros((rows, pages), dtype=torch.int32, device=device)
+        self.forbidden = torch.zeros((2, rows, 0), dtype=torch.int64, device=device)
+        self.stops = torch.zeros((1, vocabulary), dtype=torch.bool, device=device)
+        self.ids = torch.zeros((WINDOW, rows), dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros((WINDOW, rows), dtype=torch.float32, device=device)
+
+    def clear(self) -> None:
+        """Make all rows empty, so that a step writes to the scratch page only."""
+        for tensor in (self.integers, self.floats, self.table, self.forbidden):
+            tensor.zero_()
+        self.floats[_TEMPERATURE] = 1.0
+
+
+class PagedDecoder:
+    """The cache, buffers and graphs of an engine.
+
+    Args:
+        runner: Calls the model.
+        max_rows: Largest number of rows that are decoded together.
+        capture: Whether the step is captured in CUDA graphs. Without, the same step runs eagerly.
+    """
+
+    def __init__(self, runner: ModelRunner, max_rows: int, capture: bool) -> None:
+        self.runner, self.max_rows, self.capture = runner, max_rows, capture
+        self.cache: Any = None
+        self.pool = PagePool(1)
+        self._state: StepState | None = None
+        self.graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
+        self.stop_sets: dict[frozenset[int], int] = {}
+        self.calls = 0
+        """Number of calls that are using the cache."""
+        self._memory: Any = None
+        self._fingerprint: tuple[Any, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        return 0 if self.cache is None or self.cache.storage is None else int(self.cache.storage.nbytes)
+
+    def reserve(self, longest: int, tokens: int) -> bool:
+        """Make a cache, unless the present one is large enough. Graphs that the weights have moved from are dropped.
+
+        Args:
+            longest: Number of tokens that the longest row may have.
+            tokens: Number of tokens of the cache, if there is memory for it.
+
+        Returns:
+            Whether the cache has room for the longest row. While another call uses the cache, it cannot grow.
+        """
+        if self.graphs and self._fingerprint != self._model_fingerprint():
+            self._drop_graphs()
+        pages = max(pages_for(tokens), pages_for(longest + WINDOW)) + 1
+        size = 0 if self.cache is None else self.cache.pages
+        if size < pages and not self.calls:
+            self.release()
+            layers = int(text_config(self.runner.base).num_hidden_layers)
+            self.cache = _cache_class()(layers, pages)
+            self.pool = PagePool(pages)
+        return bool(self.cache is not None and self.cache.pages > pages_for(longest + WINDOW))
+
+    def release(self) -> None:
+        """Free the cache and the graphs."""
+        self._drop_graphs()
+        self.cache, self._state, self.pool, self.stop_sets = None, None, PagePool(1), {}
+        if self.runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _drop_graphs(self) -> None:
+        for graph in self.graphs.values():
+            graph.reset()
+        self.graphs, self._memory = {}, None
+
+    def _model_fingerprint(self) -> tuple[Any, ...]:
+        """Return what a graph depends on beyond its inputs: addresses of the weights, and which adapters are active."""
+        # A transformers model without adapters has the attribute, too, and raises.
+        adapters = (
+            getattr(self.runner.model, "active_adapters", ()) if hasattr(self.runner.model, "peft_config") else ()
+        )
+        disabled = [
+            bool(getattr(module, "disable_adapters", False)) or bool(getattr(module, "merged", False))
+            for module in self.runner.model.modules()
+            if hasattr(module, "active_adapter")
+        ]
+        pointers = [parameter.data_ptr() for parameter in self.runner.model.parameters()]
+        return (*pointers, *disabled, str(adapters() if callable(adapters) else adapters))
+
+    # --- prompts ----------------------------------------------------------------------------------------------------
+
+    def prefill(self, rows: Sequence[DecodingRow], pages: Sequence[list[int]]) -> tuple[torch.Tensor, list[int]]:
+        """Run sequences through the model and write their keys and values to pages.
+
+        Args:
+            rows: A row for each sequence: its prompt and its response so far.
+            pages: The pages of each.
+
+        Returns:
+            Logits after the last tokens [rows, V], and the position of each sequence's next token.
+        """
+        logits: list[torch.Tensor] = []
+        following: list[int] = []
+        chunk: list[int] = []
+        for i, row in enumerate(rows):
+            tokens = sum(_length(rows[j]) for j in chunk)
+            if chunk and (row.prepared.media or tokens + _length(row) > PREFILL_TOKENS):
+                logits.append(self._prefill_packed([rows[j] for j in chunk], [pages[j] for j in chunk]))
+                chunk = []
+            if row.prepared.media:
+                row_logits, position = self._prefill_media(row, pages[i])
+                logits.append(row_logits)
+                following.append(position)
+            else:
+                chunk.append(i)
+                following.append(_length(row))
+        if chunk:
+            logits.append(self._prefill_packed([rows[j] for j in chunk], [pages[j] for j in chunk]))
+        self.runner.stats.prompts += len(rows)
+        self.runner.stats.prompt_tokens += sum(map(_length, rows))
+        return torch.cat(logits), following
+
+    def _prefill_packed(self, rows: Sequence[DecodingRow], pages: Sequence[list[int]]) -> torch.Tensor:
+        """Run sequences end to end in one forward pass; return the logits after each [rows, V]."""
+        runner, device = self.runner, self.runner.device
+        lengths = [_length(row) for row in rows]
+        ids = torch.tensor([[token for row in rows for token in (*row.prepared.ids, *row.ids)]], device=device)
+        positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+        if runner.rope is not None:
+            positions = positions.expand(3, -1, -1)
+        last = torch.tensor(np.cumsum(lengths) - 1, device=device)
+        self.cache.write_index = _write_index(pages, lengths).to(device)
+        _windows.clear()
+        runner.stats.steps += 1
+        with _attending(runner, PackedAttention(lengths, device)):
+            logits: torch.Tensor = runner.model(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=last,
+                return_dict=True,
+            ).logits[0]
+        text = text_config(runner.base)
+        sliding = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+        if sliding and not _windows:
+            raise UnsupportedModelError("its sliding windows are not passed to attention")
+        return logits
+
+    def _prefill_media(self, row: DecodingRow, pages: list[int]) -> tuple[torch.Tensor, int]:
+        """Run a prompt with images or videos with the model's own attention, and copy its cache."""
+        from transformers import DynamicCache
+
+        runner, device, length = self.runner, self.runner.device, _length(row)
+        ids = torch.tensor([[*row.prepared.ids, *row.ids]])
+        positions, following = torch.arange(length)[None], length
+        if runner.rope is not None:
+            positions, after = runner.rope_positions([row], length)
+            following = int(after[0])
+        cache: DynamicCache = DynamicCache(config=runner.config)
+        logits = runner.logits(ids.to(device), None, positions.to(device), cache, runner.media([row], length))
+        places = _write_index([pages], [length]).to(device)
+        layers: list[Any] = cache.layers
+        for i, layer in enumerate(layers):
+            # [tokens, heads, size]; a sliding layer has only the last tokens, and no later token sees the others.
+            keys, values = (states[0].transpose(0, 1) for states in (layer.keys, layer.values))
+            storage = self.cache.storage_for(keys, values)
+            storage[i, 0].index_copy_(0, places[-len(keys) :], keys)
+            storage[i, 1].index_copy_(0, places[-len(keys) :], values)
+        return logits, following
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy pages of all layers."""
+        storage = self.cache.storage
+        paged = storage.view(*storage.shape[:2], self.cache.pages, PAGE_SIZE, *storage.shape[3:])
+        source, target = (torch.tensor(pages, device=storage.device) for pages in (sources, targets))
+        paged.index_copy_(2, target, paged.index_select(2, source))
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def rows_for(self, count: int) -> int:
+        """Return the smallest size of a captured batch that has room for some rows."""
+        return next((size for size in GRAPH_ROWS if count <= size < self.max_rows), self.max_rows)
+
+    def make_state(self, vocabulary: int) -> None:
+        """Make the device buffers, unless they are there."""
+        if self._state is None:
+            positions = self.runner.positions or self.cache.pages * PAGE_SIZE
+            pages = min(pages_for(positions + WINDOW), self.cache.pages)
+            self._state = StepState(self.max_rows, pages, vocabulary, self.runner.device)
+
+    @property
+    def state(self) -> StepState:
+        """The device buffers."""
+        if self._state is None:
+            raise ValueError("state: used before make_state")
+        return self._state
+
+    def stop_set(self, tokens: frozenset[int]) -> int:
+        """Return the number of a set of stop tokens in the table on the device."""
+        number = self.stop_sets.get(tokens)
+        if number is not None:
+            return number
+        number, state = len(self.stop_sets), self.state
+        if number >= len(state.stops):
+            stops = torch.zeros((2 * len(state.stops), state.vocabulary), dtype=torch.bool, device=state.device)
+            stops[: len(state.stops)] = state.stops
+            state.stops = stops
+            self._drop_graphs()
+        state.stops[number, [token for token in tokens if token < state.vocabulary]] = True
+        self.stop_sets[tokens] = number
+        return number
+
+    def widen_forbidden(self, columns: int) -> None:
+        """Make room for some forbidden tokens per row."""
+        state = self.state
+        if state.forbidden.shape[2] < columns:
+            state.forbidden = torch.zeros((2, state.rows, columns), dtype=torch.int64, device=state.device)
+            self._drop_graphs()
+
+    def run_steps(self, variant: Variant, count: int) -> None:
+        """Run the step some times on the state that is on the device."""
+        if not self.capture:
+            for _ in range(count):
+                self._step(variant)
+            return
+        graph = self.graphs[variant]
+        for _ in range(count):
+            graph.replay()
+
+    def capture_step(self, variant: Variant) -> None:
+        """Capture a step, unless it is there. The state on the device is lost."""
+        if not self.capture or variant in self.graphs:
+            return
+        state = self.state
+        state.clear()
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles kernels, and has libraries allocate their workspaces
+                self._step(variant)
+        torch.cuda.current_stream().wait_stream(stream)
+        state.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            self._step(variant)
+        self._memory = graph.pool()
+        self.graphs[variant] = graph
+        self._fingerprint = self._model_fingerprint()
+
+    def _step(self, variant: Variant) -> None:
+        """Sample the next token of each row and advance the rows that are alive."""
+        state, runner, rows = self.state, self.runner, variant.rows
+        integers = state.integers[:, :rows]
+        lengths, step = integers[_LENGTH], state.integers[_STEP, :1]
+        table = state.table[:rows]
+        page = table.gather(1, (lengths // PAGE_SIZE)[:, None])[:, 0].long()
+        self.cache.write_index = page * PAGE_SIZE + lengths % PAGE_SIZE
+        positions = integers[_POSITION][:, None]
+        if runner.rope is not None:
+            positions = positions.expand(3, -1, -1)
+        with _attending(runner, DecodeAttention(self.cache, table, lengths)):
+            logits = runner.model(
+                input_ids=integers[_ID][:, None],
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+                return_dict=True,
+            ).logits[:, -1]
+        rules = StepRules(variant, state, Blocks(rows, logits.shape[1], logits.device))
+        numbers = state.floats[_NUMBERS:, :rows].index_select(0, step)[0]
+        chosen = choose_tokens(logits, rules, numbers)
+        state.ids[:, :rows].index_copy_(0, step, chosen.ids[None])
+        state.logprobs[:, :rows].index_copy_(0, step, chosen.logprobs[None].float())
+        alive = integers[_ALIVE].clone()
+        for name in (_POSITION, _LENGTH, _COUNT):
+            integers[name].add_(alive)
+        ended = state.stops[integers[_STOP_SET], chosen.ids] | chosen.logprobs.isnan()
+        ended |= integers[_COUNT] >= integers[_LIMIT]
+        integers[_ID].copy_(torch.where(chosen.logprobs.isnan(), integers[_ID], chosen.ids))
+        integers[_ALIVE].mul_(~ended)
+        step.add_(1)
+
+
+def _length(row: DecodingRow) -> int:
+    return len(row.prepared.ids) + len(row.ids)
+
+
+def _write_index(pages: Sequence[list[int]], lengths: Sequence[int]) -> torch.Tensor:
+    """Return the places [tokens] of sequences in a cache, from the pages of each."""
+    parts = [
+        (np.array(numbers)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1)[:length]
+        for numbers, length in zip(pages, lengths, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+# --- the rows of a call ---------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class LiveRow:
+    """A row in the cache, with what of it the device needs."""
+
+    row: DecodingRow
+    pages: list[int]
+    offset: int
+    """Position of the next token minus its index; not 0 after images."""
+    stop_set: int
+    forbidden: tuple[tuple[int, int], ...]
+    """(token, number of response tokens before which it is not sampled)."""
+
+
+@dataclass(eq=False)
+class PagedBatch:
+    """The rows of one call that are being decoded.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...     num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=32)
+    >>> decoder = PagedDecoder(ModelRunner(LlamaForCausalLM(config)), max_rows=4, capture=False)
+    >>> PagedBatch(decoder).free_rows
+    4
+    """
+
+    decoder: PagedDecoder
+    live: list[LiveRow] = field(default_factory=list)
+
+    @property
+    def free_rows(self) -> int:
+        """Number of rows that may join."""
+        return self.decoder.max_rows - len(self.live)
+
+    def next_rows(self, waiting: deque[DecodingRow]) -> list[DecodingRow]:
+        """Take the rows from the front of a queue that join now: as many as rows and pages allow.
+
+        Rows of one prompt that are at the front together share its pages.
+        """
+        if self.live and self.free_rows < max(1, self.decoder.max_rows // REFILL_SHARE):
+            return []
+        rows: list[DecodingRow] = []
+        # Rows that are being decoded need room for the next window.
+        available = self.decoder.pool.available - len(self.live)
+        shared: int | None = None
+        while waiting and len(rows) < self.free_rows:
+            row = waiting[0]
+            pages = pages_for(_length(row) + WINDOW)
+            if shared is not None and shared == id(row.prepared) and not row.ids:
+                pages -= _length(row) // PAGE_SIZE
+            if pages > available:
+                break
+            available -= pages
+            shared = None if row.ids else id(row.prepared)
+            rows.append(waiting.popleft())
+        return rows
+
+    def admit(self, rows: Sequence[DecodingRow], version: int) -> list[Finished]:
+        """Run the prompts of rows and sample their first tokens.
+
+        Args:
+            rows: What `next_rows` returned.
+            version: Version of the policy, recorded for the tokens.
+
+        Returns:
+            The rows that are finished by their first token, and why. A call that raises leaves the rows unchanged.
+        """
+        decoder = self.decoder
+        members: dict[int, list[DecodingRow]] = {}
+        for row in rows:
+            members.setdefault(id(row) if row.ids else id(row.prepared), []).append(row)
+        groups = list(members.values())
+        lengths = [_length(group[0]) for group in groups]
+        taken: list[list[int]] = []
+        try:
+            taken.extend(decoder.pool.take(pages_for(length)) for length in lengths)
+            logits, following = decoder.prefill([group[0] for group in groups], taken)
+            decoder.make_state(logits.shape[1])
+            repeated = [i for i, group in enumerate(groups) for _ in group]
+            entering = [row for group in groups for row in group]
+            finished = _sample_first(entering, logits[torch.tensor(repeated, device=logits.device)], version)
+        except BaseException:
+            for pages in taken:
+                decoder.pool.release(pages)
+            raise
+        decoder.runner.stats.tokens += len(entering)
+        ended = {id(end[0]) for end in finished}
+        sources: list[int] = []
+        targets: list[int] = []
+        for group, length, pages, position in zip(groups, lengths, taken, following, strict=True):
+            alive = [row for row in group if id(row) not in ended]
+            shared = pages[: length // PAGE_SIZE]
+            for k, row in enumerate(alive):
+                own = pages
+                if k:  # the last page, which the response continues, is copied
+                    decoder.pool.share(shared)
+                    own = shared + decoder.pool.take(len(pages) - len(shared))
+                    sources += pages[len(shared) :]
+                    targets += own[len(shared) :]
+                self.live.append(self._live_row(row, own, position - length))
+            if not alive:
+                decoder.pool.release(pages)
+        if targets:
+            decoder.copy_pages(sources, targets)
+        return finished
+
+    def _live_row(self, row: DecodingRow, pages: list[int], offset: int) -> LiveRow:
+        stops = row.ends | row.stop_ids
+        forbidden = [(token, _NEVER) for token in row.suppress]
+        if row.request.sampling.min_tokens > len(row.ids):
+            forbidden += [(token, row.request.sampling.min_tokens) for token in sorted(stops)]
+        return LiveRow(row, pages, offset, self.decoder.stop_set(stops), tuple(forbidden))
+
+    def leave(self) -> list[DecodingRow]:
+        """Remove all rows and return them, with the tokens they have so far."""
+        rows = [live.row for live in self.live]
+        for live in self.live:
+            self.decoder.pool.release(live.pages)
+        self.live = []
+        return rows
+
+    def run_window(self, version: int) -> tuple[list[Finished], list[DecodingRow]]:
+        """Sample up to `WINDOW` tokens for each row.
+
+        Args:
+            version: Version of the policy, recorded for the tokens.
+
+        Returns:
+            The rows that are finished, and why; and the rows that had to leave because the cache is full. Those keep
+            their tokens and can be admitted again.
+        """
+        decoder = self.decoder
+        steps = min(WINDOW, max(live.row.limit - len(live.row.ids) for live in self.live))
+        left = self._extend_pages(steps)
+        if not self.live:
+            return [], left
+        variant = self._variant()
+        decoder.capture_step(variant)
+        self._upload(variant, steps)
+        decoder.run_steps(variant, steps)
+        state = decoder.state
+        ids = state.ids[:steps, : len(self.live)].T.cpu().tolist()
+        logprobs = state.logprobs[:steps, : len(self.live)].T.cpu().tolist()
+        stats = decoder.runner.stats
+        stats.steps += steps
+        stats.rows += steps * len(self.live)
+        finished: list[Finished] = []
+        remaining: list[LiveRow] = []
+        for live, row_ids, row_logprobs in zip(self.live, ids, logprobs, strict=True):
+            before = len(live.row.ids)
+            end = _take_tokens(live.row, row_ids, row_logprobs, version)
+            stats.tokens += len(live.row.ids) - before
+            if end is None:
+                remaining.append(live)
+            else:
+                finished.append(end)
+                decoder.pool.release(live.pages)
+        self.live = remaining
+        return finished, left
+
+    def _extend_pages(self, steps: int) -> list[DecodingRow]:
+        """Give each row the pages of its next tokens. If there are too few, the rows that joined last leave."""
+        pool = self.decoder.pool
+        left: list[DecodingRow] = []
+        i = 0
+        while i < len(self.live):
+            live = self.live[i]
+            row = live.row
+            tokens = _length(row) - 1 + min(steps, row.limit - len(row.ids))
+            missing = pages_for(tokens) - len(live.pages)
+            if missing <= pool.available:
+                live.pages += pool.take(max(missing, 0))
+                i += 1
+                continue
+            last = self.live.pop()
+            pool.release(last.pages)
+            left.append(last.row)
+        return left
+
+    def _variant(self) -> Variant:
+        """Return the captured step that the options of the rows need."""
+        rules = [live.row.request.sampling for live in self.live]
+        greedy = [sampling.temperature < MIN_TEMPERATURE for sampling in rules]
+        cut = [sampling for sampling, is_greedy in zip(rules, greedy, strict=True) if not is_greedy]
+        coldest = min((sampling.temperature for sampling in cut), default=1.0)
+        forbidden = max(len(live.forbidden) for live in self.live)
+        columns = 1 << (forbidden - 1).bit_length() if forbidden else 0
+        self.decoder.widen_forbidden(columns)
+        state = self.decoder.state
+        return Variant(
+            rows=self.decoder.rows_for(len(self.live)),
+            greedy="all" if all(greedy) else "some" if any(greedy) else "none",
+            tempers=any(sampling.temperature != 1 for sampling in cut),
+            cold=coldest < COLD_TEMPERATURE,
+            top_k=any(0 < sampling.top_k < state.vocabulary for sampling in cut),
+            top_p=any(sampling.top_p < 1 for sampling in cut),
+            min_p=any(sampling.min_p > 0 for sampling in cut),
+            kinds=tuple(sorted({live.row.kind or "processed" for live in self.live})),
+            forbidden=columns,
+            stop_sets=len(state.stops),
+        )
+
+    def _upload(self, variant: Variant, steps: int) -> None:
+        """Copy the state of the rows to the device."""
+        state, count, rows = self.decoder.state, len(self.live), variant.rows
+        integers = np.zeros((_STEP + 1, rows), np.int64)
+        floats = np.zeros((_NUMBERS + WINDOW, rows))
+        floats[_TEMPERATURE] = 1.0
+        integer_fields: list[tuple[int, ...]] = []
+        float_fields: list[tuple[float, ...]] = []
+        seeds: list[int] = []
+        starts: list[int] = []
+        width = max(len(live.pages) for live in self.live)
+        for live in self.live:
+            row = live.row
+            sampling, length, done = row.request.sampling, _length(row) - 1, len(row.ids)
+            greedy = sampling.temperature < MIN_TEMPERATURE
+            top_k = sampling.top_k if 0 < sampling.top_k < state.vocabulary else state.vocabulary
+            kind = KINDS.index(row.kind or "processed")
+            place = (row.ids[-1], length + live.offset, length, done, 1)
+            integer_fields.append((*place, row.limit, live.stop_set, greedy, kind, top_k))
+            float_fields.append((1.0 if greedy else sampling.temperature, sampling.top_p, sampling.min_p))
+            seeds.append(row.request.seeds[row.k])
+            starts.append(done)
+        integers[:_STEP, :count] = np.array(integer_fields).T
+        floats[:_NUMBERS, :count] = np.array(float_fields).T
+        table = np.zeros((rows, width), np.int32)
+        table[:count] = [live.pages + [0] * (width - len(live.pages)) for live in self.live]
+        if variant.greedy != "all":
+            floats[_NUMBERS : _NUMBERS + steps, :count] = uniform_numbers(seeds, starts, steps).T
+        state.integers[:, :rows].copy_(torch.from_numpy(integers))
+        state.floats[:, :rows].copy_(torch.from_numpy(floats))
+        state.table[:rows, : table.shape[1]].copy_(torch.from_numpy(table))
+        if variant.forbidden:
+            forbidden = np.zeros((2, rows, variant.forbidden), np.int64)
+            for i, live in enumerate(self.live):
+                if live.forbidden:
+                    forbidden[:, i, : len(live.forbidden)] = np.array(live.forbidden).T
+            state.forbidden[:, :rows, : variant.forbidden].copy_(torch.from_numpy(forbidden))
+
+
+def _sample_first(rows: Sequence[DecodingRow], logits: torch.Tensor, version: int) -> list[Finished]:
+    """Sample the first tokens of rows from the logits after their prompts [rows, V]; return the rows that they end."""
+    rules = Rules([row.next_rule()[0] for row in rows], logits.shape[1], logits.device)
+    seeds = [row.request.seeds[row.k] for row in rows]
+    numbers = uniform_numbers(seeds, [len(row.ids) for row in rows], 1)[:, 0]
+    chosen = choose_tokens(logits, rules, torch.from_numpy(numbers).to(logits.device))
+    ids, logprobs = chosen.ids.tolist(), chosen.logprobs.tolist()
+    ends = [_take_tokens(row, ids[i : i + 1], logprobs[i : i + 1], version) for i, row in enumerate(rows)]
+    return [end for end in ends if end is not None]
+
+
+def _take_tokens(row: DecodingRow, ids: list[int], logprobs: list[float], version: int) -> Finished | None:
+    """Append tokens to a row up to the one that ends it, and return how it ends, or `None`."""
+    count = min(len(ids), row.limit - len(row.ids))
+    # A log-prob of NaN, which differs from itself, means that no token could be chosen.
+    valid = next((i for i, logprob in enumerate(logprobs[:count]) if logprob != logprob), count)
+    candidates = {i for i, token in enumerate(ids[:valid]) if token in row.ends or token in row.stop_ids}
+    if row.texts is not None and valid:
+        try:
+            candidates |= set(row.texts.may_end(np.array(ids[:valid])).nonzero()[0].tolist())
+        except Exception:  # a failure of the decoder, which `ended` reports
+            candidates = set(range(valid))
+    if valid == count:
+        candidates.add(count - 1)
+    taken = 0
+    for stop in sorted({*(i + 1 for i in candidates), valid}):
+        row.ids += ids[taken:stop]
+        row.versions += [version] * (stop - taken)
+        if row.kind is not None:
+            row.logprobs += logprobs[taken:stop]
+        taken = stop
+        end = row.ended() if stop - 1 in candidates else None
+        if end is not None:
+            return end
+    if valid < count:
+        error = ValueError(f"token {len(row.ids)}: the model's logits are NaN, infinite or all forbidden")
+        return row, "error", error
+    return None
