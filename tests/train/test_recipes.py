@@ -26,7 +26,7 @@ from rollbook.train.run import RunResult, run
 
 LENGTH, COUNT, HIDDEN = 4, 2000, 48
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
-CHANCE = [f"rewards={letters.__name__}:chance", f"evaluation.rewards={letters.__name__}:reward"]
+CHANCE = [f"rewards={letters.__name__}:random_reward", f"evaluation.rewards={letters.__name__}:reward"]
 WORDS = [f"data.options.length={LENGTH}", f"data.options.count={COUNT}"]
 SMALL = [
     *("data.held_out=200", "evaluation.k=2", f"sampling.max_tokens={LENGTH + 1}", "tracking.display=false"),

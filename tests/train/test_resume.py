@@ -124,7 +124,7 @@ def test_a_run_at_its_end_is_left_as_it_is(nursery: Nursery, whole: Path, expect
     assert changed == {"config.yaml"}  # `out` is another one here
     assert nursery.live(command(folder)).code == 0 and seen(folder).keys() == before.keys()
     less = nursery.live(command(folder, "steps=3"))
-    assert less.code == 0 and "6 steps of the run" in less.said and "steps is 3" in less.said
+    assert less.code == 0 and "has done 6 steps" in less.said and "steps is 3" in less.said
     assert expected.differences(Lineage.of(folder)) == []
 
 
