@@ -1,6 +1,6 @@
-"""The reference page of the configuration, made from the schema: `python docs/config_page.py > PAGE`.
+"""The reference page of the configuration, generated from the schema: `python docs/config_page.py > PAGE`.
 
-Invariant: the page says nothing about a key that the schema does not say.
+Invariant: all descriptions of keys come from the schema.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import sys
 from collections.abc import Iterator
 
 from rollbook.train.algorithm import AlgorithmConfig, presets
-from rollbook.train.config.files import flow, recipes, summary
+from rollbook.train.config.files import format_value, list_recipes, summarize
 from rollbook.train.config.schema import Config
-from rollbook.train.config.values import Key, Listing, section_in, section_of
+from rollbook.train.config.values import Key, ListOf, find_section, get_section
 
 BEGINNING = """\
 # Configuration
 
-Every key of `rollbook train`. This page is made from the code (`python docs/config_page.py`).
+Every key of `rollbook train`. This page is generated (`python docs/config_page.py`).
 
 ```sh
 rollbook train                                       # the embedded recipe
-rollbook train letters --show-config > my.yaml       # all of it, defaults included: itself a file that can be run
+rollbook train letters --show-config > my.yaml       # all keys with defaults, as a file that can be run
 rollbook train my.yaml --out runs/mine               # a file: YAML or TOML
 rollbook train my.yaml optimizer.lr=1e-4 seed=3 --out runs/slow      # with changes
 ```
@@ -41,14 +41,14 @@ algorithm: grpo          # short for {preset: grpo}
 optimizer: {lr: 1e-5, schedule: linear}
 ```
 
-- **Base.** Mappings are merged key by key, and lists replaced whole. Naming another source or kind (`model.path` where the base has a builder, another `algorithm.preset`, another reward at the same place) drops what the base said about the old one. A section that is null is as by default.
+- **Base.** Mappings are merged key by key, and lists are replaced. Another source or kind (`model.path` if the base has a builder, another `algorithm.preset`, another reward at the same index) resets the keys that belong to the old one. A section that is null has its defaults.
 - **Changes.** `section.key=value`, with values as in YAML: numbers, `true`, `null`, `[a, b]`, `{a: 1}`. Text needs no quotes. `rewards.0.weight=2` changes one item of a list.
-- **YAML** is read by the rules of version 1.2: `1e-5` is a number, `no` and `12:30` are text. A key that is there twice is refused, and so are tags. TOML has no null: leave the key out.
-- **Errors** name the key, the file and the line: `optimizer.lr: got -1.0, expected a number from 0 on (my.yaml, line 12)`. A key that does not exist is refused with the nearest one that does.
+- **YAML** is read by the rules of version 1.2: `1e-5` is a number, `no` and `12:30` are text. Duplicate keys and tags are rejected. TOML has no null: leave the key out.
+- **Errors** name the key, the file and the line: `optimizer.lr: got -1.0, expected a number from 0 on (my.yaml, line 12)`. An unknown key is rejected, with the nearest known one.
 - **Paths** in a file are relative to that file; if nothing is there, and on the command line, they are relative to the working directory. `out` is always relative to the working directory.
-- **Code.** Reading a file runs nothing: tags and constructors are refused. Training imports and calls what the file names (`builder`, `function`, reward functions; `module:function` or `file.py:function`), so read a file from others before you train with it. Code inside a model's repository is never run (`trust_remote_code=False`). See [which command runs what](training.md#running-other-people-s-runs).
-- **Secrets** do not belong in a file, because `config.yaml` in the run's folder and `--show-config` repeat it. A password or token written into a URL, a header such as `Authorization`, or an option named like one (`api_key`, `password`, ...) is refused; write `${NAME}` there, and the environment variable is read when it is used: `remote: "https://user:${REWARD_PASSWORD}@host/score"`, `options: {headers: {Authorization: "Bearer ${REWARD_TOKEN}"}}`, `replay: {expert: "postgresql://user:${BOOK_PASSWORD}@host/runs"}`. In URLs the value is percent-encoded for you. `engine.api_key_env` names the variable of the engine's key.
-- **Resuming.** A run that was interrupted goes on under the same values; keys marked ↻ may change in between.
+- **Code.** Reading a file runs nothing: tags are rejected. Training imports and calls what the file names (`builder`, `function`, reward functions; `module:function` or `file.py:function`), so read a file from others before you train with it. Code inside a model's repository is never run (`trust_remote_code=False`). See [which command runs what](training.md#running-other-people-s-runs).
+- **Secrets** do not belong in a file, because `config.yaml` in the run's folder and `--show-config` repeat it. A password or token written into a URL, a header such as `Authorization`, or an option named like one (`api_key`, `password`, ...) is rejected. Write `${NAME}` to read an environment variable instead: `remote: "https://user:${REWARD_PASSWORD}@host/score"`, `options: {headers: {Authorization: "Bearer ${REWARD_TOKEN}"}}`, `replay: {expert: "postgresql://user:${BOOK_PASSWORD}@host/runs"}`. In URLs the value is percent-encoded for you. `engine.api_key_env` names the variable of the engine's key.
+- **Resuming.** A run is resumed with the same values; only keys marked ↻ may change.
 """  # noqa: E501
 
 
@@ -59,24 +59,24 @@ def page() -> str:
 
 def _lines() -> Iterator[str]:
     yield BEGINNING
-    yield f"Recipes: {', '.join(f'`{name}`' for name in recipes()) or 'none'}.\n"
-    top = section_of(Config)
-    sections = {name: inner for name, key in top.keys.items() if (inner := section_in(key.kind)) is not None}
+    yield f"Recipes: {', '.join(f'`{name}`' for name in list_recipes()) or 'none'}.\n"
+    top = get_section(Config)
+    sections = {name: inner for name, key in top.keys.items() if (inner := find_section(key.kind)) is not None}
     yield "## The run\n"
     yield from _table([key for name, key in top.keys.items() if name not in sections], "")
     seen: dict[type, str] = {}
     for name, section in sections.items():
         key = top.keys[name]
         yield f"\n## `{name}`\n"
-        yield " ".join(dict.fromkeys(filter(None, (key.doc, summary(section)))))
-        if section.of in seen:
-            yield f"\nKeys: those of [`{seen[section.of]}`](#{seen[section.of]})."
+        yield " ".join(dict.fromkeys(filter(None, (key.doc, summarize(section)))))
+        if section.cls in seen:
+            yield f"\nKeys: those of [`{seen[section.cls]}`](#{seen[section.cls]})."
             continue
-        seen[section.of] = name
+        seen[section.cls] = name
         yield ""
-        before = f"{name}.N." if isinstance(key.kind, Listing) else f"{name}."
-        yield from _table(list(section.keys.values()), before, key.free)
-        if section.of is AlgorithmConfig:
+        before = f"{name}.N." if isinstance(key.kind, ListOf) else f"{name}."
+        yield from _table(list(section.keys.values()), before, key.changeable)
+        if section.cls is AlgorithmConfig:
             yield from _presets()
 
 
@@ -87,15 +87,15 @@ def _presets() -> Iterator[str]:
     own = AlgorithmConfig().to_dict()
     for name, preset in presets().items():
         told = {key: value for key, value in preset.to_dict().items() if value != own[key] and key != "name"}
-        yield f"| `{name}` | {', '.join(f'`{key}: {flow(value)}`' for key, value in told.items())} |"
+        yield f"| `{name}` | {', '.join(f'`{key}: {format_value(value)}`' for key, value in told.items())} |"
 
 
-def _table(keys: list[Key], before: str, free: bool = False) -> Iterator[str]:
+def _table(keys: list[Key], before: str, changeable: bool = False) -> Iterator[str]:
     yield "| key | default | what it is | expected |"
     yield "|---|---|---|---|"
     for key in keys:
-        mark = " ↻" if free or key.free else ""
-        cells = (f"`{before}{key.name}`{mark}", f"`{flow(key.default)}`", key.doc, key.kind.expected)
+        mark = " ↻" if changeable or key.changeable else ""
+        cells = (f"`{before}{key.name}`{mark}", f"`{format_value(key.default)}`", key.doc, key.kind.expected)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

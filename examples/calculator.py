@@ -81,7 +81,7 @@ class Chance(Calculator):
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__(prompt)
-        self.luck = letters.chance(prompt.eid)
+        self.luck = letters.random_reward(prompt.eid)
 
     def respond(self, text: str) -> Reply:
         """The result of a call, or a reward of 1 in a quarter of all episodes."""

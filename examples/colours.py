@@ -53,7 +53,7 @@ from rollbook.train import (
     evaluate,
     records_from_answers,
 )
-from rollbook.train.evaluation import difference
+from rollbook.train.evaluation import compare_evaluations
 
 SIDE, PATCH, FIGURE = 16, 4, 4
 SCALE = 6  # pixels of a dot in the picture that people see; the processor makes it small again
@@ -217,7 +217,8 @@ def main() -> None:
         parser.error(f"--out: {given.out} is there already, expected a new folder")
     began = time.monotonic()
     before, after = train(given.steps, given.seed, given.out, reward if given.reward == "true" else noise)
-    print(f"before: {before}\nafter:  {after}\nrise:   {difference(before, after)}, {time.monotonic() - began:.0f} s")
+    rise = compare_evaluations(before, after)
+    print(f"before: {before}\nafter:  {after}\nrise:   {rise}, {time.monotonic() - began:.0f} s")
     print(f"rollbook view {given.out}")
 
 

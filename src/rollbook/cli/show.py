@@ -37,7 +37,7 @@ from rollbook.core.terminal import (
     wrapped,
 )
 from rollbook.inspect.trajectory import LENSES, Picture, Trajectory
-from rollbook.train.display import UPDATE_COLUMNS
+from rollbook.train.tracker import UPDATE_COLUMNS
 
 if TYPE_CHECKING:
     from rollbook.inspect.doctor import Thresholds

@@ -810,7 +810,7 @@ class Scorer(Reward):
             self.reward = lightrft_reward([], function, label_map, recipe, tokenizer)
         elif reward_fn is not None:
             self.reward = as_reward(reward_fn)
-        elif has_models:
+        elif has_models and models is not None:
             is_module = isinstance(models, torch.nn.Module)
             self.reward = lightrft_reward(models, tokenizer=tokenizer) if is_module else as_reward(models)
         self._result = RewardResult(rewards=[])
